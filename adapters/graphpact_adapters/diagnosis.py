@@ -16,7 +16,7 @@ import torch
 
 from graphpact.attention import DraftMetadata
 from graphpact.batch import ForwardBatch
-from graphpact.errors import ConfigError
+from graphpact.errors import ConfigError, KernelRefusal
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same
 from graphpact_adapters.backend import Built, begins_steps
@@ -143,6 +143,45 @@ def _explain_draft(
             )
             return
     yield _as_it_is(lane, step, what)
+
+
+def explain_capture(lane: BuilderUnderTest, refusal: KernelRefusal, problem: Problem) -> Finding | None:
+    """Return a finding about a field whose negative numbers a kernel refuses in a capture.
+
+    The metadata of dummy batches is made once more, up to the first that is refused. The kernel runs on that
+    with zeros in the place of a field's negative numbers. The first field that ends the refusal is at fault;
+    None if none does.
+
+    Args:
+        lane: The lane.
+        refusal: The error of its capture.
+        problem: The batch that the finding shows.
+    """
+    rig = lane.build(capture=False)
+    backend = backend_of(rig)
+    for shape in sorted(rig.planned, key=lambda at: at.num_tokens, reverse=True):
+        view = rig.dummy(shape)
+        backend.record_metadata(view, backend.init_metadata_capture(view, shape))
+        built = copied(backend.captured(shape))
+        if lane.outputs_with(rig, problem, view, built).error is not None:
+            break
+    else:
+        return None
+    for path, got in leaves(built):
+        if not isinstance(got, torch.Tensor) or not bool((is_negative := got < 0).any()):
+            continue
+        legal = with_leaves(built, {path: got.clamp(min=0)})
+        if lane.outputs_with(rig, problem, view, legal).error is None:
+            return lane.finding(
+                rule_of(refusal),
+                hook="init_metadata_capture",
+                field=_named(built, path) + spell(is_negative),
+                expected="0 or more: the kernel takes the dummy batch of a capture too",
+                actual=f"{values_at(got, is_negative)}, which the kernel refuses: {message_of(refusal)}",
+                problem=problem,
+                help=_HELP["GP04"],
+            )
+    return None
 
 
 def _right(

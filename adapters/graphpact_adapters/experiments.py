@@ -9,10 +9,10 @@ Does not: run experiments of the suite that hold a backend to graphpact's own co
 
 from collections.abc import Callable, Iterable, Iterator
 
-from graphpact.errors import ConfigError
+from graphpact.errors import ConfigError, KernelRefusal
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same
-from graphpact_adapters.diagnosis import explain
+from graphpact_adapters.diagnosis import explain, explain_capture
 from graphpact_adapters.under_test import ROOM, BuilderUnderTest, backend_of
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.experiments.base import Findings, spell, values_at
@@ -41,6 +41,11 @@ def captures_dummies(lane: UnderTest, steps: Drawn) -> Findings:
         lane.rig()
     except CannotCaptureError as stopped:
         expected = "every declared shape is captured, with the builder's metadata of a dummy batch"
+        if isinstance(stopped.error, KernelRefusal) and (
+            finding := explain_capture(_ours(lane), stopped.error, steps.exact)
+        ):
+            yield finding
+            return
         if not _ours(lane).is_captured_with_room():
             # Metadata that no reader knows says nothing about captures.
             is_unread = any(isinstance(each, ConfigError) for each in causes(stopped.error))

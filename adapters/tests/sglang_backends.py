@@ -854,7 +854,14 @@ PLANTED = (
     ),
     Planted(MaskOfTheCapture, SlotsBackend, f"{_SGLANG}#19741", "GP13", "custom_mask", lane="verify"),
     Planted(SlotsOfTheDummy, SlotsBackend, f"{_SGLANG}#1789", "GP03", "kv_indices"),
-    Planted(NegativePadding, ExpandedBackend, f"{_SGLANG}#31270", "GP04", "", lane="draft_extend"),
+    Planted(
+        NegativePadding,
+        ExpandedBackend,
+        f"{_SGLANG}#31270",
+        "GP04",
+        "cache_seqlens_int32[",
+        lane="draft_extend",
+    ),
     Planted(CommittedLengths, DraftBackend, f"{_SGLANG}#24750", "GP02", "cache_seqlens_int32", "draft"),
     Planted(
         SharedLengths,

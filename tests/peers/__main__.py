@@ -12,11 +12,11 @@ from pathlib import Path
 
 from graphpact.cli.console import data, note, print_table
 from graphpact_conformance.targets import Options
-from peers import vllm_checks
+from peers import sglang_checks, vllm_checks
 from peers.job import COLUMNS, as_json, is_as_known, run, table
 from peers.page import PAGE, with_verdicts
 
-ENGINES = (vllm_checks,)
+ENGINES = {"vllm": vllm_checks, "sglang": sglang_checks}
 """Modules with ``rows()``."""
 
 
@@ -24,12 +24,14 @@ def main(arguments: list[str]) -> int:
     """Run the job; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m peers", description="Check released builders.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="builders; all without a name")
+    parser.add_argument("--engine", choices=[*ENGINES], help="builders of this engine alone")
     parser.add_argument("--size", choices=("quick", "normal", "thorough"), default="quick")
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the verdicts as JSON")
     parser.add_argument("--page", action="store_true", help="write the verdicts into docs/peers.md")
     asked = parser.parse_args(arguments)
     try:
-        rows = [row for engine in ENGINES for row in engine.rows()]
+        engines = [ENGINES[asked.engine]] if asked.engine else [*ENGINES.values()]
+        rows = [row for engine in engines for row in engine.rows()]
     except RuntimeError as error:  # pip's answer
         note(str(error))
         return 3

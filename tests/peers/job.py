@@ -35,7 +35,8 @@ class Known:
 
     Attributes:
         rule: Of the finding; None for one without a rule.
-        field: How its field begins.
+        field: How its field begins; without one, the place in the engine's code that raised; empty for a
+            finding that has neither.
         why: The reason, by what the engine's code does.
     """
 
@@ -45,7 +46,8 @@ class Known:
 
     def explains(self, finding: Finding) -> bool:
         """Return whether a finding is this one."""
-        return finding.rule == self.rule and (finding.field or "").startswith(self.field)
+        where = finding.field or finding.raised_at or ""
+        return finding.rule == self.rule and where.startswith(self.field) and bool(where) == bool(self.field)
 
 
 @dataclass(frozen=True)

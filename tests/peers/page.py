@@ -1,4 +1,6 @@
-"""The part of ``docs/peers.md`` that a run writes: a table of builders, and each finding with its reason.
+"""The parts of ``docs/peers.md`` that a run writes, one for each engine.
+
+A part is a table of builders, and each finding with its reason. A run of one engine leaves the other parts.
 
 Does not: write the text around it.
 """
@@ -10,15 +12,24 @@ from graphpact_conformance.results import Finding
 from peers.job import Verdict, cut
 
 PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
-BEGIN, END = "<!-- a run writes this -->\n", "<!-- /a run writes this -->\n"
+BEGIN, END = "<!-- a run writes this: {} -->\n", "<!-- /a run writes this: {} -->\n"
 _SAID = {True: "yes", False: "**no**", None: "unknown"}
 
 
 def with_verdicts(page: str, found: Sequence[Verdict]) -> str:
-    """Return a page with the verdicts of a run in the place of those before."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return f"{before}{BEGIN}\n{''.join(_lines(found))}\n{END}{after}"
+    """Return a page with the verdicts of a run in the place of those before, for each engine of the run.
+
+    Raises:
+        ValueError: The page has no part for an engine.
+    """
+    for engine in dict.fromkeys(verdict.row.engine.partition(" ")[0] for verdict in found):
+        begin, end = BEGIN.format(engine), END.format(engine)
+        if begin not in page or end not in page:
+            raise ValueError(f"the page has no part for {engine}: add the lines {begin!r} and {end!r} to it")
+        before, _, rest = page.partition(begin)
+        of_engine = [verdict for verdict in found if verdict.row.engine.partition(" ")[0] == engine]
+        page = f"{before}{begin}\n{''.join(_lines(of_engine))}\n{end}{rest.partition(end)[2]}"
+    return page
 
 
 def _lines(found: Sequence[Verdict]) -> Iterator[str]:
@@ -34,7 +45,7 @@ def _lines(found: Sequence[Verdict]) -> Iterator[str]:
         yield f"| `{row.name}` | {row.engine} | {lanes} | {said} | {', '.join(rules) or verdict.fault} |\n"
     for verdict in found:
         if verdict.findings or verdict.stand_ins:
-            yield f"\n### `{verdict.row.name}`\n\n"
+            yield f"\n### {verdict.row.engine.partition(' ')[0]}: `{verdict.row.name}`\n\n"
             yield from (_bullet(verdict, finding) for finding in verdict.findings)
             if verdict.stand_ins:
                 yield f"- Stand-ins called: `{verdict.stand_ins}`.\n"
@@ -42,9 +53,9 @@ def _lines(found: Sequence[Verdict]) -> Iterator[str]:
 
 def _bullet(verdict: Verdict, finding: Finding) -> str:
     why = [known.why for known in verdict.row.known if known.explains(finding)]
-    batch = cut(finding.batch or "none")
+    batch, where = cut(finding.batch or "none"), finding.field or finding.raised_at
     return (
-        f"- **{finding.rule or 'no rule'}**, `{finding.field or finding.raised_at}`: expected"
+        f"- **{finding.rule or 'no rule'}**, {f'`{where}`' if where else 'in the kernel'}: expected"
         f" {cut(finding.expected)}; actual {cut(finding.actual)}; batch"
         f" {batch if batch.endswith('...') else f'{batch}.'}"
         f" {why[0] if why else 'Not looked into yet.'}\n"

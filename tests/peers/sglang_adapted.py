@@ -207,7 +207,12 @@ def deepseek_v4(metadata: Any, batch: Any) -> PagedReads:
     """A row for each token: the slots of its window, newest first."""
     core = metadata.core_attn_metadata
     return _reads(
-        SlotRows, batch, seq_lens=core.swa_topk_lengths, block_table=core.swa_page_indices, query_len=1
+        SlotRows,
+        batch,
+        seq_lens=core.swa_topk_lengths,
+        block_table=core.swa_page_indices,
+        query_len=1,
+        names={"seq_lens": "swa_topk_lengths", "block_table": "swa_page_indices"},
     )
 
 

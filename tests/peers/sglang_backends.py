@@ -125,7 +125,21 @@ def on_cpu() -> Iterator[None]:
         "get_device_capability": lambda _device=None: CAPABILITY,
     }
     with mock.patch.multiple(torch.cuda, **gpu), _OnCPU():
-        yield
+        try:
+            yield
+        except Exception as error:
+            _forget_own_frames(error)
+            raise
+
+
+def _forget_own_frames(error: Exception) -> None:
+    """Drop the frames of the mode above from a traceback: the line of SGLang raised, and is reported."""
+    at = error.__traceback__
+    while at is not None and (following := at.tb_next) is not None:
+        if following.tb_frame.f_code is _OnCPU.__torch_function__.__code__:
+            at.tb_next = following.tb_next
+        else:
+            at = following
 
 
 def _module(name: str) -> Any:

@@ -6,12 +6,12 @@ explicit list of names; and one at the front, which answers for a few heavy modu
 serve :class:`StandIn`. A module that is absent and in neither list raises ``ModuleNotFoundError`` as usual.
 
 A stand-in computes nothing, so a builder whose result depends on one is not the builder that was released.
-:func:`watch` collects the calls of stand-ins while a builder is constructed and driven: the job reports them.
+:func:`called` collects the calls of stand-ins from the first builder on: the job reports them.
 
 Does not: edit a module that was imported, or stand in for one that is there.
 """
 
-import contextlib
+import functools
 import importlib.machinery
 import sys
 from abc import ABCMeta
@@ -120,12 +120,8 @@ def install(absent: Collection[str], heavy: Collection[str] = ()) -> None:
     sys.meta_path.append(_Finder(absent))
 
 
-@contextlib.contextmanager
-def watch() -> Iterator[list[str]]:
-    """Collect, in a list, the name of each stand-in that is called inside the ``with`` block."""
-    calls: list[str] = []
-    _watchers.append(calls)
-    try:
-        yield calls
-    finally:
-        _watchers.pop()
+@functools.cache
+def called() -> list[str]:
+    """Return a list that collects the stand-ins called in this process, from the first call of this on."""
+    _watchers.append([])
+    return _watchers[-1]

@@ -74,6 +74,27 @@ def test_a_finding_that_was_not_looked_into_is_new() -> None:
     assert len(verdict.new) == 1
 
 
+@pytest.mark.parametrize(
+    ("field", "raised_at", "known", "is_known"),
+    [
+        (None, "attention/utils.py:172 in fits", "attention/utils.py", True),
+        (None, "attention/other.py:3 in fits", "attention/utils.py", False),
+        (None, None, "", True),
+        (None, "attention/utils.py:172 in fits", "", False),
+        ("seq_lens", None, "", False),
+        ("seq_lens", "attention/utils.py:172 in fits", "seq_lens", True),
+    ],
+)
+def test_a_finding_without_a_field_is_known_by_its_place(
+    field: str | None, raised_at: str | None, known: str, *, is_known: bool
+) -> None:
+    """The place that raised identifies it; a reason without field and place explains no other finding."""
+    finding = Finding(
+        rule=None, hook=None, field=field, raised_at=raised_at, expected="1", actual="2", batch="decode"
+    )
+    assert Known(None, known, "why").explains(finding) is is_known
+
+
 def test_a_known_finding_that_is_gone_is_said() -> None:
     """A released builder that was mended, or a suite that has become blind, is not passed over."""
     (verdict,) = verdicts([row("a", (FRESH,))], report("a", result(Outcome.PASS)))
@@ -144,7 +165,7 @@ def test_the_command_writes_a_table_and_results(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The rows of all engines are printed, those asked for are written as JSON, and the status is 0."""
-    monkeypatch.setattr(command, "ENGINES", (_Engine(),))
+    monkeypatch.setattr(command, "ENGINES", {"ours": _Engine()})
     file = tmp_path / "new" / "results.json"
     assert command.main(["b", "--results", str(file)]) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -157,9 +178,9 @@ def test_the_command_says_what_it_cannot_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """An unknown name has status 2, a wheel that cannot be had 3; both are said."""
-    monkeypatch.setattr(command, "ENGINES", (_Engine(),))
+    monkeypatch.setattr(command, "ENGINES", {"ours": _Engine()})
     assert command.main(["c"]) == 2
-    monkeypatch.setattr(command, "ENGINES", (_Engine("thing==2.0 cannot be downloaded"),))
+    monkeypatch.setattr(command, "ENGINES", {"ours": _Engine("thing==2.0 cannot be downloaded")})
     assert command.main([]) == 3
     assert capsys.readouterr().err.splitlines() == ["no such builder: c", "thing==2.0 cannot be downloaded"]
 

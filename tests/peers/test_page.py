@@ -1,36 +1,55 @@
 """The page of the job has what a run wrote, and every builder of the tables."""
 
+import pytest
+
 from graphpact_conformance.results import Outcome
-from peers import vllm_builders, vllm_checks
-from peers.job import Verdict, verdicts
+from peers import sglang_adapted, sglang_checks, vllm_builders, vllm_checks
+from peers.job import Known, Verdict, verdicts
 from peers.page import BEGIN, END, PAGE, with_verdicts
 from peers.test_job import FRESH, report, result, row
 
 
 def test_a_run_writes_its_part_of_the_page_alone() -> None:
-    """What stands around the verdicts stays; those of an earlier run go."""
-    page = f"above\n{BEGIN}old\n{END}below\n"
+    """The text around the verdicts stays, and the part of another engine; verdicts of an earlier run go."""
+    other = f"{BEGIN.format('theirs')}kept\n{END.format('theirs')}"
+    page = f"above\n{BEGIN.format('ours')}old\n{END.format('ours')}{other}below\n"
     found = [*verdicts([row("a", (FRESH,))], report("a", result(Outcome.FAIL, "seq_lens", "block_table")))]
     written = with_verdicts(page, [*found, Verdict(row("b", not_run="it needs a GPU"))])
-    assert written.startswith(f"above\n{BEGIN}")
-    assert written.endswith(f"{END}below\n")
+    assert written.startswith(f"above\n{BEGIN.format('ours')}")
+    assert written.endswith(f"{END.format('ours')}{other}below\n")
     assert "old" not in written
     assert "| `a` | ours 1.0 | 1 of 1 | **no** | GP01 |\n" in written
     assert "| `b` | ours 1.0 | | not run | it needs a GPU |\n" in written
     assert f"`seq_lens`: expected 1 2; actual {'x' * 97}...; batch decode. {FRESH.why}\n" in written
     assert "`block_table`: expected 1 2" in written
     assert written.count("Not looked into yet.") == 1
-    assert with_verdicts(written, found[:0]) == with_verdicts(page, [])
+    assert with_verdicts(written, found) == with_verdicts(page, found)
+
+
+def test_an_engine_without_a_part_of_the_page_is_named() -> None:
+    """Verdicts that the page has no place for are not dropped."""
+    with pytest.raises(ValueError, match="no part for ours"):
+        with_verdicts("above\n", [Verdict(row("b", not_run="it needs a GPU"))])
 
 
 def test_the_page_has_each_builder_and_each_reason() -> None:
     """A row of the tables, and a finding that was looked into, stand on the page; nothing is left open."""
     page = PAGE.read_text(encoding="utf-8")
-    for name, builder in vllm_builders.BUILDERS.items():
-        assert f"| `{name}` | vLLM {vllm_builders.VLLM.version} | " in page
-        assert builder.absent in page
-    for name, known in vllm_checks.KNOWN.items():
-        assert f"\n### `{name}`\n" in page
-        assert all(each.why in page for each in known)
+    vllm = {name: builder.absent for name, builder in vllm_builders.BUILDERS.items()}
+    sglang = {name: sglang_checks.NOT_RUN.get(name, "") for name in sglang_adapted.ADAPTED}
+    _assert_shown(page, f"vLLM {vllm_builders.VLLM.version}", vllm, vllm_checks.KNOWN)
+    _assert_shown(page, f"SGLang {sglang_checks.SGLANG.version}", sglang, sglang_checks.KNOWN)
     assert "Not looked into yet." not in page
     assert "unknown |" not in page
+
+
+def _assert_shown(
+    page: str, engine: str, not_run: dict[str, str], known: dict[str, tuple[Known, ...]]
+) -> None:
+    for name, why in not_run.items():
+        assert f"| `{name}` | {engine} | " in page
+        assert why in page
+    assert known.keys() <= not_run.keys()
+    for name, each in known.items():
+        assert f"\n### {engine.partition(' ')[0]}: `{name}`\n" in page
+        assert all(known.why in page for known in each)

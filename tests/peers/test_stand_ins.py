@@ -68,16 +68,17 @@ def test_a_stand_in_takes_every_shape_that_an_import_needs() -> None:
         Derived.other  # noqa: B018  it is read
 
 
-def test_calls_are_seen_while_they_are_watched() -> None:
-    """Each call inside a block is named, but for uses as a decorator; blocks may be nested."""
+def test_calls_are_seen_once_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call from then on is named, but for uses as a decorator; all who ask get the same list."""
+    monkeypatch.setattr(stand_ins, "_watchers", [])
+    stand_ins.called.cache_clear()
     stand_ins.install(["no_such"])
     made = importlib.import_module("no_such.deep").Made
     made(1)
-    with stand_ins.watch() as calls:
-        made.plan(1, 2)
-        with stand_ins.watch() as inner:
-            made(test_calls_are_seen_while_they_are_watched)
-        made.run()
-    made(1)
+    calls = stand_ins.called()
+    made.plan(1, 2)
+    made(test_calls_are_seen_once_they_are_asked_for)
+    assert stand_ins.called() is calls
+    made.run()
     assert calls == ["no_such.deep.Made.plan", "no_such.deep.Made.run"]
-    assert inner == []
+    stand_ins.called.cache_clear()

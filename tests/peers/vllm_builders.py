@@ -26,10 +26,9 @@ import torch
 
 from graphpact_adapters.vllm.given import Kind, Namespace
 from peers import stand_ins
-from peers.wheels import Wheel, unpack
+from peers.wheels import TRITON, Wheel, unpack
 
 VLLM = Wheel("vllm", "0.33.0")
-TRITON = Wheel("triton", "3.9.0", ("triton/_C/*.so",))
 CAPABILITY = (10, 0)  # of the GPU that vLLM believes is there; most builders choose their kernels by it
 COMPUTE_UNITS = 148
 ABSENT = [
@@ -114,14 +113,6 @@ def prepare() -> None:
     for name in ("cutlass_scaled_mm_supports_fp8", "cutlass_scaled_mm_supports_block_fp8"):
         operators.define(f"{name}(int capability) -> bool")
         operators.impl(name, lambda _: False, "CompositeExplicitAutograd")
-
-
-@functools.cache
-def stand_ins_called() -> list[str]:
-    """Return a list that collects the stand-ins called in this process, from the first builder on."""
-    watched = stand_ins.watch()
-    _kept.append(watched)
-    return watched.__enter__()
 
 
 def real_spec(spec: Namespace) -> Any:
@@ -338,7 +329,7 @@ def __getattr__(name: str) -> Factory:
         prepare()
         module, _, cls = row.path.partition(":")
         builder = getattr(importlib.import_module(f"{_BACKENDS}.{module}"), cls)
-        stand_ins_called()
+        stand_ins.called()
         real_enums(vllm_config)
         # The engine does so while it makes a model. Some builders ask for it later too.
         importlib.import_module("vllm.config.vllm")._current_vllm_config = vllm_config

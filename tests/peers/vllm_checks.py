@@ -15,9 +15,9 @@ from graphpact_adapters.vllm import Builders
 from graphpact_adapters.vllm.readers import read as by_fields
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.targets import Options
-from peers import vllm_builders, vllm_readers
+from peers import stand_ins, vllm_builders, vllm_readers
 from peers.job import STAND_INS, Known, Row
-from peers.wheels import unpack
+from peers.wheels import TRITON, unpack
 
 _DECODE = frozenset({ForwardMode.DECODE})
 _VERIFY = _DECODE | {ForwardMode.TARGET_VERIFY}
@@ -54,7 +54,7 @@ class Released(Builders):
     @property
     def not_shown(self) -> Sequence[str]:
         """What no lane exercises, and the stand-ins that builders called."""
-        called = sorted(set(vllm_builders.stand_ins_called()))
+        called = sorted(set(stand_ins.called()))
         return (*super().not_shown, *([STAND_INS + ", ".join(called)] if called else []))
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
@@ -164,7 +164,7 @@ def rows() -> Iterator[Row]:
     Raises:
         RuntimeError: A wheel cannot be had.
     """
-    unpack(vllm_builders.TRITON)  # before two workers ask for it
+    unpack(TRITON)  # before two workers ask for it
     engine = f"vLLM {vllm_builders.VLLM.version}"
     for name, builder in vllm_builders.BUILDERS.items():
         check = CHECKS.get(name, Check())

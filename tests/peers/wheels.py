@@ -39,6 +39,10 @@ class Wheel:
         return cache() / f"{self.name}-{self.version}"
 
 
+TRITON = Wheel("triton", "3.9.0", ("triton/_C/*.so",))
+"""Engines launch small kernels for metadata, which it interprets."""
+
+
 def cache() -> Path:
     """Return the folder that holds unpacked wheels."""
     if chosen := os.environ.get("GRAPHPACT_PEERS_CACHE"):
