@@ -175,11 +175,11 @@ def explain_capture(lane: BuilderUnderTest, refusal: KernelRefusal, problem: Pro
             return lane.finding(
                 rule_of(refusal),
                 hook="init_metadata_capture",
-                field=_named(built, path) + spell(is_negative),
+                field=named(built, path) + spell(is_negative),
                 expected="0 or more: the kernel takes the dummy batch of a capture too",
                 actual=f"{values_at(got, is_negative)}, which the kernel refuses: {message_of(refusal)}",
                 problem=problem,
-                help=_HELP["GP04"],
+                help=HELP["GP04"],
             )
     return None
 
