@@ -39,9 +39,11 @@ def lane_of(make: Callable[..., object], mode: ForwardMode) -> RecurrentLane:
     return lane
 
 
-def findings_of(make: Callable[..., object], **options: Any) -> Iterator[Finding]:
-    """Yield the findings of all experiments in the quick lanes."""
-    for plan in lanes_of(make, **options):
+def findings_of(make: Callable[..., object], *, unusual: bool = False, **options: Any) -> Iterator[Finding]:
+    """Yield the findings of all experiments in the plain lanes of a quick run, or in its unusual ones."""
+    plans = [plan for plan in lanes_of(make, **options) if bool(plan.lane.config.unusual) is unusual]
+    assert plans
+    for plan in plans:
         for experiment in Builders(make, kind="mamba").experiments:
             done = run_once(experiment, plan, OPTIONS, None, plan.lane.anew(experiment.examines))
             assert (done.error, done.not_run) == (None, None), (str(plan), experiment.name)
@@ -51,7 +53,7 @@ def findings_of(make: Callable[..., object], **options: Any) -> Iterator[Finding
 # -- builders ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
+RIGHT = pytest.mark.parametrize(
     ("make", "options"),
     [
         (made.Scan, {}),
@@ -62,8 +64,18 @@ def findings_of(make: Callable[..., object], **options: Any) -> Iterator[Finding
     ],
     ids=["scan", "scan without offsets", "updated scan", "delta", "no accepted, with offsets"],
 )
+
+
+@pytest.mark.sweep
+@RIGHT
+def test_a_right_builder_passes_in_unusual_lanes(make: type[made.Builder], options: dict[str, Any]) -> None:
+    """Builders whose replays are right have no finding where batches are long, tall, or high in the cache."""
+    assert [*findings_of(make, unusual=True, **options)] == []
+
+
+@RIGHT
 def test_a_right_builder_passes(make: type[made.Builder], options: dict[str, Any]) -> None:
-    """Builders whose replays are right have no finding in any quick lane, of decodes and of drafts."""
+    """Builders whose replays are right have no finding in plain lanes of decodes and of drafts."""
     modes = {plan.lane.config.case.mode for plan in lanes_of(make, **options)}
     assert modes == {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
     assert [*findings_of(make, **options)] == []
