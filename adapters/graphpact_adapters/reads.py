@@ -104,11 +104,7 @@ class PagedReads:
             KernelRefusal: The index tensors contradict each other, or the bounds of a launch.
         """
         k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
-        new = new_kv(k, v, layer)
-        if new is not None:
-            latent = layer.kv_lora_rank is not None
-            values, target = (new[0][..., :0], k_cache) if latent else (new[1], v_cache)
-            write_slots(new[0], values, self.slot_mapping, self.num_tokens, k_cache, target)
+        _write_new(k, v, layer, self.slot_mapping, self.num_tokens, (k_cache, v_cache))
         out = q.new_zeros(q.shape[0], layer.num_q_heads, layer.v_head_dim)
         for part in self.parts:
             stop = part.first_token + part.num_tokens
@@ -171,11 +167,7 @@ class IndexedReads:
         """
         del page_size  # the list has slots
         k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
-        new = new_kv(k, v, layer)
-        if new is not None:
-            latent = layer.kv_lora_rank is not None
-            values, target = (new[0][..., :0], k_cache) if latent else (new[1], v_cache)
-            write_slots(new[0], values, self.slot_mapping, q.shape[0], k_cache, target)
+        _write_new(k, v, layer, self.slot_mapping, q.shape[0], (k_cache, v_cache))
         offsets = self.qo_indptr
         if offsets is None:
             offsets = torch.arange(len(self.kv_indptr), device=q.device)
@@ -188,6 +180,22 @@ class IndexedReads:
             *(layer.scaling, layer.sliding_window or 0, layer.softcap or 0.0, layer.sinks, out),
         )
         return out
+
+
+def _write_new(
+    k: torch.Tensor | None,
+    v: torch.Tensor | None,
+    layer: LayerSpec,
+    slot_mapping: torch.Tensor,
+    num_tokens: int,
+    caches: tuple[torch.Tensor, torch.Tensor],
+) -> None:
+    """Write the new keys and values of a layer, if any; the values of latents are a part of the keys."""
+    new = new_kv(k, v, layer)
+    if new is not None:
+        latent = layer.kv_lora_rank is not None
+        values, target = (new[0][..., :0], caches[0]) if latent else (new[1], caches[1])
+        write_slots(new[0], values, slot_mapping, num_tokens, caches[0], target)
 
 
 def _offsets(part: Part, q: torch.Tensor) -> torch.Tensor:

@@ -5,11 +5,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import recurrent_builders as made
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-import recurrent_builders as made
 from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, KernelRefusal

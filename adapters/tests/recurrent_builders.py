@@ -73,7 +73,7 @@ class Scan(Builder):
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,  # noqa: FBT001, FBT002  vLLM's signature
+        fast_build: bool = False,
         *,
         num_accepted_tokens: torch.Tensor | None = None,
         **kwargs: Any,
@@ -173,7 +173,7 @@ class PaddingIsPrefill(Scan):
         self,
         common_prefix_len: int,
         common_attn_metadata: CommonAttentionMetadata,
-        fast_build: bool = False,  # noqa: FBT001, FBT002  vLLM's signature
+        fast_build: bool = False,
         *,
         num_accepted_tokens: torch.Tensor | None = None,
         **kwargs: Any,
@@ -280,7 +280,7 @@ class Delta(Builder):
         common_attn_metadata: CommonAttentionMetadata,
         num_accepted_tokens: torch.Tensor | None = None,
         num_decode_draft_tokens_cpu: torch.Tensor | None = None,
-        fast_build: bool = False,  # noqa: FBT001, FBT002  vLLM's signature
+        fast_build: bool = False,
     ) -> DeltaMetadata:
         """Build for a step, in persistent tensors."""
         del common_prefix_len, fast_build
@@ -353,7 +353,7 @@ class KeptAccepted(Delta):
         common_attn_metadata: CommonAttentionMetadata,
         num_accepted_tokens: torch.Tensor | None = None,
         num_decode_draft_tokens_cpu: torch.Tensor | None = None,
-        fast_build: bool = False,  # noqa: FBT001, FBT002  vLLM's signature
+        fast_build: bool = False,
     ) -> DeltaMetadata:
         """Build, without a copy of accepted tokens."""
         found = super().build(
