@@ -41,6 +41,7 @@ def attend_lengths(
     """Write into ``out`` the attention of each request's query to its first keys, as many as its length."""
     lengths = torch.tensor(actual_seq_lengths_kv, device=q.device)
     seen = torch.arange(table.shape[1], device=q.device) < lengths[:, None]
+    table = table.masked_fill(~seen, 0)  # what follows a request's last key is nobody's: it names no slot
     keys, values = (
         cache[table].masked_fill(~seen[:, :, None, None], 0).transpose(1, 2) for cache in (k_cache, v_cache)
     )
