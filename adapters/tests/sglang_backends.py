@@ -791,9 +791,9 @@ class Planted:
     def __str__(self) -> str:
         return self.make.__name__
 
-    def backends(self, make: type[Any]) -> Backends:
-        """Return one of both backends under the adapter."""
-        return under_test(make, self.read, **dict(self.options))
+    def subject(self) -> Backends:
+        """Return what is checked: the bug under the adapter."""
+        return under_test(self.make, self.read, **dict(self.options))
 
 
 def under_test(make: type[Any], read: Callable[..., Any] | None = None, **options: Any) -> Backends:

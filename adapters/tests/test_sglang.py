@@ -1,10 +1,11 @@
 """Backends of SGLang's shape under the adapter: planted public bugs are found, right backends pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+from adapter_checks import assert_found, assert_right, findings_of
 from sglang_backends import (
     LANES,
     PLANTED,
@@ -26,34 +27,10 @@ from graphpact_adapters.sglang.backend import SglangBackend
 from graphpact_adapters.sglang.batch import SglangForwardMode
 from graphpact_adapters.sglang.readers import read, widened
 from graphpact_adapters.under_test import backend_of
-from graphpact_conformance.results import Finding, Outcome, Result
-from graphpact_conformance.suite import examine_lane
 from graphpact_conformance.targets import Options
 from graphpact_conformance.world.problems import half_size_batch
 
 TWINS = {(each.twin, each.read, each.options): each.lane for each in PLANTED}
-
-
-def results_of(backends: Backends, *lanes: str) -> Iterator[Result]:
-    """Yield the results of ``graphpact check --quick`` in some lanes, none for all; no smaller batches."""
-    options = Options(size="quick", lanes=lanes, shrink=False)
-    for plan in backends.lanes(options):
-        yield from examine_lane(plan, options, experiments=backends.experiments)
-
-
-def findings_of(planted: Planted, *lanes: str) -> list[Finding]:
-    """Return the findings about a planted bug."""
-    results = [*results_of(planted.backends(planted.make), *lanes)]
-    assert not any(result.outcome is Outcome.ERROR for result in results)
-    return [finding for result in results for finding in result.findings]
-
-
-def assert_right(backends: Backends, *lanes: str) -> None:
-    """Assert that every rule that can be checked passes, and that rules were checked."""
-    results = [*results_of(backends, *lanes)]
-    assert [str(r.findings[:1]) for r in results if r.findings] == []
-    assert not {Outcome.FAIL, Outcome.ERROR} & {result.outcome for result in results}
-    assert {result.rule for result in results if result.outcome is Outcome.PASS} >= {"GP01", "GP02", "GP19"}
 
 
 def plan_of(backends: Backends, lane: str) -> Any:
@@ -70,12 +47,8 @@ def name_of(value: object) -> str:
 @pytest.mark.parametrize("planted", PLANTED, ids=str)
 def test_a_planted_bug_is_found(planted: Planted) -> None:
     """A public bug is found under its rule, with the author's field, both values and the batch."""
-    findings = findings_of(planted, LANES[planted.lane])
-    found = [f for f in findings if f.rule == planted.rule and (f.field or "").startswith(planted.field)]
-    assert found, findings
-    assert found[0].expected
-    assert found[0].actual != found[0].expected
-    assert found[0].batch
+    findings = findings_of(planted.subject(), LANES[planted.lane])
+    assert_found(findings, planted.rule, planted.field)
 
 
 @pytest.mark.parametrize(
@@ -104,7 +77,7 @@ def test_the_planted_bugs_are_public_and_of_many_kinds() -> None:
 
 def test_a_finding_speaks_of_the_backend() -> None:
     """A finding has the names of the backend's methods and metadata."""
-    (finding, *_) = findings_of(PLANTED[0], LANES["decode"])
+    (finding, *_) = findings_of(PLANTED[0].subject(), LANES["decode"])
     assert finding.hook == "init_forward_metadata_out_graph"
     assert str(finding.field).startswith("cache_seqlens_int32[")
     assert "init_forward_metadata_out_graph() returned another tensor" in finding.actual
@@ -112,7 +85,8 @@ def test_a_finding_speaks_of_the_backend() -> None:
 
 def test_a_host_read_in_the_graph_is_found_with_its_line() -> None:
     """SGLang's rule for in-graph work is checked: the finding has the call and its line."""
-    (finding,) = findings_of(next(each for each in PLANTED if each.make is AsksTheHost), LANES["decode"])
+    planted = next(each for each in PLANTED if each.make is AsksTheHost)
+    (finding,) = findings_of(planted.subject(), LANES["decode"])
     assert finding.rule == "GP20"
     assert "Tensor.tolist()" in finding.actual
     assert "longest = max(self.keys(batch).tolist())" in finding.actual
@@ -122,7 +96,7 @@ def test_a_host_read_in_the_graph_is_found_with_its_line() -> None:
 @pytest.mark.parametrize("planted", PLANTED, ids=str)
 def test_a_planted_bug_is_found_in_a_quick_run(planted: Planted) -> None:
     """All quick lanes together find the bug under its rule, and no lane has a fault of the suite."""
-    assert planted.rule in {finding.rule for finding in findings_of(planted)}
+    assert planted.rule in {finding.rule for finding in findings_of(planted.subject())}
 
 
 @pytest.mark.sweep

@@ -1,9 +1,10 @@
 """Builders of vLLM's kind under the adapter: planted public bugs are found, right builders pass."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
+from adapter_checks import assert_found, assert_right, findings_of, results_of
 from vllm_builders import (
     LANES,
     PLANTED,
@@ -18,46 +19,18 @@ from vllm_builders import (
 
 from graphpact.errors import ConfigError
 from graphpact_adapters.vllm import Builders
-from graphpact_conformance.results import Finding, Outcome, Result
-from graphpact_conformance.suite import examine_lane
+from graphpact_conformance.results import Outcome
 from graphpact_conformance.targets import Options
 
 TWINS = [*dict.fromkeys((each.twin, each.read, each.kind, each.lane) for each in PLANTED)]
 RIGHT = [*dict.fromkeys([*(each[:3] for each in TWINS), *((*each, "full") for each in UNUSUAL)])]
 
 
-def results_of(builders: Builders, *lanes: str) -> Iterator[Result]:
-    """Yield the results of a quick check in some lanes, none for all; batches are not made smaller."""
-    options = Options(size="quick", lanes=lanes, shrink=False)
-    for plan in builders.lanes(options):
-        yield from examine_lane(plan, options, experiments=builders.experiments)
-
-
-def findings_of(planted: Planted, *lanes: str) -> list[Finding]:
-    """Return the findings about a planted bug."""
-    results = [*results_of(planted.builders(planted.make), *lanes)]
-    assert not any(result.outcome is Outcome.ERROR for result in results)
-    return [finding for result in results for finding in result.findings]
-
-
-def assert_right(builders: Builders, *lanes: str) -> None:
-    """Assert that every rule that can be checked passes, and that rules were checked."""
-    results = [*results_of(builders, *lanes)]
-    assert [str(r.findings[:1]) for r in results if r.findings] == []
-    wrong = {Outcome.FAIL, Outcome.ERROR}
-    assert not wrong & {result.outcome for result in results}
-    assert {result.rule for result in results if result.outcome is Outcome.PASS} >= {"GP01", "GP02", "GP19"}
-
-
 @pytest.mark.parametrize("planted", PLANTED, ids=str)
 def test_a_planted_bug_is_found(planted: Planted) -> None:
     """A public bug is found under its rule, with the author's field, both values and the batch."""
-    findings = findings_of(planted, LANES[planted.lane])
-    found = [f for f in findings if f.rule == planted.rule and (f.field or "").startswith(planted.field)]
-    assert found, findings
-    assert found[0].expected
-    assert found[0].actual != found[0].expected
-    assert found[0].batch
+    findings = findings_of(planted.subject(), LANES[planted.lane])
+    assert_found(findings, planted.rule, planted.field)
 
 
 @pytest.mark.parametrize(
@@ -92,7 +65,7 @@ def test_the_planted_bugs_are_public_and_of_many_kinds() -> None:
 def test_a_finding_speaks_of_the_builder() -> None:
     """A finding has the names of the builder's methods and metadata, and one line for all KV-cache groups."""
     planted = next(each for each in PLANTED if each.make is FreshLengths)
-    (finding, *_) = findings_of(planted, LANES["decode"])
+    (finding, *_) = findings_of(planted.subject(), LANES["decode"])
     assert finding.hook == "build"
     assert str(finding.field).startswith("seq_lens[0:")
     freed = "the freed memory of the capture, which nothing keeps; build() returned another tensor"
@@ -102,7 +75,7 @@ def test_a_finding_speaks_of_the_builder() -> None:
 def test_an_error_at_a_capture_has_the_builders_line() -> None:
     """A builder that raises at its capture is found with file and function."""
     planted = next(each for each in PLANTED if each.make is SizedByRequests)
-    (finding,) = findings_of(planted, LANES[planted.lane])
+    (finding,) = findings_of(planted.subject(), LANES[planted.lane])
     assert finding.hook == "build_for_cudagraph_capture"
     assert "vllm_builders.py" in str(finding.raised_at)
     assert "in ExpandedBuilder.decode_of" in str(finding.raised_at)
@@ -134,7 +107,7 @@ def test_a_factory_that_makes_no_builder_is_told_with_its_line() -> None:
 @pytest.mark.parametrize("planted", PLANTED, ids=str)
 def test_a_planted_bug_is_found_in_a_quick_run(planted: Planted) -> None:
     """All quick lanes together find the bug under its rule, and no lane has a fault of the suite."""
-    assert planted.rule in {finding.rule for finding in findings_of(planted)}
+    assert planted.rule in {finding.rule for finding in findings_of(planted.subject())}
 
 
 @pytest.mark.sweep

@@ -1017,9 +1017,9 @@ class Planted:
     def __str__(self) -> str:
         return self.make.__name__
 
-    def builders(self, make: type[PagedBuilder]) -> Builders:
-        """Return one of both builders under the adapter."""
-        return under_test(make, self.read, self.kind)
+    def subject(self) -> Builders:
+        """Return what is checked: the bug under the adapter."""
+        return under_test(self.make, self.read, self.kind)
 
 
 def under_test(make: type[PagedBuilder], read: Callable[..., Any] | None, kind: str = "full") -> Builders:
