@@ -41,7 +41,6 @@ def attend_lengths(
     """Write into ``out`` the attention of each request's query to its first keys, as many as its length."""
     lengths = torch.tensor(actual_seq_lengths_kv, device=q.device)
     seen = torch.arange(table.shape[1], device=q.device) < lengths[:, None]
-    table = table.masked_fill(~seen, 0)  # what follows a request's last key is nobody's: it names no slot
     keys, values = (
         cache[table].masked_fill(~seen[:, :, None, None], 0).transpose(1, 2) for cache in (k_cache, v_cache)
     )
@@ -58,7 +57,7 @@ class HostLengths:
 
     Args:
         out_cache_loc: ``[bs]`` int64: KV slot of each new token. A tensor of the view.
-        table: ``[bs, max_context_len]`` int64: KV slot of each key.
+        table: ``[bs, max_context_len]`` int64: KV slot of each key, zero after the last one.
         shape: The captured shape: the graph's part of the keys of its tasks.
         lengths: ``[bs]``: keys of each request, on the host.
     """
@@ -93,8 +92,10 @@ class HostLengthsBackend(AttentionBackend):
         return HostLengths(view.out_cache_loc, buffers("npu.table"), shape, [])
 
     def fill_metadata(self, view: ForwardBatch, metadata: HostLengths) -> None:
-        """Write the table, and list the lengths of live and padding requests."""
-        metadata.table.copy_(self.context.req_to_token[view.req_pool_indices])
+        """Write the table, zero after each request's last key, and list the lengths of all requests."""
+        rows = self.context.req_to_token[view.req_pool_indices, : metadata.table.shape[1]]
+        position = torch.arange(rows.shape[1], device=view.device)
+        metadata.table.copy_(torch.where(position < view.seq_lens[:, None], rows, 0))
         metadata.lengths = view.seq_lens_cpu.tolist()
 
     @hookimpl
