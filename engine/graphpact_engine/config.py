@@ -46,7 +46,7 @@ RESERVED_VARIABLES = frozenset(
 """Variables with the prefix that are not configuration keys."""
 
 KeyPath = tuple[str, ...]
-ProviderName = Literal["auto", "native", "portable"]
+ProviderName = Literal["auto", "native", "compiled", "portable"]
 """As `graphpact.attention.ProviderName`, which would import torch when a key is completed."""
 LaneMode = Literal["decode", "prefill", "draft_prefill", "draft", "verify", "draft_extend"]
 LANE_MODES: tuple[LaneMode, ...] = get_args(LaneMode)
@@ -116,8 +116,8 @@ class EngineSection(_Section):
     kernel_provider: ProviderName = Field(
         default="auto",
         description="The kernels of the attention backends, for every lane that does not set its own. native:"
-        " the vendor's library; portable: torch only; auto: native if it can run here, otherwise portable."
-        " native and portable are never replaced by the other.",
+        " the vendor's library; compiled: C++ for a CPU, built once where a compiler is; portable: torch only;"
+        " auto: the first of them that can run here. One that is named is never replaced by another.",
     )
     device: Device = Field(
         default="auto",

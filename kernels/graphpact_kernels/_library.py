@@ -32,10 +32,23 @@ def define_kernel(
         function: The implementation.
         namespace: The plugin's own namespace, such as the name of its package.
     """
+    return _declare(schema, namespace, function)
+
+
+def declare_compiled(schema: str) -> Callable[..., Any]:
+    """Declare the compiled form of a portable kernel, operator ``graphpact_compiled::<schema>``; return it.
+
+    Its implementation comes with the library that `graphpact_kernels.compiled.load` loads.
+    """
+    return _declare(schema, "graphpact_compiled")
+
+
+def _declare(schema: str, namespace: str, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
     name = schema.split("(", 1)[0]
     library = _library(namespace)
     library.define(schema)
-    library.impl(name, function, "CompositeExplicitAutograd")
+    if function is not None:
+        library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{namespace}::{name}", lambda *_: None, lib=library)
     overload: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
     return overload

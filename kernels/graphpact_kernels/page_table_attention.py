@@ -23,7 +23,7 @@ from graphpact_kernels._attend import (
     attend_ragged,
     own_slots,
 )
-from graphpact_kernels._library import define_kernel
+from graphpact_kernels._library import declare_compiled, define_kernel
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
@@ -242,13 +242,14 @@ def _page_table_attention(
     attend_ragged(q, k_cache, v_cache, step, options, out, lse=lse)
 
 
-_page_table = define_kernel(
+_SCHEMA = (
     "page_table_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cu_seqlens_q,"
     " Tensor cache_seqlens, Tensor page_table, int page_size, int max_seqlen_q, float scaling,"
     " bool causal, int sliding_window, float softcap, Tensor? sinks, Tensor? scheduler_metadata,"
-    " Tensor(a!) out, Tensor(b!)? lse) -> ()",
-    _page_table_attention,
+    " Tensor(a!) out, Tensor(b!)? lse) -> ()"
 )
+_portable = define_kernel(_SCHEMA, _page_table_attention)
+_compiled = declare_compiled(_SCHEMA)
 
 
 def page_table_attention(
@@ -268,6 +269,8 @@ def page_table_attention(
     sinks: torch.Tensor | None = None,
     scheduler_metadata: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Attend from the tokens of each request to the pages of its row of a page table.
 
@@ -292,15 +295,19 @@ def page_table_attention(
         lse: ``[T, num_q_heads]`` float32 (float64 for float64 queries), written: the log-sum-exp of the
             scores, including the sink; minus infinity for a row that sees no key, and unspecified for such a
             row with sinks. None to skip it.
+        out: ``[T, num_q_heads, v_head_dim]``, written; None for new memory.
+        compiled: Whether the C++ kernel attends, which `graphpact_kernels.compiled.load` has loaded.
 
     Returns:
-        ``[T, num_q_heads, v_head_dim]``.
+        ``[T, num_q_heads, v_head_dim]``; ``out`` if it is given.
 
     Raises:
         KernelRefusal: The index tensors contradict each other or the bounds (checked on a CPU).
     """
-    out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
-    _page_table(
+    if out is None:
+        out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
+    attend = _compiled if compiled else _portable
+    attend(
         q,
         k_cache,
         v_cache,

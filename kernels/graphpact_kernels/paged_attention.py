@@ -24,7 +24,7 @@ from graphpact_kernels._attend import (
     attend_ragged,
     own_slots,
 )
-from graphpact_kernels._library import define_kernel
+from graphpact_kernels._library import declare_compiled, define_kernel
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
@@ -233,13 +233,14 @@ def _paged_attention(
     attend(q, k_cache, v_cache, layout, options, out)
 
 
-_paged = define_kernel(
+_SCHEMA = (
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor kv_indptr,"
     " Tensor kv_indices, Tensor kv_last_page_len, int page_size, int max_q_len, int max_kv_len,"
     " float scaling, int sliding_window, float softcap, Tensor? sinks, Tensor? mask,"
-    " Tensor? mask_indptr, Tensor? o_indptr, Tensor? kv_chunk_size, Tensor(a!) out) -> ()",
-    _paged_attention,
+    " Tensor? mask_indptr, Tensor? o_indptr, Tensor? kv_chunk_size, Tensor(a!) out) -> ()"
 )
+_portable = define_kernel(_SCHEMA, _paged_attention)
+_compiled = declare_compiled(_SCHEMA)
 
 
 def paged_attention(
@@ -262,6 +263,7 @@ def paged_attention(
     mask_indptr: torch.Tensor | None = None,
     o_indptr: torch.Tensor | None = None,
     kv_chunk_size: torch.Tensor | None = None,
+    compiled: bool = False,
 ) -> torch.Tensor:
     """Attend causally, or by a mask, from the last tokens of each request to its pages.
 
@@ -286,6 +288,7 @@ def paged_attention(
         o_indptr: ``[bs + 1]`` int32, of a plan: where each request's chunks begin in the list of chunks.
             Keys that no chunk covers are not attended, as in a kernel with a stale plan.
         kv_chunk_size: ``[1]`` int32, of a plan: keys in a chunk.
+        compiled: Whether the C++ kernel attends, which `graphpact_kernels.compiled.load` has loaded.
 
     Returns:
         ``[T, num_q_heads, v_head_dim]``.
@@ -294,7 +297,8 @@ def paged_attention(
         KernelRefusal: The index tensors contradict each other or the bounds (checked on a CPU).
     """
     out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
-    _paged(
+    attend = _compiled if compiled else _portable
+    attend(
         q,
         k_cache,
         v_cache,

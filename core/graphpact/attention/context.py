@@ -13,7 +13,7 @@ from graphpact.attention.capabilities import LayerSpec, Limits
 from graphpact.batch import ForwardMode
 from graphpact.tensors import storage_id
 
-ProviderName = Literal["auto", "native", "portable"]
+ProviderName = Literal["auto", "native", "compiled", "portable"]
 """The values of ``kernel_provider``."""
 
 

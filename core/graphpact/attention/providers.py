@@ -1,8 +1,7 @@
 """Kernel providers: the sets of kernels of a backend.
 
-A backend has one metadata body and usually two sets of kernels that read it: ``native``, the vendor's
-library on the hardware that it supports, and ``portable``, torch only, on every device. The provider is
-chosen once, when the backend is built: the named one, or with ``auto`` the first of
+A backend has one metadata body and usually three sets of kernels that read it: ``native``, the vendor's library
+on the hardware that it supports; ``compiled``, C++ for a CPU; and ``portable``, torch only. The provider is chosen once, when the backend is built: the named one, or with ``auto`` the first of
 `AttentionBackend.providers` that can run here; the reasons against earlier ones are kept and reported. A
 named provider is never replaced.
 
@@ -22,7 +21,7 @@ from graphpact.errors import ConfigError
 class KernelProvider:
     """Base class of a set of kernels, for the ``context`` of a backend; a subclass adds the kernels."""
 
-    name: ClassVar[Literal["native", "portable"]]
+    name: ClassVar[Literal["native", "compiled", "portable"]]
     capabilities: ClassVar[Capabilities | None] = None
     """Capabilities of these kernels; None if they are those of the backend."""
 

@@ -28,7 +28,7 @@ from graphpact import (
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 from graphpact.buffers import SlotRole
-from graphpact_fa3.kernels import FA3Kernels, NativeKernels, PortableKernels
+from graphpact_fa3.kernels import CompiledKernels, FA3Kernels, NativeKernels, PortableKernels
 from graphpact_fa3.metadata import FA3Metadata, KeyRows, TreeMetadata
 from graphpact_fa3.tree import fill_tree
 from graphpact_kernels import (
@@ -57,7 +57,7 @@ class FA3Backend(AttentionBackend):
     )
     # FlashAttention's kernels for MLA take a second query tensor, which this backend does not pass.
     claims = {"heads mla": "not_implemented"}  # noqa: RUF012  a ClassVar there
-    providers = (NativeKernels, PortableKernels)
+    providers = (NativeKernels, CompiledKernels, PortableKernels)
     fill_is_device_only = True
     kernels: FA3Kernels
 
@@ -186,7 +186,8 @@ class FA3Backend(AttentionBackend):
         k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
         new = new_kv(k, v, layer)
         if new is not None:
-            write_kv_cache(*new, k_cache, v_cache, metadata.out_cache_loc)
+            where = metadata.out_cache_loc
+            write_kv_cache(*new, k_cache, v_cache, where, compiled=self.kernels.compiled)
         inputs, sinks = (q, k_cache, v_cache), layer.sinks
         tree, window, with_lse = metadata.tree, layer.sliding_window, sinks is not None
         out: torch.Tensor

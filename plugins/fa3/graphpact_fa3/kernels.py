@@ -1,6 +1,7 @@
 """The kernel providers of the ``fa3`` backend, which read the same tensors.
 
-    portable   graphpact's own kernels, on any device
+    portable   graphpact's own kernels, torch alone, on any device
+    compiled   the same in C++, on a CPU
     native     FlashAttention's kernels, on a CUDA device: the first of `NativeKernels.sources` that is
                available and has what the model needs
 
@@ -24,12 +25,16 @@ from graphpact import BackendContext, Capabilities, ForwardMode, LayerSpec
 from graphpact.attention import GraphSupport, HeadLayout, KernelProvider
 from graphpact_fa3.metadata import FA3Metadata, KeyRows
 from graphpact_kernels import page_table_attention, schedule_attention
+from graphpact_kernels.compiled import CompiledProvider
 
 _HEAD_DIMS = frozenset(range(8, 257, 8))
 
 
 class FA3Kernels(KernelProvider, abc.ABC):
     """A kernel provider of this backend."""
+
+    compiled: ClassVar[bool] = False
+    """Whether graphpact's kernels of this provider are the C++ ones."""
 
     @abc.abstractmethod
     def schedule(self, rows: FA3Metadata, *, causal: bool) -> int:
@@ -120,8 +125,15 @@ class PortableKernels(FA3Kernels):
             softcap=layer.softcap,
             scheduler_metadata=schedule,
             lse=lse,
+            compiled=self.compiled,
         )
         return out, lse
+
+
+class CompiledKernels(CompiledProvider, PortableKernels):
+    """The portable kernels' compiled form, on a CPU."""
+
+    compiled = True
 
 
 _FLASH_ATTENTION = Capabilities(

@@ -24,7 +24,7 @@ from graphpact import (
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 from graphpact.errors import EngineError
-from graphpact_flashinfer.kernels import FlashInferKernels, PortableKernels, max_chunks
+from graphpact_flashinfer.kernels import CompiledKernels, FlashInferKernels, PortableKernels, max_chunks
 from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, PlanArguments
 from graphpact_flashinfer.native import NativeKernels
 from graphpact_flashinfer.rows import Rows, num_rows
@@ -52,7 +52,7 @@ class FlashInferBackend(AttentionBackend):
     )
     # FlashInfer serves MLA through another wrapper, with other index tensors.
     claims = {"heads mla": "not_implemented"}  # noqa: RUF012  a ClassVar there
-    providers = (NativeKernels, PortableKernels)
+    providers = (NativeKernels, CompiledKernels, PortableKernels)
     fill_is_device_only = True
     kernels: FlashInferKernels
 
@@ -303,7 +303,8 @@ class FlashInferBackend(AttentionBackend):
         k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
         new = new_kv(k, v, layer)
         if new is not None:
-            write_kv_cache(*new, k_cache, v_cache, metadata.out_cache_loc)
+            where = metadata.out_cache_loc
+            write_kv_cache(*new, k_cache, v_cache, where, compiled=self.kernels.compiled)
         window = layer.sliding_window
         indices = metadata if window is None else metadata.windows[window]
         return self.kernels.attend(q, k_cache, v_cache, layer, metadata, indices)

@@ -1,6 +1,7 @@
-"""The kernel providers of the ``flashinfer`` backend: their interface, and the portable one.
+"""The kernel providers of the ``flashinfer`` backend: their interface, and graphpact's own.
 
-    portable   graphpact's own kernels, on any device; a plan is two small tensors
+    portable   torch alone, on any device; a plan is two small tensors
+    compiled   the same in C++, on a CPU
     native     FlashInfer's wrappers, on a CUDA device; see `graphpact_flashinfer.native`
 
 Does not: fill index tensors; the backend does, in the same way for both.
@@ -10,6 +11,7 @@ import abc
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
@@ -19,6 +21,7 @@ from graphpact.graphs import Event, GraphDriver
 from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, Plan, PlanArguments
 from graphpact_flashinfer.rows import Rows
 from graphpact_kernels import paged_attention
+from graphpact_kernels.compiled import CompiledProvider
 
 _SMALLEST_CHUNK = 16
 _CHUNKS_PER_REQUEST = 4
@@ -26,6 +29,9 @@ _CHUNKS_PER_REQUEST = 4
 
 class FlashInferKernels(KernelProvider, abc.ABC):
     """A kernel provider of this backend: it plans on the host and attends on the device."""
+
+    compiled: ClassVar[bool] = False
+    """Whether graphpact's kernels of this provider are the C++ ones."""
 
     @abc.abstractmethod
     def declare_slots(self, prefix: str, limits: Limits) -> Sequence[GraphSlot]:
@@ -189,7 +195,14 @@ class PortableKernels(FlashInferKernels):
             mask_indptr=indices.mask_indptr,
             o_indptr=plan.o_indptr,
             kv_chunk_size=plan.kv_chunk_size,
+            compiled=self.compiled,
         )
+
+
+class CompiledKernels(CompiledProvider, PortableKernels):
+    """The portable kernels' compiled form, on a CPU."""
+
+    compiled = True
 
 
 def max_chunks(num_requests: int) -> int:

@@ -25,7 +25,7 @@ from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 from graphpact_kernels import write_indptr
 from graphpact_trtllm_mla.metadata import TRTLLMMLAMetadata
 from graphpact_trtllm_mla.operators import BLOCK_KEYS, pack_block_table
-from graphpact_trtllm_mla.providers import WORKSPACE, NativeKernels, PortableKernels
+from graphpact_trtllm_mla.providers import WORKSPACE, CompiledKernels, NativeKernels, PortableKernels
 
 
 class TRTLLMMLABackend(AttentionBackend):
@@ -43,7 +43,7 @@ class TRTLLMMLABackend(AttentionBackend):
     )
     # TensorRT-LLM's kernels take no other page sizes; the portable kernels do, but that has no use.
     claims = {"page_size 1": "unsupported", "page_size 16": "unsupported"}  # noqa: RUF012  a ClassVar there
-    providers = (NativeKernels, PortableKernels)
+    providers = (NativeKernels, CompiledKernels, PortableKernels)
     fill_is_device_only = True
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:

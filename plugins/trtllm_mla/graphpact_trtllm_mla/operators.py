@@ -99,11 +99,13 @@ def _attend_latents(
     bmm1_scale: float,
     is_uniform: bool,  # noqa: FBT001  operators are called by position
     out: torch.Tensor,
+    *,
+    compiled: bool = False,
 ) -> None:
     _check(q, kv_cache, block_tables, seq_lens, cum_seq_lens_q, max_q_len, is_uniform)
     page_size = kv_cache.shape[1]
     latents = kv_cache.view(-1, 1, kv_cache.shape[2])
-    attended = page_table_attention(
+    page_table_attention(
         q,
         latents,
         latents[..., : out.shape[2]],
@@ -113,16 +115,21 @@ def _attend_latents(
         page_size=page_size,
         max_seqlen_q=max_q_len,
         scaling=bmm1_scale,
+        out=out,
+        compiled=compiled,
     )
-    out.copy_(attended)
 
 
-attend_latents = _define(
-    "attend_latents(Tensor q, Tensor kv_cache, Tensor block_tables, Tensor seq_lens,"
-    " Tensor cum_seq_lens_q, int max_q_len, int max_seq_len, float bmm1_scale, bool is_uniform,"
-    " Tensor(a!) out) -> ()",
-    _attend_latents,
+_ARGUMENTS = (
+    "(Tensor q, Tensor kv_cache, Tensor block_tables, Tensor seq_lens, Tensor cum_seq_lens_q, int max_q_len,"
+    " int max_seq_len, float bmm1_scale, bool is_uniform, Tensor(a!) out) -> ()"
 )
+attend_latents = _define("attend_latents" + _ARGUMENTS, _attend_latents)
 """``(q, kv_cache, block_tables, seq_lens, cum_seq_lens_q, max_q_len, max_seq_len, bmm1_scale, is_uniform,
 out)``: FlashInfer's ``trtllm_batch_decode_with_kv_cache_mla`` with compact queries, causal, and its checks.
 ``is_uniform``: every request has ``max_q_len`` queries, as the decode kernel requires."""
+
+attend_latents_compiled = _define(
+    "attend_latents_compiled" + _ARGUMENTS, functools.partial(_attend_latents, compiled=True)
+)
+"""`attend_latents` with the C++ kernel, which `graphpact_kernels.compiled.load` has loaded."""

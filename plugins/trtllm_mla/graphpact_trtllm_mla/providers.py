@@ -7,13 +7,15 @@ Does not: make metadata, or write the KV cache.
 
 import importlib.util
 from collections.abc import Callable
+from typing import ClassVar
 
 import torch
 
 from graphpact import BackendContext, Capabilities, ForwardMode, GraphSlot, LayerSpec, metadata_slot
 from graphpact.attention import GraphSupport, HeadLayout, KernelProvider
+from graphpact_kernels.compiled import CompiledProvider
 from graphpact_trtllm_mla.metadata import TRTLLMMLAMetadata
-from graphpact_trtllm_mla.operators import attend_latents
+from graphpact_trtllm_mla.operators import attend_latents, attend_latents_compiled
 
 WORKSPACE, WORKSPACE_BYTES = "trtllm_mla.workspace", 128 * 2**20
 _RANK, _ROPE = 512, 64
@@ -25,6 +27,7 @@ class PortableKernels(KernelProvider):
 
     name = "portable"
     has_workspace = False
+    _attend: ClassVar[Callable[..., None]] = attend_latents
 
     def declare_slots(self) -> list[GraphSlot]:
         """Return an empty list: these kernels need no slots."""
@@ -39,7 +42,7 @@ class PortableKernels(KernelProvider):
     ) -> torch.Tensor:
         """Return ``[T, heads, rank]``; see `NativeKernels.attend`."""
         out = q.new_empty((*q.shape[:2], layer.v_head_dim))
-        attend_latents(
+        self._attend(
             q,
             kv_cache,
             metadata.block_kv_indices,
@@ -52,6 +55,12 @@ class PortableKernels(KernelProvider):
             out,
         )
         return out
+
+
+class CompiledKernels(CompiledProvider, PortableKernels):
+    """The portable kernels with attention in C++, on a CPU."""
+
+    _attend = attend_latents_compiled
 
 
 class NativeKernels(KernelProvider):

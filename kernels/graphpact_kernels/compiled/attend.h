@@ -1,0 +1,384 @@
+// Attention of ragged queries over the pages of their requests, on a CPU; the shared part of the kernels.
+//
+// A kernel turns its index tensors into a list of `Request`s. The work is split by request, key head and a tile of
+// rows (a row is one query with one of the query heads that share the key head). A tile walks over its keys in blocks
+// of `kBlock`, with a running maximum and sum per row (FlashAttention, Dao et al. 2022). Keys and values are read where
+// they lie in the cache; 16-bit ones are widened block by block. The result of a row does not depend on other
+// requests, nor on the number of threads.
+//
+// Does not: know index tensors, or write the cache.
+#pragma once
+
+#include <ATen/Parallel.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+#include <cmath>
+#include <limits>
+#include <type_traits>
+#include <vector>
+
+namespace graphpact {
+
+struct Request {
+  int64_t begin;         // its first query, a row of q
+  int64_t num_q;         // its queries
+  const int32_t* pages;  // its page numbers
+  int64_t num_keys;      // its last query is at the position of the last key
+  int64_t seen;          // how many of the keys are attended: a plan may cover fewer
+  const uint8_t* mask;   // num_q * num_keys bits, lowest first: which keys a query sees; or null
+};
+
+struct Options {
+  int64_t page_size;
+  double scaling;
+  int64_t window;  // keys that a query sees, its own included; 0 for all
+  double softcap;  // 0 for none
+  bool causal;
+};
+
+constexpr int64_t kBlock = 64;  // keys in a block
+constexpr int64_t kTile = 64;   // rows in a tile
+constexpr int64_t kMicro = 4;   // rows that are multiplied at once
+constexpr int64_t kMacsPerThread = 1 << 16;  // multiplications that are worth a thread
+
+template <typename A>
+constexpr A kNone = -std::numeric_limits<A>::infinity();
+
+// The memory of one tile. It is kept by its thread, so that a step allocates nothing.
+template <typename A>
+struct Scratch {
+  A *q, *out, *scores, *keys, *turned, *values, *most, *sum;
+  const A* key[kBlock];
+  const A* value[kBlock];
+
+  Scratch(int64_t dim, int64_t v_dim) {
+    const int64_t sizes[] = {kTile * dim, kTile * v_dim, kTile * kBlock, kBlock * dim, kBlock * dim,
+                             kBlock * v_dim, kTile, kTile};
+    A** parts[] = {&q, &out, &scores, &keys, &turned, &values, &most, &sum};
+    int64_t total = 0;
+    for (auto size : sizes) total += size;
+    static thread_local std::vector<A> memory;
+    if (static_cast<int64_t>(memory.size()) < total) memory.resize(total);
+    A* next = memory.data();
+    for (int i = 0; i < 8; i++) {
+      *parts[i] = next;
+      next += sizes[i];
+    }
+  }
+};
+
+// Copy `n` numbers, widened, from a row with the given stride.
+template <typename T, typename A>
+inline void widen(const T* from, int64_t stride, A* to, int64_t n) {
+  int64_t i = 0;
+  if constexpr (!std::is_same_v<T, A>) {
+    using Narrow = at::vec::Vectorized<T>;
+    using Wide = at::vec::Vectorized<A>;
+    if (stride == 1) {
+      for (; i + Narrow::size() <= n; i += Narrow::size()) {
+        auto [low, high] = at::vec::convert_to_float<T>(Narrow::loadu(from + i));
+        low.store(to + i);
+        high.store(to + i + Wide::size());
+      }
+    }
+  }
+  for (; i < n; i++) to[i] = static_cast<A>(from[i * stride]);
+}
+
+// scores[row][key] = q[row] . key, for up to three rows and keys that lie anywhere.
+template <typename A>
+void dot_few(const Scratch<A>& s, int64_t rows, int64_t begin, int64_t end, int64_t dim) {
+  using Vec = at::vec::Vectorized<A>;
+  constexpr int64_t kKeys = 4;
+  const auto add = [](Vec a, Vec b) { return a + b; };
+  for (int64_t row = 0; row < rows; row++) {
+    const A* q = s.q + row * dim;
+    A* scores = s.scores + row * kBlock;
+    int64_t j = begin;
+    for (; j + kKeys <= end; j += kKeys) {
+      Vec sums[kKeys] = {Vec(A(0)), Vec(A(0)), Vec(A(0)), Vec(A(0))};
+      int64_t d = 0;
+      for (; d + Vec::size() <= dim; d += Vec::size()) {
+        const Vec x = Vec::loadu(q + d);
+        for (int64_t k = 0; k < kKeys; k++) sums[k] = at::vec::fmadd(x, Vec::loadu(s.key[j + k] + d), sums[k]);
+      }
+      for (int64_t k = 0; k < kKeys; k++) {
+        A total = at::vec::vec_reduce_all<A>(add, sums[k]);
+        for (int64_t rest = d; rest < dim; rest++) total += q[rest] * s.key[j + k][rest];
+        scores[j + k] = total;
+      }
+    }
+    for (; j < end; j++) {
+      Vec sum(A(0));
+      int64_t d = 0;
+      for (; d + Vec::size() <= dim; d += Vec::size()) sum = at::vec::fmadd(Vec::loadu(q + d), Vec::loadu(s.key[j] + d), sum);
+      A total = at::vec::vec_reduce_all<A>(add, sum);
+      for (; d < dim; d++) total += q[d] * s.key[j][d];
+      scores[j] = total;
+    }
+  }
+}
+
+// scores[row][:] = q[row] * turned, for `kRows` rows and a whole block; turned is [dim][kBlock].
+template <typename A, int64_t kRows>
+inline void multiply_rows(const Scratch<A>& s, int64_t row, int64_t dim) {
+  using Vec = at::vec::Vectorized<A>;
+  constexpr int64_t kVecs = 2, kStep = kVecs * Vec::size();
+  static_assert(kBlock % kStep == 0);
+  for (int64_t j = 0; j < kBlock; j += kStep) {
+    Vec sums[kRows][kVecs];
+    for (auto& of_row : sums)
+      for (auto& sum : of_row) sum = Vec(A(0));
+    for (int64_t d = 0; d < dim; d++) {
+      Vec key[kVecs];
+      for (int64_t v = 0; v < kVecs; v++) key[v] = Vec::loadu(s.turned + d * kBlock + j + v * Vec::size());
+      for (int64_t r = 0; r < kRows; r++) {
+        const Vec x(s.q[(row + r) * dim + d]);
+        for (int64_t v = 0; v < kVecs; v++) sums[r][v] = at::vec::fmadd(x, key[v], sums[r][v]);
+      }
+    }
+    for (int64_t r = 0; r < kRows; r++)
+      for (int64_t v = 0; v < kVecs; v++) sums[r][v].store(s.scores + (row + r) * kBlock + j + v * Vec::size());
+  }
+}
+
+// out[row] += scores[row] * values, for `kRows` rows and the keys begin to end of a block.
+template <typename A, int64_t kRows>
+inline void add_values(const Scratch<A>& s, int64_t row, int64_t begin, int64_t end, int64_t v_dim) {
+  using Vec = at::vec::Vectorized<A>;
+  constexpr int64_t kVecs = 2, kStep = kVecs * Vec::size();
+  int64_t c = 0;
+  for (; c + kStep <= v_dim; c += kStep) {
+    Vec sums[kRows][kVecs];
+    for (int64_t r = 0; r < kRows; r++)
+      for (int64_t v = 0; v < kVecs; v++) sums[r][v] = Vec::loadu(s.out + (row + r) * v_dim + c + v * Vec::size());
+    for (int64_t j = begin; j < end; j++) {
+      Vec value[kVecs];
+      for (int64_t v = 0; v < kVecs; v++) value[v] = Vec::loadu(s.value[j] + c + v * Vec::size());
+      for (int64_t r = 0; r < kRows; r++) {
+        const Vec weight(s.scores[(row + r) * kBlock + j]);
+        for (int64_t v = 0; v < kVecs; v++) sums[r][v] = at::vec::fmadd(weight, value[v], sums[r][v]);
+      }
+    }
+    for (int64_t r = 0; r < kRows; r++)
+      for (int64_t v = 0; v < kVecs; v++) sums[r][v].store(s.out + (row + r) * v_dim + c + v * Vec::size());
+  }
+  for (int64_t r = 0; r < kRows && c < v_dim; r++) {
+    A* out = s.out + (row + r) * v_dim;
+    for (int64_t j = begin; j < end; j++) {
+      const A weight = s.scores[(row + r) * kBlock + j];
+      for (int64_t rest = c; rest < v_dim; rest++) out[rest] += weight * s.value[j][rest];
+    }
+  }
+}
+
+// Call fn<kMicro>(row) for the rows, and fn<1>, fn<2> or fn<3> for those that are left over.
+template <typename Fn>
+inline void by_rows(int64_t rows, const Fn& fn) {
+  int64_t row = 0;
+  for (; row + kMicro <= rows; row += kMicro) fn(std::integral_constant<int64_t, kMicro>(), row);
+  switch (rows - row) {
+    case 1: fn(std::integral_constant<int64_t, 1>(), row); break;
+    case 2: fn(std::integral_constant<int64_t, 2>(), row); break;
+    case 3: fn(std::integral_constant<int64_t, 3>(), row); break;
+    default: break;
+  }
+}
+
+// Turn scores into weights relative to the running maximum of their row, and scale what the row has so far.
+template <typename A>
+inline void weigh(const Scratch<A>& s, int64_t row, int64_t v_dim) {
+  using Vec = at::vec::Vectorized<A>;
+  A* scores = s.scores + row * kBlock;
+  Vec block = Vec::loadu(scores);
+  for (int64_t j = Vec::size(); j < kBlock; j += Vec::size()) block = at::vec::maximum(block, Vec::loadu(scores + j));
+  const A before = s.most[row];
+  A most = at::vec::vec_reduce_all<A>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, block);
+  most = before > most ? before : most;  // NaN if the block has one
+  if (most == kNone<A>) {  // no key was seen yet
+    std::fill_n(scores, kBlock, A(0));
+    return;
+  }
+  const Vec reference(most);
+  Vec sum(A(0));
+  for (int64_t j = 0; j < kBlock; j += Vec::size()) {
+    const Vec weight = (Vec::loadu(scores + j) - reference).exp();
+    weight.store(scores + j);
+    sum = sum + weight;
+  }
+  const A total = at::vec::vec_reduce_all<A>([](Vec a, Vec b) { return a + b; }, sum);
+  if (most == before) {
+    s.sum[row] += total;
+    return;
+  }
+  s.most[row] = most;
+  if (before == kNone<A>) {
+    s.sum[row] = total;
+    return;
+  }
+  const A share = std::exp(before - most);
+  s.sum[row] = s.sum[row] * share + total;
+  A* out = s.out + row * v_dim;
+  at::vec::map<A>([share](Vec x) { return x * Vec(share); }, out, out, v_dim);
+}
+
+// The tensors of a call, with their strides.
+template <typename T, typename A>
+struct Call {
+  const T *q, *k, *v;
+  T* out;
+  A* lse;          // null to skip it
+  const A* sinks;  // null for none
+  int64_t q_row, q_head, k_slot, k_head, k_last, v_slot, v_head, v_last, out_row, out_head, lse_row, lse_head;
+  int64_t dim, v_dim, group;
+  Options options;
+
+  // Attend with `rows` rows of a request from row `first`, for one key head.
+  void tile(const Request& request, int64_t head, int64_t first, int64_t rows) const {
+    const Options& o = options;
+    Scratch<A> s(dim, v_dim);
+    for (int64_t r = 0; r < rows; r++) {
+      const int64_t query = request.begin + (first + r) / group, its_head = head * group + (first + r) % group;
+      widen(q + query * q_row + its_head * q_head, 1, s.q + r * dim, dim);
+    }
+    const auto scale = [this](at::vec::Vectorized<A> x) { return x * at::vec::Vectorized<A>(A(options.scaling)); };
+    at::vec::map<A>(scale, s.q, s.q, rows * dim);
+    std::fill_n(s.out, rows * v_dim, A(0));
+    std::fill_n(s.most, rows, kNone<A>);
+    std::fill_n(s.sum, rows, A(0));
+
+    // The keys that each row sees by its position: from `from(r)` to `to(r)`.
+    const int64_t offset = request.num_keys - request.num_q;
+    const bool by_position = request.mask == nullptr;
+    const auto to = [&](int64_t r) {
+      const int64_t at = offset + (first + r) / group;
+      return by_position && o.causal ? std::min(at + 1, request.seen) : request.seen;
+    };
+    const auto from = [&](int64_t r) {
+      const int64_t at = offset + (first + r) / group;
+      return by_position && o.window > 0 ? std::max<int64_t>(0, at - o.window + 1) : 0;
+    };
+    const bool turns = rows >= kMicro;
+    for (int64_t at = from(0) / kBlock * kBlock; at < to(rows - 1); at += kBlock) {
+      const int64_t begin = std::max<int64_t>(0, from(0) - at), end = std::min(kBlock, to(rows - 1) - at);
+      fetch(request, head, at, begin, end, turns, s);
+      if (turns) {
+        by_rows(rows, [&](auto count, int64_t row) { multiply_rows<A, count()>(s, row, dim); });
+      } else {
+        dot_few(s, rows, begin, end, dim);
+      }
+      for (int64_t r = 0; r < rows; r++) {
+        A* scores = s.scores + r * kBlock;
+        if (o.softcap != 0) {
+          const A cap = static_cast<A>(o.softcap);
+          for (int64_t j = begin; j < end; j++) scores[j] = cap * std::tanh(scores[j] / cap);
+        }
+        const int64_t low = std::max<int64_t>(begin, from(r) - at), high = std::min(end, to(r) - at);
+        std::fill(scores, scores + std::clamp<int64_t>(low, 0, kBlock), kNone<A>);
+        std::fill(scores + std::clamp<int64_t>(high, 0, kBlock), scores + kBlock, kNone<A>);
+        if (request.mask != nullptr) {
+          const int64_t bits = (first + r) / group * request.num_keys + at;
+          for (int64_t j = low; j < high; j++)
+            if (!(request.mask[(bits + j) / 8] >> ((bits + j) % 8) & 1)) scores[j] = kNone<A>;
+        }
+        weigh(s, r, v_dim);
+      }
+      by_rows(rows, [&](auto count, int64_t row) { add_values<A, count()>(s, row, begin, end, v_dim); });
+    }
+    for (int64_t r = 0; r < rows; r++) write(request, head, first + r, r, s);
+  }
+
+ private:
+  // Find the keys and values of a block, widened if they are narrow, and the keys turned if rows share them.
+  void fetch(const Request& request, int64_t head, int64_t at, int64_t begin, int64_t end, bool turns,
+             Scratch<A>& s) const {
+    for (int64_t j = begin; j < end; j++) {
+      const int64_t key = at + j, size = options.page_size;
+      const int64_t slot = request.pages[key / size] * size + key % size;
+      const T* k_at = k + slot * k_slot + head * k_head;
+      const T* v_at = v + slot * v_slot + head * v_head;
+      bool copies_k = true, copies_v = true;
+      if constexpr (std::is_same_v<T, A>) {
+        copies_k = k_last != 1, copies_v = v_last != 1;
+        if (!copies_k) s.key[j] = k_at;
+        if (!copies_v) s.value[j] = v_at;
+      }
+      if (copies_k) {
+        widen(k_at, k_last, s.keys + j * dim, dim);
+        s.key[j] = s.keys + j * dim;
+      }
+      if (copies_v) {
+        widen(v_at, v_last, s.values + j * v_dim, v_dim);
+        s.value[j] = s.values + j * v_dim;
+      }
+    }
+    if (!turns) return;
+    constexpr int64_t kSquare = 8;  // a square of numbers stays in registers or the first cache
+    for (int64_t j = begin; j < end; j += kSquare) {
+      const int64_t last = std::min(j + kSquare, end);
+      for (int64_t d = 0; d < dim; d++)
+        for (int64_t i = j; i < last; i++) s.turned[d * kBlock + i] = s.key[i][d];
+    }
+    // Columns without a key are multiplied too, and then masked: they hold any number.
+  }
+
+  // Write the result of a row; zeros if it saw no key.
+  void write(const Request& request, int64_t head, int64_t row, int64_t r, const Scratch<A>& s) const {
+    const int64_t query = request.begin + row / group, its_head = head * group + row % group;
+    A most = s.most[r], sum = s.sum[r], share = 1;
+    if (sinks != nullptr && most != kNone<A>) {  // a key without value
+      const A sink = sinks[its_head], larger = std::max(most, sink);
+      share = std::exp(most - larger);
+      sum = sum * share + std::exp(sink - larger);
+      most = larger;
+    }
+    const A factor = sum == 0 ? A(0) : share / sum;
+    T* to = out + query * out_row + its_head * out_head;
+    for (int64_t c = 0; c < v_dim; c++) to[c] = static_cast<T>(s.out[r * v_dim + c] * factor);
+    if (lse != nullptr) lse[query * lse_row + its_head * lse_head] = sum == 0 ? kNone<A> : most + std::log(sum);
+  }
+};
+
+// Attend for all requests. Rows of `out` that belong to no request are not written.
+template <typename T>
+void attend_all(const std::vector<Request>& requests, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+                const std::optional<at::Tensor>& sinks, const Options& options, at::Tensor& out,
+                const std::optional<at::Tensor>& lse) {
+  using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
+  const int64_t kv_heads = k.size(1);
+  Call<T, A> call{
+      q.const_data_ptr<T>(), k.const_data_ptr<T>(), v.const_data_ptr<T>(), out.mutable_data_ptr<T>(),
+      lse ? lse->mutable_data_ptr<A>() : nullptr, sinks ? sinks->const_data_ptr<A>() : nullptr,
+      q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
+      out.stride(0), out.stride(1), lse ? lse->stride(0) : 0, lse ? lse->stride(1) : 0,
+      q.size(2), v.size(2), q.size(1) / kv_heads, options};
+  struct Item {
+    int64_t request, head, first, rows;
+  };
+  static thread_local std::vector<Item> items;  // its memory is kept, so that a step allocates nothing
+  items.clear();
+  int64_t macs = 0;
+  for (size_t i = 0; i < requests.size(); i++) {
+    const int64_t rows = requests[i].num_q * call.group;
+    macs += rows * kv_heads * requests[i].num_keys * (call.dim + call.v_dim);
+    for (int64_t first = 0; first < rows; first += kTile)
+      for (int64_t head = 0; head < kv_heads; head++)
+        items.push_back({static_cast<int64_t>(i), head, first, std::min(kTile, rows - first)});
+  }
+  const int64_t count = static_cast<int64_t>(items.size());
+  const Item* item = items.data();
+  const auto run = [&call, &requests, item](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++)
+      call.tile(requests[item[i].request], item[i].head, item[i].first, item[i].rows);
+  };
+  if (macs <= kMacsPerThread) {
+    run(0, count);
+  } else {
+    at::parallel_for(0, count, std::max<int64_t>(1, count * kMacsPerThread / macs), run);
+  }
+}
+
+}  // namespace graphpact

@@ -1,0 +1,180 @@
+// The compiled attention kernels: over FlashInfer's index tensors and over FlashAttention's page table.
+//
+// Each makes the checks of the portable kernel of the same name. Where one fails, the portable kernel is called with
+// the same arguments: it raises the error, so that its text is written once.
+//
+// Does not: multiply anything itself; see attend.h.
+#include "attend.h"
+
+#include <ATen/Dispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <c10/util/SmallVector.h>
+#include <torch/library.h>
+
+namespace graphpact {
+namespace {
+
+using at::Tensor;
+using OptTensor = std::optional<Tensor>;
+
+constexpr int64_t kScheduleBlock = 16;  // BLOCK of graphpact_kernels.page_table_attention
+
+// Return int32 numbers of an index tensor, one after another; `kept` keeps a copy alive where one is needed.
+const int32_t* numbers(const Tensor& tensor, Tensor& kept) {
+  kept = tensor.scalar_type() == at::kInt && tensor.is_contiguous() ? tensor : tensor.to(at::kInt).contiguous();
+  return kept.const_data_ptr<int32_t>();
+}
+
+// Return a tensor whose last dimension is dense.
+Tensor dense(const Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
+
+bool fits(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out) {
+  return q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k.size(1) > 0 && q.size(1) % k.size(1) == 0 &&
+         k.size(1) == v.size(1) && q.size(2) == k.size(2) && out.dim() == 3 && out.size(0) == q.size(0) &&
+         out.size(1) == q.size(1) && out.size(2) == v.size(2) && k.scalar_type() == q.scalar_type() &&
+         v.scalar_type() == q.scalar_type() && out.scalar_type() == q.scalar_type() && out.stride(2) == 1;
+}
+
+void attend(const std::vector<Request>& requests, const Tensor& q, const Tensor& k, const Tensor& v,
+            const OptTensor& sinks, const Options& options, const Tensor& out, const OptTensor& lse) {
+  const Tensor rows = dense(q);
+  Tensor into = out;
+  OptTensor its_sinks;
+  if (sinks.has_value()) its_sinks = sinks->to(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, q.scalar_type(), "compiled attention", [&] {
+    attend_all<scalar_t>(requests, rows, k, v, its_sinks, options, into, lse);
+  });
+}
+
+// -- over FlashInfer's index tensors --------------------------------------------------------------------------------
+
+using Paged = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                   const Tensor&, int64_t, int64_t, int64_t, double, int64_t, double, const OptTensor&,
+                   const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, Tensor&);
+
+bool find_paged(const Tensor& q, const Tensor& qo_indptr, const Tensor& kv_indptr, const Tensor& kv_indices,
+                const Tensor& kv_last_page_len, int64_t page_size, int64_t max_q_len, int64_t max_kv_len,
+                const OptTensor& mask, const OptTensor& mask_indptr, const OptTensor& o_indptr,
+                const OptTensor& kv_chunk_size, Tensor (&kept)[6], std::vector<Request>& requests) {
+  const int64_t bs = kv_last_page_len.size(0);
+  if (qo_indptr.size(0) != bs + 1 || kv_indptr.size(0) != bs + 1) return false;
+  const int32_t* q_at = numbers(qo_indptr, kept[0]);
+  const int32_t* kv_at = numbers(kv_indptr, kept[1]);
+  const int32_t* last = numbers(kv_last_page_len, kept[2]);
+  const int32_t* pages = numbers(kv_indices, kept[3]);
+  const bool planned = o_indptr.has_value() && kv_chunk_size.has_value();
+  const int32_t* chunks = planned ? numbers(*o_indptr, kept[4]) : nullptr;
+  const int64_t chunk = planned ? numbers(*kv_chunk_size, kept[5])[0] : 0;
+  const bool masked = mask.has_value() && mask_indptr.has_value();
+  Tensor mask_at_kept;
+  const int32_t* mask_at = masked ? numbers(*mask_indptr, mask_at_kept) : nullptr;
+  if (q_at[0] != 0 || q_at[bs] != q.size(0) || kv_at[0] != 0 || kv_at[bs] > kv_indices.size(0)) return false;
+  requests.reserve(bs);
+  for (int64_t i = 0; i < bs; i++) {
+    const int64_t num_q = q_at[i + 1] - q_at[i], num_pages = kv_at[i + 1] - kv_at[i];
+    if (num_q < 0 || num_pages < 0) return false;
+    const int64_t keys = num_pages > 0 ? (num_pages - 1) * page_size + last[i] : 0;
+    if (num_pages > 0 && (last[i] < 1 || last[i] > page_size)) return false;
+    if (num_q > keys || num_q > max_q_len || keys > max_kv_len) return false;
+    const int64_t seen = planned ? std::min(keys, (chunks[i + 1] - chunks[i]) * chunk) : keys;
+    const uint8_t* bits = nullptr;
+    if (masked) {
+      if (mask_at[i] < 0 || mask_at[i] + (num_q * keys + 7) / 8 > mask->size(0)) return false;
+      bits = mask->const_data_ptr<uint8_t>() + mask_at[i];
+    }
+    requests.push_back({q_at[i], num_q, pages + kv_at[i], keys, seen, bits});
+  }
+  return true;
+}
+
+void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& qo_indptr,
+                     const Tensor& kv_indptr, const Tensor& kv_indices, const Tensor& kv_last_page_len,
+                     int64_t page_size, int64_t max_q_len, int64_t max_kv_len, double scaling, int64_t sliding_window,
+                     double softcap, const OptTensor& sinks, const OptTensor& mask, const OptTensor& mask_indptr,
+                     const OptTensor& o_indptr, const OptTensor& kv_chunk_size, Tensor& out) {
+  Tensor kept[6];
+  std::vector<Request> requests;
+  const bool is_right = fits(q, k_cache, v_cache, out) &&
+                        find_paged(q, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, page_size, max_q_len,
+                                   max_kv_len, mask, mask_indptr, o_indptr, kv_chunk_size, kept, requests);
+  if (!is_right) {
+    static const auto portable =
+        c10::Dispatcher::singleton().findSchemaOrThrow("graphpact::paged_attention", "").typed<Paged>();
+    portable.call(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, page_size, max_q_len,
+                  max_kv_len, scaling, sliding_window, softcap, sinks, mask, mask_indptr, o_indptr, kv_chunk_size, out);
+    TORCH_CHECK(false, "compiled paged_attention refuses arguments that the portable kernel accepts");
+  }
+  attend(requests, q, k_cache, v_cache, sinks, {page_size, scaling, sliding_window, softcap, true}, out, std::nullopt);
+}
+
+// -- over FlashAttention's page table -------------------------------------------------------------------------------
+
+using PageTable = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                       int64_t, int64_t, double, bool, int64_t, double, const OptTensor&, const OptTensor&, Tensor&,
+                       const OptTensor&);
+
+bool find_table(const Tensor& q, const Tensor& cu_seqlens_q, const Tensor& cache_seqlens, const Tensor& page_table,
+                int64_t page_size, int64_t max_seqlen_q, const OptTensor& schedule, Tensor (&kept)[4],
+                std::vector<Request>& requests) {
+  if (page_table.dim() != 2) return false;
+  const int64_t bs = page_table.size(0), num_pages = page_table.size(1), width = (bs + 3) / 4 * 4;
+  if (cu_seqlens_q.size(0) != bs + 1 || cache_seqlens.size(0) != bs) return false;
+  const int32_t* q_at = numbers(cu_seqlens_q, kept[0]);
+  const int32_t* lens = numbers(cache_seqlens, kept[1]);
+  const bool is_narrow = page_table.scalar_type() == at::kInt && (num_pages < 2 || page_table.stride(1) == 1);
+  kept[2] = is_narrow ? page_table : page_table.to(at::kInt).contiguous();
+  const int32_t* table = kept[2].const_data_ptr<int32_t>();
+  const int64_t row = kept[2].stride(0);
+  if (q_at[0] != 0 || q_at[bs] > q.size(0)) return false;
+  const int32_t* blocks = nullptr;
+  if (schedule.has_value()) {
+    const int64_t size = schedule->size(0);
+    const int32_t* numbers_of = numbers(*schedule, kept[3]);
+    if (size < 1 + 4 * width || numbers_of[0] != 0) return false;
+    for (int64_t i = 1 + 2 * width; i < size; i++)
+      if (numbers_of[i] != 0) return false;
+    blocks = numbers_of + 1 + width;
+  }
+  requests.reserve(bs);
+  for (int64_t i = 0; i < bs; i++) {
+    const int64_t num_q = q_at[i + 1] - q_at[i], keys = lens[i];
+    if (num_q < 0 || num_q > max_seqlen_q || keys < 0 || keys > num_pages * page_size) return false;
+    const int64_t seen = blocks == nullptr ? keys : std::min(keys, blocks[i] * kScheduleBlock);
+    requests.push_back({q_at[i], num_q, table + i * row, keys, seen, nullptr});
+  }
+  return true;
+}
+
+void page_table_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cu_seqlens_q,
+                          const Tensor& cache_seqlens, const Tensor& page_table, int64_t page_size,
+                          int64_t max_seqlen_q, double scaling, bool causal, int64_t sliding_window, double softcap,
+                          const OptTensor& sinks, const OptTensor& scheduler_metadata, Tensor& out,
+                          const OptTensor& lse) {
+  Tensor kept[4];
+  std::vector<Request> requests;
+  const bool is_right =
+      fits(q, k_cache, v_cache, out) && find_table(q, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q,
+                                                   scheduler_metadata, kept, requests);
+  if (!is_right) {
+    static const auto portable =
+        c10::Dispatcher::singleton().findSchemaOrThrow("graphpact::page_table_attention", "").typed<PageTable>();
+    portable.call(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q, scaling,
+                  causal, sliding_window, softcap, sinks, scheduler_metadata, out, lse);
+    TORCH_CHECK(false, "compiled page_table_attention refuses arguments that the portable kernel accepts");
+  }
+  const int64_t end = requests.empty() ? 0 : requests.back().begin + requests.back().num_q;
+  if (end < q.size(0)) {  // rows that belong to no request
+    out.slice(0, end).zero_();
+    if (lse.has_value()) lse->slice(0, end).fill_(kNone<double>);
+  }
+  attend(requests, q, k_cache, v_cache, sinks, {page_size, scaling, sliding_window, softcap, causal}, out, lse);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(graphpact_compiled, CPU, m) {
+  m.impl("paged_attention", &paged_attention);
+  m.impl("page_table_attention", &page_table_attention);
+}
+
+}  // namespace graphpact
