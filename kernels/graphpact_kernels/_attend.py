@@ -252,9 +252,10 @@ def attend_ragged(
     if mask is None and step.width:
         end = offsets[-1]
         rows = q[:end].view(-1, step.width, *q.shape[1:])
-        # A query sees no key only if its request has fewer keys than queries, or none.
+        # A query sees no key only if its request has fewer keys than queries, or none, or by a plan.
         fewest = min(step.lengths)
         is_blind = fewest < step.width if options.is_causal else fewest == 0
+        is_blind = is_blind or keys.planned is not None
         part = None if lse is None else lse[:end]
         held = gather(k_cache, v_cache, keys.slots)
         _write(rows, held, step.mask(options), options, out[:end], part, is_blind=is_blind)
@@ -277,7 +278,7 @@ def attend_ragged(
             options,
             out[start:end],
             None if lse is None else lse[start:end],
-            is_blind=end - start > length if options.is_causal else length == 0,
+            is_blind=keys.planned is not None or (end - start > length if options.is_causal else length == 0),
         )
 
 

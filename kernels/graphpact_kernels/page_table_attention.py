@@ -1,4 +1,4 @@
-"""Attention over a page table, from FlashAttention's arguments, and the page table and schedule of a step.
+"""Attention over a page table, from FlashAttention's arguments, and the schedule of a step.
 
 The arguments are those of ``flash_attn_with_kvcache`` (``cu_seqlens_q``, ``cache_seqlens``, ``page_table``,
 ``scheduler_metadata``), with its semantics: the last query of a request is at the position of its last key,
@@ -7,7 +7,7 @@ reads its index tensors on the host and checks them; on other devices it uses th
 
 It serves latents too: all query heads share one key head, and the value is the first part of the key.
 
-Does not: write the KV cache.
+Does not: write the KV cache, or fill the page table.
 """
 
 import torch
@@ -56,13 +56,14 @@ def _schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor,
     torch.div(cache_seqlens + (BLOCK - 1), BLOCK, rounding_mode="floor", out=out[1 + width :][:bs])
 
 
-_schedule = define_kernel(
-    "schedule_attention(Tensor cu_seqlens_q, Tensor cache_seqlens, Tensor(a!) out) -> ()",
-    _schedule_attention,
-)
+_SCHEDULE = "schedule_attention(Tensor cu_seqlens_q, Tensor cache_seqlens, Tensor(a!) out) -> ()"
+_portable_schedule = define_kernel(_SCHEDULE, _schedule_attention)
+_compiled_schedule = declare_compiled(_SCHEDULE)
 
 
-def schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, *, out: torch.Tensor) -> None:
+def schedule_attention(
+    cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, *, out: torch.Tensor, compiled: bool = False
+) -> None:
     """Write the schedule of a step into ``out``, on the device.
 
     Args:
@@ -71,53 +72,10 @@ def schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, 
         out: ``[>= schedule_size(bs)]`` int32: the semaphore, 0; the number of query blocks of each request;
             the number of key blocks of each request, both padded to a multiple of 4; zeros to the end, so
             that no block of an earlier, larger step remains.
+        compiled: Whether the C++ kernel writes it, which `graphpact_kernels.compiled.load` has loaded.
     """
-    _schedule(cu_seqlens_q, cache_seqlens, out)
-
-
-def _write_page_table(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    page_size: int,
-    out: torch.Tensor,
-) -> None:
-    used = out
-    if _library.may_read(out):  # compute only the columns in use
-        longest = int(cache_seqlens.max()) if len(cache_seqlens) else 0
-        width = -(-longest // page_size)
-        used = out[:, :width]
-        out[:, width:].zero_()
-    first = torch.arange(used.shape[1], device=out.device) * page_size
-    slots = req_to_token[:, : used.shape[1] * page_size : page_size][req_pool_indices]
-    used.copy_(torch.where(first < cache_seqlens[:, None], slots // page_size, 0))
-
-
-_page_table_of = define_kernel(
-    "write_page_table(Tensor req_to_token, Tensor req_pool_indices, Tensor cache_seqlens,"
-    " int page_size, Tensor(a!) out) -> ()",
-    _write_page_table,
-)
-
-
-def write_page_table(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    *,
-    page_size: int,
-    out: torch.Tensor,
-) -> None:
-    """Write the pages of every request to its row of ``out``, followed by page 0, scratch.
-
-    Args:
-        req_to_token: ``[rows, max_context_len]`` int32: KV slot of each position of each request row.
-        req_pool_indices: ``[bs]`` int64: the row of each request.
-        cache_seqlens: ``[bs]`` int32: keys of each request.
-        page_size: KV slots in a page.
-        out: ``[bs, pages]`` int32, written whole: page numbers, 0 past the last page of a request.
-    """
-    _page_table_of(req_to_token, req_pool_indices, cache_seqlens, page_size, out)
+    schedule = _compiled_schedule if compiled else _portable_schedule
+    schedule(cu_seqlens_q, cache_seqlens, out)
 
 
 _steps = Steps()

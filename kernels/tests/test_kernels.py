@@ -1,4 +1,4 @@
-"""The portable kernels against plain Python: attention over pages, packing of pages, cache writes."""
+"""The kernels against plain Python, portable and compiled: attention over pages, index tensors, cache writes."""
 
 import math
 from dataclasses import dataclass, replace
@@ -9,13 +9,16 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpact_kernels import pack_kv_indices, paged_attention, write_kv_cache
+from compiled_kernels import COMPILED
+from graphpact_kernels import fill_paged_indices, pack_kv_indices, paged_attention, write_kv_cache
+from graphpact.errors import KernelRefusal
 from graphpact_kernels._attend import ScoreOptions
 from graphpact_kernels.paged_attention import _attend_padded, _Layout
-from graphpact_kernels.paged_cache import _pack_padded
+from graphpact_kernels.indices import _pack_padded
 
 EXAMPLES = settings(derandomize=True, max_examples=150)
 NAN = float("nan")
+PATHS = ("cpu", "elsewhere", *COMPILED)
 
 
 @dataclass
@@ -31,10 +34,11 @@ class PagedCall:
     arguments: dict[str, Any]
 
     def run(self, path: str = "cpu", **changes: Any) -> torch.Tensor:
-        """Return the kernel's result on the CPU path, or on the path of other devices."""
+        """Return the kernel's result on the CPU path, from C++, or on the path of other devices."""
         arguments = self.arguments | changes
-        if path == "cpu":
-            return paged_attention(self.q, self.k_cache, self.v_cache, **arguments)
+        if path in ("cpu", "compiled"):
+            caches = self.k_cache, self.v_cache
+            return paged_attention(self.q, *caches, **arguments, compiled=path == "compiled")
         out = self.q.new_full((*self.q.shape[:2], self.v_cache.shape[2]), NAN)
         options = ScoreOptions(
             arguments.pop("scaling"),
@@ -155,20 +159,21 @@ def _problems(draw: st.DrawFn, *, decode: bool) -> PagedCall:
 
 
 @EXAMPLES
-@given(problem=_problems(decode=True), path=st.sampled_from(["cpu", "elsewhere"]))
+@given(problem=_problems(decode=True), path=st.sampled_from(PATHS))
 def test_decode_equals_a_plain_reference(problem: PagedCall, path: str) -> None:
     """With one query per request, either path attends to exactly the keys of the request."""
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
 
 
 @EXAMPLES
-@given(problem=_problems(decode=False), path=st.sampled_from(["cpu", "elsewhere"]))
+@given(problem=_problems(decode=False), path=st.sampled_from(PATHS))
 def test_extend_equals_a_plain_reference(problem: PagedCall, path: str) -> None:
     """With ragged new tokens over cached prefixes, either path attends causally within each request."""
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
 
 
-def test_every_call_answers_for_what_its_tensors_hold_now() -> None:
+@pytest.mark.parametrize("path", ["cpu", *COMPILED])
+def test_every_call_answers_for_what_its_tensors_hold_now(path: str) -> None:
     """The layout that layers share is cached by contents: an index tensor changed in place takes effect."""
     problem = _problem(num_q=[1, 1], prefix=[6, 3], decode=True)
     whole = {
@@ -178,7 +183,7 @@ def test_every_call_answers_for_what_its_tensors_hold_now() -> None:
 
     def agrees(with_slots: list[list[int]]) -> None:
         expected = replace(problem, slots=with_slots).reference()
-        torch.testing.assert_close(problem.run(**whole), expected, rtol=1e-9, atol=1e-9)
+        torch.testing.assert_close(problem.run(path, **whole), expected, rtol=1e-9, atol=1e-9)
 
     agrees(problem.slots)
     agrees(problem.slots)  # the second layer
@@ -189,7 +194,7 @@ def test_every_call_answers_for_what_its_tensors_hold_now() -> None:
     pages.copy_(before)
     agrees(problem.slots)
     whole["kv_chunk_size"].fill_(2)  # the plan covers the first two keys of each request
-    short = problem.run(**whole)
+    short = problem.run(path, **whole)
     assert not torch.allclose(short, problem.reference())
     whole["kv_chunk_size"].fill_(16)
     agrees(problem.slots)
@@ -200,12 +205,12 @@ def test_every_call_answers_for_what_its_tensors_hold_now() -> None:
 def test_decode_and_extend_agree(problem: PagedCall) -> None:
     """With one query per request, the decode path and the extend path give equal results."""
     expected = problem.run()
-    for path in ("cpu", "elsewhere"):
+    for path in PATHS:
         got = problem.run(path, max_q_len=2)
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("path", ["cpu", "elsewhere"])
+@pytest.mark.parametrize("path", PATHS)
 def test_requests_without_new_tokens_are_passed_over(path: str) -> None:
     """Requests without queries, in the middle and at both ends, have no rows in the output."""
     problem = _problem(num_q=[0, 2, 0, 3, 0], prefix=[4, 3, 2, 0, 5], page_size=3)
@@ -214,7 +219,7 @@ def test_requests_without_new_tokens_are_passed_over(path: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("path", ["cpu", "elsewhere"])
+@pytest.mark.parametrize("path", PATHS)
 def test_other_dtypes(dtype: torch.dtype, decode: bool, path: str) -> None:  # noqa: FBT001
     """The output has the dtype of the queries and is near the float64 reference."""
     for extra in ({}, {"softcap": 5.0}, {"sinks": True, "sliding_window": 3}):
@@ -227,7 +232,7 @@ def test_other_dtypes(dtype: torch.dtype, decode: bool, path: str) -> None:  # n
 
 
 @pytest.mark.parametrize("decode", [True, False])
-@pytest.mark.parametrize("path", ["cpu", "elsewhere"])
+@pytest.mark.parametrize("path", PATHS)
 def test_reads_of_unowned_memory_are_caught(decode: bool, path: str) -> None:  # noqa: FBT001
     """A last page that is declared one key too long reads poison: the tests above can fail."""
     problem = _problem(num_q=[1, 1] if decode else [2, 1], prefix=[3, 4], page_size=16, decode=decode)
@@ -240,7 +245,7 @@ def test_reads_of_unowned_memory_are_caught(decode: bool, path: str) -> None:  #
 def test_results_do_not_depend_on_the_bounds() -> None:
     """Looser bounds on queries and keys do not change the result."""
     problem = _problem(num_q=[2, 3], prefix=[5, 1], page_size=3)
-    for path in ("cpu", "elsewhere"):
+    for path in PATHS:
         for max_kv_len in (7, 8, 50):
             got = problem.run(path, max_kv_len=max_kv_len, max_q_len=9)
             torch.testing.assert_close(got, problem.reference(), rtol=1e-9, atol=1e-9)
@@ -294,20 +299,22 @@ _CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("path", ["cpu", *COMPILED])
 @pytest.mark.parametrize("name", _CONTRADICTIONS)
-def test_contradictions_are_refused_on_a_cpu(name: str) -> None:
+def test_contradictions_are_refused_on_a_cpu(name: str, path: str) -> None:
     """Index tensors that contradict each other or the bounds are refused; the error has the numbers."""
     changes, says = _CONTRADICTIONS[name]
     problem = _problem(num_q=[2, 3], prefix=[4, 1])
-    with pytest.raises(RuntimeError, match=says):
-        problem.run(**changes)
+    with pytest.raises(KernelRefusal, match=says):
+        problem.run(path, **changes)
 
 
-def test_the_decode_path_is_refused_to_ragged_queries() -> None:
+@pytest.mark.parametrize("path", ["cpu", *COMPILED])
+def test_the_decode_path_is_refused_to_ragged_queries(path: str) -> None:
     """With ``max_q_len`` 1, two queries of one request and none of another are refused."""
     problem = _problem(num_q=[2, 0], prefix=[4, 5])
-    with pytest.raises(RuntimeError, match="request 0: 2 queries, planned for at most 1"):
-        problem.run(max_q_len=1)
+    with pytest.raises(KernelRefusal, match="request 0: 2 queries, planned for at most 1"):
+        problem.run(path, max_q_len=1)
 
 
 # -- packing ---------------------------------------------------------------------------------------
@@ -362,11 +369,12 @@ def test_too_many_pages_are_refused() -> None:
 # -- the cache -------------------------------------------------------------------------------------
 
 
-def test_writes_go_to_their_slots_and_nowhere_else() -> None:
+@pytest.mark.parametrize("compiled", [False, *map(bool, COMPILED)])
+def test_writes_go_to_their_slots_and_nowhere_else(compiled: bool) -> None:  # noqa: FBT001
     """Each token's key and value are written to its slot, padding tokens to slot 0; other slots stay."""
     k_cache, v_cache = torch.full((6, 2, 3), NAN), torch.full((6, 2, 5), NAN)
     k, v = torch.randn(4, 2, 3), torch.randn(4, 2, 5)
-    write_kv_cache(k, v, k_cache, v_cache, torch.tensor([4, 2, 0, 0]))
+    write_kv_cache(k, v, k_cache, v_cache, torch.tensor([4, 2, 0, 0]), compiled=compiled)
     for cache, new in ((k_cache, k), (v_cache, v)):
         assert torch.equal(cache[4], new[0])
         assert torch.equal(cache[2], new[1])

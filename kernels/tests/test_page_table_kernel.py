@@ -10,19 +10,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from compiled_kernels import COMPILED
+from graphpact.errors import KernelRefusal
 from graphpact_kernels import (
+    fill_page_table,
     merge_states,
     page_table_attention,
     schedule_attention,
     schedule_size,
 )
 from graphpact_kernels._attend import Keys, ScoreOptions, attend_padded, own_slots
-from graphpact_kernels.page_table_attention import BLOCK, write_page_table
+from graphpact_kernels.page_table_attention import BLOCK
 
 EXAMPLES = settings(derandomize=True, max_examples=100)
 NAN, NONE = float("nan"), float("-inf")
 INT = {"dtype": torch.int32}
-PATHS = ("cpu", "elsewhere")
+PATHS = ("cpu", "elsewhere", *COMPILED)
+ON_CPU = ("cpu", *COMPILED)
 TIGHT = {"rtol": 1e-9, "atol": 1e-9}
 
 
@@ -38,12 +42,13 @@ class PageTableCall:
     arguments: dict[str, Any]
 
     def run(self, path: str = "cpu", **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return output and log-sum-exp on the CPU path, or on the path of other devices."""
+        """Return output and log-sum-exp on the CPU path, from C++, or on the path of other devices."""
         a = self.arguments | changes
         dtype = torch.promote_types(self.q.dtype, torch.float32)
         lse = self.q.new_full(self.q.shape[:2], NAN, dtype=dtype)
-        if path == "cpu":
-            return page_table_attention(self.q, self.k_cache, self.v_cache, **a, lse=lse), lse
+        if path in ON_CPU:
+            tensors = self.q, self.k_cache, self.v_cache
+            return page_table_attention(*tensors, **a, lse=lse, compiled=path == "compiled"), lse
         out = self.q.new_full((*self.q.shape[:2], self.v_cache.shape[2]), NAN)
         size, table, lens = a["page_size"], a["page_table"], a["cache_seqlens"].long()
         slots = (table[:, :, None] * size + torch.arange(size)).flatten(1)
@@ -247,10 +252,11 @@ def test_reads_of_unowned_memory_are_caught(path: str) -> None:
     assert not bool(out[:2].isnan().any())
 
 
-def test_without_a_request_every_row_is_zero() -> None:
+@pytest.mark.parametrize("path", ON_CPU)
+def test_without_a_request_every_row_is_zero(path: str) -> None:
     """Without requests, the output of every query row is zero, and its log-sum-exp minus infinity."""
     problem = make_problem(num_q=[], num_kv=[], num_unowned=3)
-    out, lse = problem.run()
+    out, lse = problem.run(path)
     assert out.shape == (3, 2, 4)
     assert not out.any()
     assert bool((lse == NONE).all())
@@ -274,33 +280,34 @@ _CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("path", ON_CPU)
 @pytest.mark.parametrize("name", _CONTRADICTIONS)
-def test_contradictions_are_refused_on_a_cpu(name: str) -> None:
+def test_contradictions_are_refused_on_a_cpu(name: str, path: str) -> None:
     """Index tensors that contradict each other, the bounds or the schedule are refused with the reason."""
     changes, says = _CONTRADICTIONS[name]
     problem = make_problem(num_q=[2, 3], num_kv=[6, 4])
-    with pytest.raises(RuntimeError, match=says):
-        problem.run(**changes)
+    with pytest.raises(KernelRefusal, match=says):
+        problem.run(path, **changes)
 
 
 # -- the schedule ----------------------------------------------------------------------------------
 
 
-def schedule_of(problem: PageTableCall, size: int | None = None) -> torch.Tensor:
+def schedule_of(problem: PageTableCall, size: int | None = None, path: str = "cpu") -> torch.Tensor:
     """Return the schedule of a problem, in memory with other contents before."""
     a = problem.arguments
     out = torch.full((size or schedule_size(len(problem.num_q)),), 77, **INT)
-    schedule_attention(a["cu_seqlens_q"], a["cache_seqlens"], out=out)
+    schedule_attention(a["cu_seqlens_q"], a["cache_seqlens"], out=out, compiled=path == "compiled")
     return out
 
 
 @EXAMPLES
-@given(problem=problems(), spare=st.integers(0, 9))
-def test_a_schedule_counts_blocks_and_leaves_zeros(problem: PageTableCall, spare: int) -> None:
+@given(problem=problems(), spare=st.integers(0, 9), path=st.sampled_from(ON_CPU))
+def test_a_schedule_counts_blocks_and_leaves_zeros(problem: PageTableCall, spare: int, path: str) -> None:
     """A schedule has a 0, the query blocks and key blocks of each request, and zeros to its end."""
     bs = len(problem.num_q)
     assert schedule_size(bs) == 1 + 4 * math.ceil(bs / 4) * 4
-    found = schedule_of(problem, schedule_size(bs) + spare).tolist()
+    found = schedule_of(problem, schedule_size(bs) + spare, path).tolist()
     expected, width = [0] * len(found), math.ceil(bs / 4) * 4
     for i, (count, slots) in enumerate(zip(problem.num_q, problem.slots, strict=True)):
         expected[1 + i] = math.ceil(count / BLOCK)
@@ -331,28 +338,43 @@ def test_keys_that_a_stale_schedule_lacks_are_not_attended(path: str, *, causal:
 
 
 @EXAMPLES
-@given(data=st.data(), page_size=st.sampled_from([1, 3, 16]), bs=st.integers(0, 4))
+@given(
+    data=st.data(),
+    page_size=st.sampled_from([1, 3, 16]),
+    bs=st.integers(0, 4),
+    spare=st.integers(0, 2),
+    path=st.sampled_from(ON_CPU),
+)
 def test_the_page_table_has_pages_and_scratch_behind_them(
-    data: st.DataObject, page_size: int, bs: int
+    data: st.DataObject, page_size: int, bs: int, spare: int, path: str
 ) -> None:
-    """Each row has its request's pages in order, then zeros, for any earlier contents of the memory."""
+    """Each row has its request's pages in order, then zeros; the lengths count the drafts; all is written."""
     context = data.draw(st.integers(1, 40))
     pages = -(-context // page_size)
     lengths = data.draw(st.lists(st.integers(0, context), min_size=bs, max_size=bs))
     rows = data.draw(st.lists(st.integers(0, 5), min_size=bs, max_size=bs))
     numbers = torch.randint(1, 10**6, (6, pages), generator=torch.Generator().manual_seed(bs))
     table = (numbers.repeat_interleave(page_size, 1) * page_size)[:, :context].to(**INT)
-    out = torch.full((bs, pages), -7, **INT)
-    write_page_table(
+    drafts = data.draw(st.integers(0, min(lengths, default=0)))
+    out, lens, ends = torch.full((bs, pages + spare), -7, **INT), torch.full((bs,), -7, **INT), None
+    if data.draw(st.booleans()):
+        ends = torch.full((bs + 1,), -7, **INT)
+    fill_page_table(
         table,
         torch.tensor(rows, dtype=torch.int64),
-        torch.tensor(lengths, **INT),
+        torch.tensor([length - drafts for length in lengths], dtype=torch.int64),
+        uncounted=drafts,
         page_size=page_size,
-        out=out,
+        cache_seqlens=lens,
+        cu_seqlens_k=ends,
+        page_table=out,
+        compiled=path == "compiled",
     )
+    assert lens.tolist() == lengths
+    assert ends is None or ends.tolist() == [0, *itertools.accumulate(lengths)]
     for row, length, got in zip(rows, lengths, out.tolist(), strict=True):
         used = -(-length // page_size)
-        assert got == numbers[row, :used].tolist() + [0] * (pages - used)
+        assert got == numbers[row, :used].tolist() + [0] * (pages + spare - used)
 
 
 # -- cascades --------------------------------------------------------------------------------------

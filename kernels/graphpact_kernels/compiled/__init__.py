@@ -2,6 +2,7 @@
 
     attend.h          attention over the pages of requests: tiles, blocks of keys, vectors, threads
     attention.cpp     its index tensors: FlashInfer's, and FlashAttention's page table; their checks
+    indices.cpp       index tensors of a step
     paged_cache.cpp   writes to a paged KV cache
     build             builds the library once, with torch's extension builder, and loads it
 

@@ -30,7 +30,7 @@ _log = logging.getLogger(__name__)
 
 _NAME = "graphpact_compiled"
 _HERE = Path(__file__).parent
-_HEADERS, _SOURCES = ("attend.h",), ("attention.cpp", "paged_cache.cpp")
+_HEADERS, _SOURCES = ("attend.h",), ("attention.cpp", "indices.cpp", "paged_cache.cpp")
 _SECONDS = 600  # a build takes ten seconds to a minute
 
 _FLAGS = ("-O3", "-fopenmp", "-fno-math-errno")
@@ -129,7 +129,7 @@ def _build(library: Path) -> None:
 def _fault(output: str) -> str:
     """Return the first error of a compiler's output, or else its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
-    return next((line for line in lines if "error" in line.lower()), lines[-1] if lines else "it ended early")
+    return next((line for line in lines if "error: " in line), lines[-1] if lines else "it ended early")
 
 
 def _first_line(error: Exception) -> str:

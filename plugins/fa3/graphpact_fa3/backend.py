@@ -32,11 +32,11 @@ from graphpact_fa3.kernels import CompiledKernels, FA3Kernels, NativeKernels, Po
 from graphpact_fa3.metadata import FA3Metadata, KeyRows, TreeMetadata
 from graphpact_fa3.tree import fill_tree
 from graphpact_kernels import (
+    fill_page_table,
     merge_states,
     schedule_size,
     write_indptr,
     write_kv_cache,
-    write_page_table,
 )
 
 
@@ -157,15 +157,17 @@ class FA3Backend(AttentionBackend):
             width = view.tokens_per_request
             torch.arange(0, view.num_tokens + width, width, out=metadata.cu_seqlens_q)
         drafts = 0 if metadata.tree is not None else view.uncounted_keys
-        torch.add(view.seq_lens, drafts, out=metadata.cache_seqlens)
-        write_indptr(metadata.cache_seqlens, out=metadata.cu_seqlens_k)
         req_to_token = self.context.req_to_token
-        write_page_table(
+        fill_page_table(
             req_to_token,
             view.req_pool_indices,
-            metadata.cache_seqlens,
+            view.seq_lens,
+            uncounted=drafts,
             page_size=metadata.page_size,
-            out=metadata.page_table,
+            cache_seqlens=metadata.cache_seqlens,
+            cu_seqlens_k=metadata.cu_seqlens_k,
+            page_table=metadata.page_table,
+            compiled=self.kernels.compiled,
         )
         metadata.schedule_len = self.kernels.schedule(metadata, causal=metadata.tree is None)
         if metadata.tree is not None:

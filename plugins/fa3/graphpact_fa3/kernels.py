@@ -90,8 +90,9 @@ class PortableKernels(FA3Kernels):
     def schedule(self, rows: FA3Metadata, *, causal: bool) -> int:
         """Write the counts of query blocks and key blocks; `attend` takes the whole buffer."""
         del causal
-        schedule_attention(rows.cu_seqlens_q, rows.cache_seqlens, out=rows.scheduler_metadata)
-        return len(rows.scheduler_metadata)
+        out = rows.scheduler_metadata
+        schedule_attention(rows.cu_seqlens_q, rows.cache_seqlens, out=out, compiled=self.compiled)
+        return len(out)
 
     def attend(
         self,

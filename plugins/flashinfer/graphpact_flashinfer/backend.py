@@ -28,7 +28,7 @@ from graphpact_flashinfer.kernels import CompiledKernels, FlashInferKernels, Por
 from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, PlanArguments
 from graphpact_flashinfer.native import NativeKernels
 from graphpact_flashinfer.rows import Rows, num_rows
-from graphpact_kernels import pack_kv_indices, pack_tree_mask, write_indptr, write_kv_cache
+from graphpact_kernels import fill_paged_indices, first_page, pack_tree_mask, write_indptr, write_kv_cache
 
 
 class FlashInferBackend(AttentionBackend):
@@ -203,7 +203,7 @@ class FlashInferBackend(AttentionBackend):
     def fill_metadata(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
         """Fill index tensors and masks from lengths, request rows and the tree, on the device."""
         width = view.tokens_per_request
-        lens = view.seq_lens + view.uncounted_keys
+        lens = view.seq_lens + view.uncounted_keys if view.uncounted_keys else view.seq_lens
         requests = view.req_pool_indices
         num_q: torch.Tensor | int = width
         if view.forward_mode.is_ragged:
@@ -242,29 +242,29 @@ class FlashInferBackend(AttentionBackend):
     ) -> None:
         """Fill one set of indices: the pages that the last ``num_q`` of ``lens`` tokens see."""
         size = metadata.page_size
-        first = None if window is None else (lens - num_q + 1 - window).clamp_(min=0) // size
-        held = lens if first is None else lens - first * size
-        write_indptr((held + (size - 1)) // size, out=indices.kv_indptr)
-        indices.kv_last_page_len.copy_((held - 1) % size + 1)
-        real = len(requests)
-        if view.forward_mode.is_ragged:  # the fake request's pages come last: page 0, scratch
-            indices.kv_indices.zero_()
-        pack_kv_indices(
+        fill_paged_indices(
             self.context.req_to_token,
             requests,
-            indices.kv_indptr[: real + 1],
+            lens,
+            num_q=num_q,
             page_size=size,
-            out=indices.kv_indices,
-            first_page=None if first is None else first[:real],
+            kv_indptr=indices.kv_indptr,
+            kv_indices=indices.kv_indices,
+            kv_last_page_len=indices.kv_last_page_len,
+            sliding_window=window,
+            compiled=self.kernels.compiled,
         )
         if view.is_branched:
             _put_branches(view, indices, window)
         if view.tree_mask is not None and indices.mask is not None:
+            first = torch.zeros_like(lens)
+            if window is not None:
+                first = first_page(lens, num_q, window, size) * size
             pack_tree_mask(
                 view.tree_mask,
                 seq_lens=view.seq_lens,
-                first_key=torch.zeros_like(lens) if first is None else first * size,
-                kv_lens=held,
+                first_key=first,
+                kv_lens=lens - first,
                 mask_indptr=_required(indices.mask_indptr),
                 out=indices.mask,
                 sliding_window=window,

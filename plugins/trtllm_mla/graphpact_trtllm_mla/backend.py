@@ -22,9 +22,9 @@ from graphpact import (
     metadata_slot,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
-from graphpact_kernels import write_indptr
+from graphpact_kernels import fill_page_table, write_indptr
 from graphpact_trtllm_mla.metadata import TRTLLMMLAMetadata
-from graphpact_trtllm_mla.operators import BLOCK_KEYS, pack_block_table
+from graphpact_trtllm_mla.operators import BLOCK_KEYS
 from graphpact_trtllm_mla.providers import WORKSPACE, CompiledKernels, NativeKernels, PortableKernels
 
 
@@ -104,13 +104,15 @@ class TRTLLMMLABackend(AttentionBackend):
             torch.arange(0, offsets.shape[0] * stride, stride, out=offsets)
         else:
             write_indptr(view.required_extend_lens()[0], out=offsets)
-        metadata.seq_lens_k.copy_(view.seq_lens + view.uncounted_keys)
-        pack_block_table(
+        fill_page_table(
             self.context.req_to_token,
             view.req_pool_indices,
-            metadata.seq_lens_k,
-            self.context.limits.page_size,
-            metadata.block_kv_indices,
+            view.seq_lens,
+            uncounted=view.uncounted_keys,
+            page_size=self.context.limits.page_size,
+            cache_seqlens=metadata.seq_lens_k,
+            page_table=metadata.block_kv_indices,
+            compiled=self.kernels.compiled,
         )
 
     def forward(

@@ -1,4 +1,4 @@
-"""The portable operators: attention over latents, and the block table that it reads.
+"""The operators of attention over latents, portable and compiled, with the checks of TensorRT-LLM's kernels.
 
 Each is one torch operator, so that a graph records it as one node, like the launch of a kernel.
 
@@ -18,30 +18,6 @@ BLOCK_KEYS = 128
 """TRT-LLM's block constraint: the capacity of a block table row, in keys, is a multiple of it."""
 
 _define = functools.partial(define_kernel, namespace="graphpact_trtllm_mla")
-
-
-def _pack_block_table(
-    req_to_token: torch.Tensor,
-    req_pool_indices: torch.Tensor,
-    seq_lens_k: torch.Tensor,
-    page_size: int,
-    out: torch.Tensor,
-) -> None:
-    slots = req_to_token[:, ::page_size][req_pool_indices]
-    column = torch.arange(slots.shape[1], device=slots.device) * page_size
-    there = column < seq_lens_k[:, None]
-    out[:, : slots.shape[1]] = torch.where(there, slots // page_size, 0)
-    out[:, slots.shape[1] :] = 0
-
-
-pack_block_table = _define(
-    "pack_block_table(Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens_k, int page_size,"
-    " Tensor(a!) out) -> ()",
-    _pack_block_table,
-)
-"""``(req_to_token, req_pool_indices, seq_lens_k, page_size, out)``: write each request's pages to its row of
-``out`` ``[bs, blocks]`` int32, followed by page 0. ``req_to_token`` is read at the first slot of each page;
-its entries past a request's keys are not used."""
 
 
 def _check(

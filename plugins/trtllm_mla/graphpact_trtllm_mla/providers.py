@@ -27,6 +27,8 @@ class PortableKernels(KernelProvider):
 
     name = "portable"
     has_workspace = False
+    compiled: ClassVar[bool] = False
+    """Whether graphpact's kernels of this provider are the C++ ones."""
     _attend: ClassVar[Callable[..., None]] = attend_latents
 
     def declare_slots(self) -> list[GraphSlot]:
@@ -60,6 +62,7 @@ class PortableKernels(KernelProvider):
 class CompiledKernels(CompiledProvider, PortableKernels):
     """The portable kernels with attention in C++, on a CPU."""
 
+    compiled = True
     _attend = attend_latents_compiled
 
 
@@ -68,6 +71,7 @@ class NativeKernels(KernelProvider):
 
     name = "native"
     has_workspace = True
+    compiled = False
     capabilities = Capabilities(
         modes=frozenset(ForwardMode) - _RAGGED,
         graph_support=GraphSupport.UNIFORM,

@@ -1,0 +1,342 @@
+"""The compiled kernels against the portable ones in float64, at the edges of their blocks, tiles and vectors."""
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from compiled_kernels import COMPILED
+from graphpact_kernels import fill_paged_indices, page_table_attention, paged_attention, write_kv_cache
+from graphpact_kernels.compiled import build
+
+EXAMPLES = settings(derandomize=True, max_examples=100)
+INT = {"dtype": torch.int32}
+# Around a block of 64 keys, and a tile of 64 rows of four query heads.
+KEYS = st.one_of(st.integers(1, 20), st.sampled_from([63, 64, 65, 127, 128, 129, 200]))
+DIMS = st.sampled_from([1, 3, 8, 15, 16, 17, 32, 40, 64, 80])
+
+pytestmark = pytest.mark.skipif(not COMPILED, reason="compiled kernels need a C++ compiler and ninja")
+
+
+def paged_problem(
+    num_q: list[int],
+    num_kv: list[int],
+    *,
+    page_size: int,
+    heads: tuple[int, int],
+    dims: tuple[int, int],
+    dtype: torch.dtype,
+    by_head: bool,
+    seed: int,
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor]]:
+    """Return queries and caches, and the index tensors of both kernels.
+
+    Args:
+        num_q: Queries of each request.
+        num_kv: Keys of each request.
+        page_size: KV slots in a page.
+        heads: Query heads and key heads.
+        dims: Head sizes of keys and of values.
+        dtype: Dtype of queries and caches.
+        by_head: Whether a cache has its heads outermost in memory, and queries lie in a wider tensor.
+        seed: The seed of the random numbers.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    pages = [-(-n // page_size) for n in num_kv]
+    order = torch.randperm(sum(pages), generator=generator) + 1
+
+    def random(rows: int, count: int, dim: int) -> torch.Tensor:
+        shape = (count, rows, dim) if by_head else (rows, count, dim)
+        made = torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype)
+        return made.transpose(0, 1) if by_head else made
+
+    slots = (sum(pages) + 1) * page_size
+    tensors = [random(sum(num_q), heads[0], dims[0]), *(random(slots, heads[1], dim) for dim in dims)]
+    table = torch.zeros(len(num_kv), max(pages), **INT)
+    starts = [0, *itertools.accumulate(pages)]
+    for row, (start, end) in enumerate(itertools.pairwise(starts)):
+        table[row, : end - start] = order[start:end]
+    return tensors, {
+        "offsets": torch.tensor([0, *itertools.accumulate(num_q)], **INT),
+        "kv_indptr": torch.tensor(starts, **INT),
+        "kv_indices": order.to(**INT),
+        "kv_last_page_len": torch.tensor([(n - 1) % page_size + 1 for n in num_kv], **INT),
+        "lengths": torch.tensor(num_kv, **INT),
+        "page_table": table,
+    }
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, Any]]:
+    """Draw a problem for both kernels: tensors, index tensors, and the options of the scores."""
+    num_kv = draw(st.lists(KEYS, min_size=1, max_size=3))
+    one = draw(st.booleans())
+    num_q = [1 if one else draw(st.integers(0, n)) for n in num_kv]
+    page_size = draw(st.sampled_from([1, 16]))
+    heads = draw(st.sampled_from([(1, 1), (4, 1), (6, 2), (3, 3)]))
+    tensors, index = paged_problem(
+        num_q,
+        num_kv,
+        page_size=page_size,
+        heads=heads,
+        dims=(draw(DIMS), draw(DIMS)),
+        dtype=draw(st.sampled_from([torch.float64, torch.float32])),
+        by_head=draw(st.booleans()),
+        seed=draw(st.integers(0, 99)),
+    )
+    sinks = torch.randn(heads[0], generator=torch.Generator().manual_seed(1)).to(tensors[0].dtype)
+    options = {
+        "page_size": page_size,
+        "scaling": draw(st.sampled_from([0.1, 0.5])),
+        "sliding_window": draw(st.sampled_from([None, None, 1, 5, 64, 90])),
+        "softcap": draw(st.sampled_from([None, None, 2.0])),
+        "sinks": draw(st.sampled_from([None, sinks])),
+    }
+    return tensors, index, options
+
+
+def tolerance(dtype: torch.dtype) -> dict[str, float]:
+    """Return how near two results are in ``dtype``."""
+    near = 1e-9 if dtype is torch.float64 else 2e-5
+    return {"rtol": near, "atol": near}
+
+
+@EXAMPLES
+@given(problem=problems(), threads=st.sampled_from([1, 2]), planned=st.sampled_from([None, 16, 64]))
+def test_paged_attention_equals_the_portable_kernel(
+    problem: tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, Any]],
+    threads: int,
+    planned: int | None,
+) -> None:
+    """Any number of keys, queries, heads and threads, any strides, and a plan that covers only some keys."""
+    tensors, index, options = problem
+    arguments = {
+        **{"qo_indptr": index["offsets"], "kv_indptr": index["kv_indptr"]},
+        **{name: index[name] for name in ("kv_indices", "kv_last_page_len")},
+        **{"max_q_len": 300, "max_kv_len": 300},
+        **options,
+    }
+    if planned is not None:  # one chunk of each request
+        arguments["kv_chunk_size"] = torch.tensor([planned], **INT)
+        arguments["o_indptr"] = torch.arange(len(index["lengths"]) + 1, **INT)
+    expected = paged_attention(*tensors, **arguments)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        got = paged_attention(*tensors, **arguments, compiled=True)
+    finally:
+        torch.set_num_threads(before)
+    torch.testing.assert_close(got, expected, **tolerance(got.dtype), equal_nan=True)
+
+
+@EXAMPLES
+@given(problem=problems(), causal=st.booleans())
+def test_page_table_attention_equals_the_portable_kernel(
+    problem: tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, Any]],
+    causal: bool,  # noqa: FBT001  a drawn value
+) -> None:
+    """Causal or not, with the log-sum-exp, over a table that is part of a wider one."""
+    tensors, index, options = problem
+    wide = torch.cat([index["page_table"], torch.full_like(index["page_table"], 10**6)], dim=1)
+    arguments = {
+        **{"cu_seqlens_q": index["offsets"], "cache_seqlens": index["lengths"], "max_seqlen_q": 300},
+        "page_table": wide[:, : index["page_table"].shape[1]],
+        "causal": causal,
+        **options,
+    }
+    results = []
+    for compiled in (False, True):
+        lse = tensors[0].new_full(tensors[0].shape[:2], float("nan"))
+        results.append((page_table_attention(*tensors, **arguments, lse=lse, compiled=compiled), lse))
+    for got, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(got, expected, **tolerance(got.dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("num_q", [1, 70])
+def test_narrow_numbers_are_summed_in_float32(dtype: torch.dtype, num_q: int) -> None:
+    """A result of 16-bit numbers is the rounded result of the same numbers in float64."""
+    tensors, index = paged_problem(
+        [num_q, 1], [130, 77], page_size=16, heads=(6, 2), dims=(40, 24), dtype=dtype, by_head=False, seed=3
+    )
+    arguments = {
+        **{"qo_indptr": index["offsets"], "kv_indptr": index["kv_indptr"], "kv_indices": index["kv_indices"]},
+        **{"kv_last_page_len": index["kv_last_page_len"], "page_size": 16, "scaling": 0.2},
+        **{"max_q_len": 300, "max_kv_len": 300},
+    }
+    exact = paged_attention(*(t.double() for t in tensors), **arguments)
+    got = paged_attention(*tensors, **arguments, compiled=True)
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(got.double(), exact, rtol=step, atol=step / 8)
+
+
+def test_a_row_does_not_depend_on_other_requests() -> None:
+    """The result of a request is bitwise the same alone and in a batch."""
+    kinds = {"page_size": 16, "heads": (4, 2), "dims": (32, 32), "dtype": torch.float32, "by_head": False}
+    tensors, index = paged_problem([3, 90, 1], [70, 90, 129], **kinds, seed=5)
+    options = {"page_size": 16, "max_seqlen_q": 300, "scaling": 0.2, "compiled": True}
+    together = page_table_attention(
+        *tensors,
+        cu_seqlens_q=index["offsets"],
+        cache_seqlens=index["lengths"],
+        page_table=index["page_table"],
+        **options,
+    )
+    for row, (start, end) in enumerate(itertools.pairwise(index["offsets"].tolist())):
+        alone = page_table_attention(
+            tensors[0][start:end],
+            *tensors[1:],
+            cu_seqlens_q=torch.tensor([0, end - start], **INT),
+            cache_seqlens=index["lengths"][row : row + 1],
+            page_table=index["page_table"][row : row + 1],
+            **options,
+        )
+        assert torch.equal(alone, together[start:end])
+
+
+# -- index tensors ---------------------------------------------------------------------------------
+
+
+@EXAMPLES
+@given(data=st.data(), page_size=st.sampled_from([1, 3, 16]), window=st.sampled_from([None, 1, 7, 30]))
+def test_paged_indices_equal_the_portable_kernel(
+    data: st.DataObject, page_size: int, window: int | None
+) -> None:
+    """Offsets, pages and last pages are the same, with windows, and with rows in scratch after the requests."""
+    real, fake = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 1))
+    lens = data.draw(st.lists(st.integers(1, 60), min_size=real + fake, max_size=real + fake))
+    by_row = data.draw(st.booleans())
+    num_q: torch.Tensor | int = 1
+    if by_row:
+        num_q = torch.tensor([data.draw(st.integers(0, n)) for n in lens], dtype=torch.int64)
+    table = torch.randint(1, 10**6, (6, 64), generator=torch.Generator().manual_seed(real)).to(**INT)
+    rows = torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=real, max_size=real)), dtype=torch.int64)
+    results = []
+    for compiled in (False, True):
+        out = {
+            "kv_indptr": torch.full((len(lens) + 1,), -7, **INT),
+            "kv_indices": torch.full((sum(lens) + 3,), -7, **INT),
+            "kv_last_page_len": torch.full((len(lens),), -7, **INT),
+        }
+        fill_paged_indices(
+            table,
+            rows,
+            torch.tensor(lens, dtype=torch.int64),
+            num_q=num_q,
+            page_size=page_size,
+            sliding_window=window,
+            compiled=compiled,
+            **out,
+        )
+        results.append({name: tensor.tolist() for name, tensor in out.items()})
+    assert results[1] == results[0]
+
+
+def test_an_index_that_is_too_small_is_refused_with_the_portable_error() -> None:
+    """Pages that do not fit are refused as the portable kernel refuses them, and nothing is written past it."""
+    memory = torch.full((5,), -7, **INT)
+    with pytest.raises(RuntimeError, match="kv_indices has 3 entries, this batch needs 5 pages"):
+        fill_paged_indices(
+            torch.ones(2, 8, **INT),
+            torch.tensor([0, 1]),
+            torch.tensor([2, 3]),
+            num_q=1,
+            page_size=1,
+            kv_indptr=torch.zeros(3, **INT),
+            kv_indices=memory[:3],
+            kv_last_page_len=torch.zeros(2, **INT),
+            compiled=True,
+        )
+    assert memory[3:].tolist() == [-7, -7]
+
+
+def test_a_slot_outside_the_cache_is_refused() -> None:
+    """A KV slot past the end of the cache is refused before anything is written."""
+    cache = torch.zeros(4, 1, 2)
+    with pytest.raises(IndexError, match=r"out_cache_loc\[1\] is 4; the cache has 4 slots"):
+        write_kv_cache(
+            torch.ones(2, 1, 2), torch.ones(2, 1, 2), cache, cache, torch.tensor([1, 4]), compiled=True
+        )
+    assert not cache.any()
+
+
+# -- the build -------------------------------------------------------------------------------------
+
+
+def run(program: str, **environment: str) -> str:
+    """Return what a new process prints."""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stderr
+    return done.stdout.strip()
+
+
+LOAD = "from graphpact_kernels.compiled import load; print(load())"
+
+
+def test_a_machine_without_a_compiler_is_told_so() -> None:
+    """Without a compiler or ninja on the path, the reason names it and what to install."""
+    assert "no C++ compiler: 'no-such-c++' is not found" in run(LOAD, CXX="no-such-c++")
+
+
+def test_a_compiler_that_fails_is_reported(tmp_path: Path) -> None:
+    """The reason is the compiler's first error, and no library is kept."""
+    broken = tmp_path / "c++"
+    broken.write_text("#!/bin/sh\ncase $1 in --version) echo 1;; *) echo 'x.cpp: error: out of paper'; exit 1;; esac\n")
+    broken.chmod(0o755)
+    said = run(LOAD, CXX=str(broken), GRAPHPACT_CACHE_DIR=str(tmp_path / "cache"))
+    assert said == "they cannot be built and loaded: x.cpp: error: out of paper"
+    assert not list(tmp_path.rglob("*.so"))
+
+
+def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
+    """The reason names the path."""
+    (tmp_path / "file").write_text("")
+    assert str(tmp_path / "file") in run(LOAD, GRAPHPACT_CACHE_DIR=str(tmp_path / "file"))
+
+
+def test_the_library_is_built_anew_for_other_sources(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A change of a source or of the instructions changes the folder of the library."""
+    keys = {build._key()}
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
+    keys.add(build._key())
+    for name in (*build._HEADERS, *build._SOURCES):
+        (tmp_path / name).write_text((build._HERE / name).read_text() + "//")
+    monkeypatch.setattr(build, "_HERE", tmp_path)
+    keys.add(build._key())
+    assert len(keys) == 3
+
+
+@pytest.mark.sweep
+def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
+    """Two processes with an empty cache: one builds, the other waits, and both have the kernels."""
+    environment = os.environ | {"GRAPHPACT_CACHE_DIR": str(tmp_path)}
+    program = LOAD + "; import torch; torch.ops.graphpact_compiled.schedule_attention.default"
+    both = [
+        subprocess.Popen(
+            [sys.executable, "-c", program],
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for _ in range(2)
+    ]
+    said = [process.communicate() for process in both]
+    assert [out.strip() for out, _ in said] == ["None", "None"], said
+    assert sum("building the compiled kernels" in err for _, err in said) == 1
+    assert len(list(tmp_path.rglob("*.so"))) == 1
