@@ -5,7 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-SHARED = {"PortableKernels", "NativeKernels", "Recorder"}
+SHARED = {"PortableKernels", "CompiledKernels", "NativeKernels", "Recorder"}
 """Names that several plugins may use: the providers of their kernels, and the recorders of drivers."""
 
 

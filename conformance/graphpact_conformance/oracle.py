@@ -76,7 +76,7 @@ def answer(
         compose: The region of a plugin that composes its own; None for one forward pass.
         oracle: The class that attends; None for `OracleBackend`.
     """
-    backend = (oracle or OracleBackend)(context, problem)
+    backend = (oracle or OracleBackend)(replace(context, provider="auto"), problem)  # it has no choice
     right = _RightPasses(problem, batch, backend, net, padded_tokens)
     passes = Passes(right)
     metadata = backend.init_metadata_eager(batch)

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
+from graphpact.attention import ProviderName
 from graphpact_conformance.results import Result
 
 Size = Literal["quick", "normal", "thorough"]
@@ -33,6 +34,7 @@ class Options:
         shrink: Whether to search for a smaller failing batch.
         all_findings: Whether to keep every finding, also several of one field, and more than 8 of a rule.
         scenario: File of recorded steps; the lanes are then those of the file.
+        kernels: Kernel provider of the checked backends.
     """
 
     seed: int = 0
@@ -45,6 +47,7 @@ class Options:
     shrink: bool = True
     all_findings: bool = False
     scenario: str | None = None
+    kernels: ProviderName = "auto"
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +106,7 @@ def reproduce_line(names: str, only: Iterable[str], lane: str, options: Options)
     """
     line = f"graphpact check {names}" + "".join(f" --only {rule}" for rule in only)
     line += "" if options.scenario is None else f" --scenario {shlex.quote(options.scenario)}"
+    line += "" if options.kernels == "auto" else f" --kernels {options.kernels}"
     line += f" --lane '{lane}' --seed {options.seed} --examples {options.examples}"
     if options.size != "normal":
         line += f" --{options.size}"

@@ -21,6 +21,7 @@ from typing import Literal, get_args
 import pytest
 import torch
 
+from graphpact.attention import ProviderName
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance.report import digest
@@ -45,6 +46,7 @@ def conformance(
     lanes: Collection[str] = (),
     device: Device = "cpu",
     scenario: str | Path | None = None,
+    kernels: ProviderName = "auto",
 ) -> pytest.MarkDecorator:
     """Return a decorator that parametrizes a test with ``check``: one per rule, and one for general checks.
 
@@ -63,6 +65,7 @@ def conformance(
         device: The device; ``check()`` skips if torch has no such device.
         scenario: A file of ``graphpact generate --record``: its steps in lanes like its own, instead of
             drawn ones.
+        kernels: Kernel provider of the backends.
 
     Raises:
         pytest.Collector.CollectError: A name is unknown, a plugin is rejected, a list of known failures
@@ -70,7 +73,15 @@ def conformance(
     """
     patterns = (lanes,) if isinstance(lanes, str) else tuple(lanes)
     file = None if scenario is None else str(Path(scenario).resolve())
-    options = Options(seed=seed, examples=examples, size=size, lanes=patterns, device=device, scenario=file)
+    options = Options(
+        seed=seed,
+        examples=examples,
+        size=size,
+        lanes=patterns,
+        device=device,
+        scenario=file,
+        kernels=kernels,
+    )
     if adapter is not None:
         names = tuple(f"adapter:{adapter}:{name}" for name in names) or (f"adapter:{adapter}",)
     try:
@@ -141,6 +152,7 @@ class Examination:
     def __init__(self, names: tuple[str, ...], options: Options) -> None:
         _require_choice("size", options.size, get_args(Size))
         _require_choice("device", options.device, get_args(Device))
+        _require_choice("kernels", options.kernels, get_args(ProviderName))
         if not names:
             raise UsageError("there is nothing to check", hint='give a name: conformance("my_backend")')
         catalog = PluginCatalog.scan()

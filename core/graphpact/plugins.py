@@ -333,7 +333,7 @@ def _class_fault(cls: Any, base: type[Any]) -> str | None:
     for each in (issubclass(cls, graphpact.AttentionBackend) and cls.providers) or ():
         is_provider = isinstance(each, type) and issubclass(each, graphpact.attention.KernelProvider)
         if not is_provider or getattr(each, "name", None) not in ("native", "compiled", "portable"):
-            return f"{cls.__name__}.providers has {each!r}, no KernelProvider called native, compiled or portable"
+            return f"{cls.__name__}.providers has {each!r}, none called native, compiled or portable"
     return f"{cls.__name__} does not set {', '.join(unset)}" if unset else None
 
 

@@ -116,8 +116,8 @@ class EngineSection(_Section):
     kernel_provider: ProviderName = Field(
         default="auto",
         description="The kernels of the attention backends, for every lane that does not set its own. native:"
-        " the vendor's library; compiled: C++ for a CPU, built once where a compiler is; portable: torch only;"
-        " auto: the first of them that can run here. One that is named is never replaced by another.",
+        " the vendor's library; compiled: C++ for a CPU, built once if there is a compiler; portable: torch"
+        " only; auto: the first of them that can run here. A named one is never replaced by another.",
     )
     device: Device = Field(
         default="auto",

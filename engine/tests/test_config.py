@@ -29,7 +29,7 @@ WORDS = st.from_regex(r"[a-z][a-z0-9_]{0,12}", fullmatch=True).filter(
 )
 POSITIVE = st.integers(1, 2**40)
 SIZES = st.lists(POSITIVE, min_size=1, max_size=5)
-PROVIDERS = st.sampled_from(["auto", "native", "portable"])
+PROVIDERS = st.sampled_from(["auto", "native", "compiled", "portable"])
 VALUES: dict[str, st.SearchStrategy[Any]] = {
     "model.path": WORDS,
     "model.dtype": st.sampled_from(["auto", "float32", "float64", "bfloat16", "float16"]),
@@ -280,11 +280,11 @@ INVALID = [
     ("verify.pact=7", "7", "expected always, sampled or off"),
     ("verify.replay_against_eager=1.01", "1.01", "expected a number from 0 to 1"),
     ("verify.replay_against_eager=nan", "nan", "expected a number from 0 to 1"),
-    ("engine.kernel_provider=nativ", "'nativ'", "native or portable; did you mean native?"),
+    ("engine.kernel_provider=nativ", "'nativ'", "native, compiled or portable; did you mean native?"),
     (
         "lanes.decode.kernel_provider=flashinfer",
         "'flashinfer'",
-        "expected auto, native or portable",
+        "expected auto, native, compiled or portable",
     ),
     ("lanes.prefill.kernel_provider=portabel", "'portabel'", "portable; did you mean portable?"),
     ("lanes.prefill.batch_sizes=[]", "[]", "expected a list of one or more, each a whole number"),

@@ -11,7 +11,13 @@ Does not: know any backend's metadata object; arguments are plain tensors and nu
 """
 
 from graphpact_kernels._library import define_kernel, may_read
-from graphpact_kernels.indices import fill_page_table, fill_paged_indices, first_page, pack_kv_indices, write_indptr
+from graphpact_kernels.indices import (
+    fill_page_table,
+    fill_paged_indices,
+    first_page,
+    pack_kv_indices,
+    write_indptr,
+)
 from graphpact_kernels.page_table_attention import (
     merge_states,
     page_table_attention,

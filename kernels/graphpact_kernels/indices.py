@@ -188,15 +188,15 @@ def fill_paged_indices(
     """Fill FlashInfer's index tensors of the keys, in one kernel.
 
     Args:
-        req_to_token: ``[request rows, max_context_len]`` int32: KV slot of each position of each request row.
+        req_to_token: ``[request rows, max_context_len]`` int32: KV slot of each position of each row.
         req_pool_indices: ``[bs]`` int64: the row of each request.
-        kv_lens: ``[rows]`` int64, at least ``bs``: keys of each row, those of its queries included. Rows after
-            the requests have their keys in page 0, scratch.
+        kv_lens: ``[rows]`` int64, at least ``bs``: keys of each row, those of its queries included. Rows
+            after the requests have their keys in page 0, scratch.
         num_q: ``[rows]`` int, or one number for all rows: queries. Read only with a window.
         page_size: KV slots in a page.
         kv_indptr: ``[rows + 1]`` int32, written: where each row's pages begin in ``kv_indices``.
-        kv_indices: ``[capacity]`` int32: page numbers, written up to ``kv_indptr[-1]``, and to its end if there
-            are rows after the requests, or on a GPU, where the host does not know that number.
+        kv_indices: ``[capacity]`` int32: page numbers, written up to ``kv_indptr[-1]``, and to its end if
+            there are rows after the requests, or on a GPU, where the host does not know that number.
         kv_last_page_len: ``[rows]`` int32, written: keys in each row's last page.
         sliding_window: Keys that a query sees, its own included: pages before the first key that a row's
             queries see are left out. None for all.

@@ -1,4 +1,4 @@
-"""The compiled kernels against the portable ones in float64, at the edges of their blocks, tiles and vectors."""
+"""The compiled kernels against the portable ones, at the edges of their blocks, tiles and vectors."""
 
 import itertools
 import os
@@ -118,9 +118,11 @@ def test_paged_attention_equals_the_portable_kernel(
     """Any number of keys, queries, heads and threads, any strides, and a plan that covers only some keys."""
     tensors, index, options = problem
     arguments = {
-        **{"qo_indptr": index["offsets"], "kv_indptr": index["kv_indptr"]},
+        "qo_indptr": index["offsets"],
+        "kv_indptr": index["kv_indptr"],
         **{name: index[name] for name in ("kv_indices", "kv_last_page_len")},
-        **{"max_q_len": 300, "max_kv_len": 300},
+        "max_q_len": 300,
+        "max_kv_len": 300,
         **options,
     }
     if planned is not None:  # one chunk of each request
@@ -146,7 +148,9 @@ def test_page_table_attention_equals_the_portable_kernel(
     tensors, index, options = problem
     wide = torch.cat([index["page_table"], torch.full_like(index["page_table"], 10**6)], dim=1)
     arguments = {
-        **{"cu_seqlens_q": index["offsets"], "cache_seqlens": index["lengths"], "max_seqlen_q": 300},
+        "cu_seqlens_q": index["offsets"],
+        "cache_seqlens": index["lengths"],
+        "max_seqlen_q": 300,
         "page_table": wide[:, : index["page_table"].shape[1]],
         "causal": causal,
         **options,
@@ -167,9 +171,14 @@ def test_narrow_numbers_are_summed_in_float32(dtype: torch.dtype, num_q: int) ->
         [num_q, 1], [130, 77], page_size=16, heads=(6, 2), dims=(40, 24), dtype=dtype, by_head=False, seed=3
     )
     arguments = {
-        **{"qo_indptr": index["offsets"], "kv_indptr": index["kv_indptr"], "kv_indices": index["kv_indices"]},
-        **{"kv_last_page_len": index["kv_last_page_len"], "page_size": 16, "scaling": 0.2},
-        **{"max_q_len": 300, "max_kv_len": 300},
+        "qo_indptr": index["offsets"],
+        "kv_indptr": index["kv_indptr"],
+        "kv_indices": index["kv_indices"],
+        "kv_last_page_len": index["kv_last_page_len"],
+        "page_size": 16,
+        "scaling": 0.2,
+        "max_q_len": 300,
+        "max_kv_len": 300,
     }
     exact = paged_attention(*(t.double() for t in tensors), **arguments)
     got = paged_attention(*tensors, **arguments, compiled=True)
@@ -209,7 +218,7 @@ def test_a_row_does_not_depend_on_other_requests() -> None:
 def test_paged_indices_equal_the_portable_kernel(
     data: st.DataObject, page_size: int, window: int | None
 ) -> None:
-    """Offsets, pages and last pages are the same, with windows, and with rows in scratch after the requests."""
+    """Offsets, pages and last pages are the same, with windows, and with rows after the requests."""
     real, fake = data.draw(st.integers(0, 4)), data.draw(st.integers(0, 1))
     lens = data.draw(st.lists(st.integers(1, 60), min_size=real + fake, max_size=real + fake))
     by_row = data.draw(st.booleans())
@@ -217,7 +226,9 @@ def test_paged_indices_equal_the_portable_kernel(
     if by_row:
         num_q = torch.tensor([data.draw(st.integers(0, n)) for n in lens], dtype=torch.int64)
     table = torch.randint(1, 10**6, (6, 64), generator=torch.Generator().manual_seed(real)).to(**INT)
-    rows = torch.tensor(data.draw(st.lists(st.integers(0, 5), min_size=real, max_size=real)), dtype=torch.int64)
+    rows = torch.tensor(
+        data.draw(st.lists(st.integers(0, 5), min_size=real, max_size=real)), dtype=torch.int64
+    )
     results = []
     for compiled in (False, True):
         out = {
@@ -240,7 +251,7 @@ def test_paged_indices_equal_the_portable_kernel(
 
 
 def test_an_index_that_is_too_small_is_refused_with_the_portable_error() -> None:
-    """Pages that do not fit are refused as the portable kernel refuses them, and nothing is written past it."""
+    """Pages that do not fit are refused as the portable kernel does; nothing is written past the end."""
     memory = torch.full((5,), -7, **INT)
     with pytest.raises(RuntimeError, match="kv_indices has 3 entries, this batch needs 5 pages"):
         fill_paged_indices(
@@ -294,7 +305,9 @@ def test_a_machine_without_a_compiler_is_told_so() -> None:
 def test_a_compiler_that_fails_is_reported(tmp_path: Path) -> None:
     """The reason is the compiler's first error, and no library is kept."""
     broken = tmp_path / "c++"
-    broken.write_text("#!/bin/sh\ncase $1 in --version) echo 1;; *) echo 'x.cpp: error: out of paper'; exit 1;; esac\n")
+    broken.write_text(
+        "#!/bin/sh\ncase $1 in --version) echo 1;; *) echo 'x.cpp: error: out of paper'; exit 1;; esac\n"
+    )
     broken.chmod(0o755)
     said = run(LOAD, CXX=str(broken), GRAPHPACT_CACHE_DIR=str(tmp_path / "cache"))
     assert said == "they cannot be built and loaded: x.cpp: error: out of paper"
@@ -307,9 +320,7 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     assert str(tmp_path / "file") in run(LOAD, GRAPHPACT_CACHE_DIR=str(tmp_path / "file"))
 
 
-def test_the_library_is_built_anew_for_other_sources(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_library_is_built_anew_for_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of a source or of the instructions changes the folder of the library."""
     keys = {build._key()}
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")

@@ -1,4 +1,4 @@
-"""The kernels against plain Python, portable and compiled: attention over pages, index tensors, cache writes."""
+"""The kernels against plain Python, portable and compiled: attention, packing of pages, cache writes."""
 
 import math
 from dataclasses import dataclass, replace
@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from compiled_kernels import COMPILED
-from graphpact_kernels import fill_paged_indices, pack_kv_indices, paged_attention, write_kv_cache
 from graphpact.errors import KernelRefusal
+from graphpact_kernels import pack_kv_indices, paged_attention, write_kv_cache
 from graphpact_kernels._attend import ScoreOptions
-from graphpact_kernels.paged_attention import _attend_padded, _Layout
 from graphpact_kernels.indices import _pack_padded
+from graphpact_kernels.paged_attention import _attend_padded, _Layout
 
 EXAMPLES = settings(derandomize=True, max_examples=150)
 NAN = float("nan")

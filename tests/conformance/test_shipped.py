@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from compiled_kernels import COMPILED
 from graphpact.cli import main
 from graphpact_conformance.results import Report
 from graphpact_conformance.rules import RULES
@@ -40,9 +41,24 @@ def test_our_plugins_are_conformant(tmp_path: Path, capsys: pytest.CaptureFixtur
         if plugin.partner is None:
             assert shown >= set(RULES), plugin.label
     for backend in report.plugins[:3]:
-        assert backend.provider == "portable"
+        assert backend.provider == ("compiled" if COMPILED else "portable")
         assert any(line.startswith("native kernels") for line in backend.not_shown)
     assert {p.name for p in tmp_path.iterdir()} == {"results.json", "junit.xml", "report.html"}
+
+
+def test_portable_kernels_are_conformant_too(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each backend is conformant with portable kernels, and the report names them."""
+    assert main(["check", *BACKENDS, "--quick", "--kernels", "portable", "--json"]) == 0, capsys.readouterr()
+    report = Report.model_validate_json(capsys.readouterr().out)
+    assert [(p.name, p.provider, p.is_conformant) for p in report.plugins] == [
+        (name, "portable", True) for name in BACKENDS
+    ]
+
+
+def test_kernels_that_cannot_run_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    """A provider that this machine cannot run is a usage error that says why."""
+    assert main(["check", "fa3", "--kernels", "native"]) == 2
+    assert "need a CUDA device" in capsys.readouterr().err
 
 
 def test_two_runs_with_one_seed_differ_in_times_alone(

@@ -29,6 +29,15 @@ if TYPE_CHECKING:
 _RULE_COLUMNS = ("rule", "level", "since", "requirement", "hooks")
 
 
+class KernelsOption(enum.StrEnum):
+    """The choices of `--kernels`: the names of kernel providers."""
+
+    auto = "auto"
+    native = "native"
+    compiled = "compiled"
+    portable = "portable"
+
+
 class DeviceOption(enum.StrEnum):
     """The choices of `--device`: ``cpu`` and ``cuda``."""
 
@@ -89,6 +98,9 @@ def check(
         ),
     ] = False,
     device: Annotated[DeviceOption, typer.Option("--device", help="Device of the lanes.")] = DeviceOption.cpu,
+    kernels: Annotated[
+        KernelsOption, typer.Option("--kernels", help="Kernel provider of the attention backends.")
+    ] = KernelsOption.auto,
     strict: Annotated[
         bool,
         typer.Option(
@@ -168,6 +180,7 @@ def check(
         only=frozenset(rules),
         lanes=tuple(lane or ()),
         device=device.value,
+        kernels=kernels.value,
         strict=strict,
         scenario=None if scenario is None else str(scenario.resolve()),
         all_findings=all_findings,

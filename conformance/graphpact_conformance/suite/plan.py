@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 
 from graphpact.attention import AttentionBackend, Capabilities
+from graphpact.attention.providers import choose_provider
 from graphpact.batch import ForwardMode
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
@@ -54,14 +55,14 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[P
     device = torch.device(options.device)
     if target.kind == "adapter":
         adapter = adapter_of(target, catalog)
-        plans = (plan.of(target.names, adapter.experiments) for plan in adapter.lanes(options))
-        return [plan for plan in plans if _is_asked(plan, options)]
+        named = (plan.of(target.names, adapter.experiments) for plan in adapter.lanes(options))
+        return [plan for plan in named if _is_asked(plan, options)]
     if target.kind == "attention_backend":
         backend = catalog.select("attention_backend", target.name)
         runner: type[GraphRunner] = ReferenceRunner
         if target.partner is not None:
             runner = catalog.select("runner", target.partner)
-        return plan_lanes(
+        plans = plan_lanes(
             backend,
             runner,
             options,
@@ -69,6 +70,7 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[P
             is_pair=target.partner is not None,
             drivers=catalog,
         )
+        return [replace(p, lane=replace(p.lane, provider=options.kernels)) for p in plans]
     return plan_lanes(
         ReferenceBackend,
         catalog.select("runner", target.name),
@@ -135,15 +137,20 @@ def checks_by_lane(target: Target, options: Options, catalog: PluginCatalog) -> 
 
 
 def require_lanes(found: Iterable[Target], options: Options, catalog: PluginCatalog) -> None:
-    """Check that each pattern of ``options.lanes`` matches a lane of at least one target.
+    """Check that each pattern of ``options.lanes`` matches a lane of at least one target, and the kernels.
 
     Raises:
-        UsageError: A pattern matches none; the hint has the nearest names.
+        UsageError: A pattern matches none; the hint has the nearest names. Or a backend has no kernels of
+            the asked provider that can be used on the device.
     """
+    targets = [*found]
+    if options.kernels != "auto":
+        for name in {target.name for target in targets if target.kind == "attention_backend"}:
+            providers = catalog.select("attention_backend", name).providers
+            choose_provider(name, providers, options.kernels, torch.device(options.device))
     if not options.lanes:
         return
     every = replace(options, lanes=())
-    targets = [*found]
     names = list(dict.fromkeys(lane for t in targets for lane in checks_by_lane(t, every, catalog)))
     for pattern in options.lanes:
         if any(fnmatchcase(name, pattern) for name in names):

@@ -12,7 +12,9 @@ from pathlib import Path
 import torch
 
 from graphpact.attention import AttentionBackend
+from graphpact.attention.providers import choose_provider
 from graphpact.batch import ForwardMode
+from graphpact.errors import ConfigError
 from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.claims import claims_of, undeclared
@@ -283,7 +285,7 @@ def probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, bool
     few = replace(options, examples=1, shrink=False, only=frozenset())
     works = (Outcome.PASS, Outcome.UNSUPPORTED)
     for capability, wider, config in undeclared(cls):
-        plan = PlannedLane(LaneUnderTest(config, wider), is_full=True)
+        plan = PlannedLane(LaneUnderTest(config, wider, provider=options.kernels), is_full=True)
         experiments = EXPERIMENTS if capability.startswith("graphs ") else outputs
         results = list(examine_lane(plan, few, experiments=experiments))
         found.append((capability, all(r.outcome in works for r in results)))
@@ -293,11 +295,12 @@ def probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, bool
 def _provider(plans: Sequence[PlannedLane], target: Target) -> str | None:
     if target.kind != "attention_backend" or not plans:
         return None
-    cls = plans[0].lane.backend
-    for provider in cls.providers:
-        if provider.unavailable(plans[0].lane.device) is None:
-            return provider.name
-    return None
+    lane = plans[0].lane
+    try:
+        provider, _ = choose_provider(target.name, lane.backend.providers, lane.provider, lane.device)
+    except ConfigError:  # no lane was built
+        return None
+    return None if provider is None else provider.name
 
 
 def _not_shown(target: Target, catalog: PluginCatalog, device: torch.device) -> list[str]:

@@ -17,7 +17,7 @@ from graphpact.attention.capabilities import (
     LayerSpec,
     Limits,
 )
-from graphpact.attention.context import BackendContext, KVBuffers, ProviderName, kv_tensors
+from graphpact.attention.context import BackendContext, KernelName, KVBuffers, ProviderName, kv_tensors
 from graphpact.attention.providers import KernelProvider
 
 __all__ = [
@@ -30,6 +30,7 @@ __all__ = [
     "GraphSupport",
     "HeadLayout",
     "KVBuffers",
+    "KernelName",
     "KernelProvider",
     "LayerSpec",
     "Limits",

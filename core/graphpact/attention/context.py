@@ -13,8 +13,9 @@ from graphpact.attention.capabilities import LayerSpec, Limits
 from graphpact.batch import ForwardMode
 from graphpact.tensors import storage_id
 
-ProviderName = Literal["auto", "native", "compiled", "portable"]
-"""The values of ``kernel_provider``."""
+KernelName = Literal["native", "compiled", "portable"]
+ProviderName = Literal["auto", KernelName]
+"""The values of ``kernel_provider``: what chooses, and the names of the providers."""
 
 
 class KVBuffers(Protocol):

@@ -1,27 +1,27 @@
 """Kernel providers: the sets of kernels of a backend.
 
-A backend has one metadata body and usually three sets of kernels that read it: ``native``, the vendor's library
-on the hardware that it supports; ``compiled``, C++ for a CPU; and ``portable``, torch only. The provider is chosen once, when the backend is built: the named one, or with ``auto`` the first of
-`AttentionBackend.providers` that can run here; the reasons against earlier ones are kept and reported. A
-named provider is never replaced.
+A backend has one metadata body and usually three sets of kernels that read it: ``native``, the vendor's
+library on the hardware that it supports; ``compiled``, C++ for a CPU; ``portable``, torch only. The provider
+is chosen once, when the backend is built: the named one, or with ``auto`` the first of the backend's that can
+run here; the reasons against earlier ones are kept and reported. A named provider is never replaced.
 
 Does not: hold kernels; plugins and `graphpact_kernels` do.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 import torch
 
 from graphpact.attention.capabilities import Capabilities
-from graphpact.attention.context import BackendContext, ProviderName
+from graphpact.attention.context import BackendContext, KernelName, ProviderName
 from graphpact.errors import ConfigError
 
 
 class KernelProvider:
     """Base class of a set of kernels, for the ``context`` of a backend; a subclass adds the kernels."""
 
-    name: ClassVar[Literal["native", "compiled", "portable"]]
+    name: ClassVar[KernelName]
     capabilities: ClassVar[Capabilities | None] = None
     """Capabilities of these kernels; None if they are those of the backend."""
 
@@ -79,9 +79,8 @@ def choose_provider(
 ) -> tuple[type[KernelProvider] | None, dict[str, str]]:
     """Return the provider that was ``asked`` for, and by name the reasons against better ones.
 
-    Of ``providers`` the best comes first. Without any the backend has no choice: the provider is None. If one
-    was named, there are no reasons. ``owner`` is the backend's name for messages. Without ``context`` the
-    choice is for any model, before it is loaded.
+    The best of ``providers`` comes first; without any the provider is None. If one was named, there are no
+    reasons. ``owner`` is the backend's name for messages. ``context`` is None before a model is loaded.
 
     Raises:
         ConfigError: The named provider does not exist or cannot run here, or no provider can.

@@ -6,8 +6,8 @@
     paged_cache.cpp   writes to a paged KV cache
     build             builds the library once, with torch's extension builder, and loads it
 
-The functions of `graphpact_kernels` call them with ``compiled=True``. `CompiledProvider` makes them a provider
-of a backend.
+The functions of `graphpact_kernels` call them with ``compiled=True``. `CompiledProvider` makes them a
+provider of a backend.
 
 Does not: run on a GPU; there, the vendors' kernels are the compiled ones.
 """
@@ -26,8 +26,6 @@ class CompiledProvider(KernelProvider):
 
     The kernels are built when a model is first served; later, and in other processes, they are loaded.
     """
-
-    name = "compiled"
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:

@@ -1,8 +1,8 @@
 """Build the C++ kernels with torch's extension builder, once, and load them.
 
-The library lies in a folder of the cache that is named by all that it depends on: sources, flags, compiler, torch, and the
-vector instructions of the CPU. So a change of one of them builds another library, and machines that share a
-home directory do not take each other's. The cache is ``$GRAPHPACT_CACHE_DIR``, by default
+The library lies in a folder of the cache that is named by all that it depends on: sources, flags, compiler,
+torch, and the vector instructions of the CPU. So a change of one of them builds another library, and machines
+that share a home directory do not take each other's. The cache is ``$GRAPHPACT_CACHE_DIR``, by default
 ``$XDG_CACHE_HOME/graphpact`` or ``~/.cache/graphpact``.
 
 A build runs in a process of its own, in a temporary folder. The finished library is moved to its place in one
@@ -44,8 +44,17 @@ _FLAGS_OF = {
 """By torch's name of the CPU's vector instructions; torch's own kernels are built with these."""
 
 
+_failed: str | None = None
+"""Why `load` failed in this process."""
+
+
 def missing() -> str | None:
-    """Return what this machine lacks to build the kernels, or None. Builds nothing."""
+    """Return why the kernels cannot be built here, or None. Builds nothing.
+
+    The reason is what the machine lacks, or why `load` failed in this process.
+    """
+    if _failed is not None:
+        return _failed
     if sys.platform != "linux":
         return f"compiled kernels are built on Linux only, not on {sys.platform}"
     path = _search_path()
@@ -76,8 +85,9 @@ def load() -> str | None:
                     _build(library)
         torch.ops.load_library(str(library))
     except (OSError, subprocess.SubprocessError) as error:
-        return f"they cannot be built and loaded: {_first_line(error)}"
-    return None
+        global _failed  # noqa: PLW0603  a fact of the process
+        _failed = f"they cannot be built and loaded: {_first_line(error)}"
+    return _failed
 
 
 def cache_folder() -> Path:
@@ -96,7 +106,7 @@ def _key() -> str:
     """Return the name of the library's folder, from all that the library depends on."""
     compiler = _compiler()
     version = subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout
-    parts = [torch.__version__, platform.machine(), sys.implementation.cache_tag, compiler, version, *_flags()]
+    parts = [torch.__version__, platform.machine(), compiler, version, *_flags()]
     parts += [(_HERE / name).read_text("utf-8") for name in (*_HEADERS, *_SOURCES)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
 

@@ -22,7 +22,7 @@ from typing import Any, ClassVar
 import torch
 
 from graphpact import BackendContext, Capabilities, ForwardMode, LayerSpec
-from graphpact.attention import GraphSupport, HeadLayout, KernelProvider
+from graphpact.attention import GraphSupport, HeadLayout, KernelName, KernelProvider
 from graphpact_fa3.metadata import FA3Metadata, KeyRows
 from graphpact_kernels import page_table_attention, schedule_attention
 from graphpact_kernels.compiled import CompiledProvider
@@ -85,7 +85,7 @@ class FA3Kernels(KernelProvider, abc.ABC):
 class PortableKernels(FA3Kernels):
     """graphpact's own kernels: torch alone, on any device."""
 
-    name = "portable"
+    name: ClassVar[KernelName] = "portable"
 
     def schedule(self, rows: FA3Metadata, *, causal: bool) -> int:
         """Write the counts of query blocks and key blocks; `attend` takes the whole buffer."""
@@ -134,6 +134,7 @@ class PortableKernels(FA3Kernels):
 class CompiledKernels(CompiledProvider, PortableKernels):
     """The portable kernels' compiled form, on a CPU."""
 
+    name = "compiled"
     compiled = True
 
 

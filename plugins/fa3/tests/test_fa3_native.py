@@ -15,6 +15,7 @@ import pytest
 import torch
 from torch.nn.attention.varlen import varlen_attn
 
+from compiled_kernels import COMPILED
 from graphpact import BackendContext, ForwardMode, LayerSpec, Limits
 from graphpact.attention import DraftLimits
 from graphpact.errors import ConfigError
@@ -443,8 +444,8 @@ def test_what_no_library_has_is_refused(machine: SimpleNamespace, lacks: dict[st
         assert NativeKernels.refusal(_context(head_dim=192, v_head_dim=128)) is None
 
 
-def test_a_cpu_runs_portable_kernels_and_says_why() -> None:
-    """On a CPU ``auto`` uses portable kernels and keeps the reason; ``native`` is refused."""
+def test_a_cpu_runs_our_kernels_and_says_why() -> None:
+    """On a CPU ``auto`` uses compiled kernels, without a compiler portable ones; ``native`` is refused."""
     context = BackendContext(
         CPU,
         torch.float32,
@@ -454,7 +455,7 @@ def test_a_cpu_runs_portable_kernels_and_says_why() -> None:
         SimpleNamespace(k=[], v=[]),
     )
     backend = FA3Backend(context)
-    assert backend.kernels.name == "portable"
-    assert backend.passed_over == {"native": "FlashAttention's kernels need a CUDA device"}
+    assert backend.kernels.name == ("compiled" if COMPILED else "portable")
+    assert backend.passed_over["native"] == "FlashAttention's kernels need a CUDA device"
     with pytest.raises(ConfigError, match="need a CUDA device"):
         FA3Backend(dataclasses.replace(context, provider="native"))

@@ -16,7 +16,7 @@ from typing import ClassVar
 import torch
 
 from graphpact import BackendContext, GraphSlot, LayerSpec, Limits, metadata_slot
-from graphpact.attention import Buffers, KernelProvider
+from graphpact.attention import Buffers, KernelName, KernelProvider
 from graphpact.graphs import Event, GraphDriver
 from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, Plan, PlanArguments
 from graphpact_flashinfer.rows import Rows
@@ -102,7 +102,7 @@ class _Staged:
 class PortableKernels(FlashInferKernels):
     """graphpact's kernel: it reads the same tensors as FlashInfer's kernels and makes the same checks."""
 
-    name = "portable"
+    name: ClassVar[KernelName] = "portable"
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -202,6 +202,7 @@ class PortableKernels(FlashInferKernels):
 class CompiledKernels(CompiledProvider, PortableKernels):
     """The portable kernels' compiled form, on a CPU."""
 
+    name = "compiled"
     compiled = True
 
 

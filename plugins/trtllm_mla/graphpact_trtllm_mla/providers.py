@@ -12,7 +12,7 @@ from typing import ClassVar
 import torch
 
 from graphpact import BackendContext, Capabilities, ForwardMode, GraphSlot, LayerSpec, metadata_slot
-from graphpact.attention import GraphSupport, HeadLayout, KernelProvider
+from graphpact.attention import GraphSupport, HeadLayout, KernelName, KernelProvider
 from graphpact_kernels.compiled import CompiledProvider
 from graphpact_trtllm_mla.metadata import TRTLLMMLAMetadata
 from graphpact_trtllm_mla.operators import attend_latents, attend_latents_compiled
@@ -25,7 +25,7 @@ _RAGGED = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
 class PortableKernels(KernelProvider):
     """graphpact's own kernels: torch alone, on any device, for any head_dim."""
 
-    name = "portable"
+    name: ClassVar[KernelName] = "portable"
     has_workspace = False
     compiled: ClassVar[bool] = False
     """Whether graphpact's kernels of this provider are the C++ ones."""
@@ -62,6 +62,7 @@ class PortableKernels(KernelProvider):
 class CompiledKernels(CompiledProvider, PortableKernels):
     """The portable kernels with attention in C++, on a CPU."""
 
+    name = "compiled"
     compiled = True
     _attend = attend_latents_compiled
 
