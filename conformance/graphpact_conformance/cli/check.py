@@ -30,7 +30,7 @@ _RULE_COLUMNS = ("rule", "level", "since", "requirement", "hooks")
 
 
 class KernelsOption(enum.StrEnum):
-    """The choices of `--kernels`: the names of kernel providers."""
+    """The choices of `--kernels`: ``auto``, ``native``, ``compiled`` and ``portable``."""
 
     auto = "auto"
     native = "native"

@@ -2,8 +2,8 @@
 
     backend     fills the metadata, with one function for every mode
     metadata    the tensors and host numbers that kernels read
-    providers   the kernels: TensorRT-LLM's through FlashInfer, and portable ones
-    operators   the operators of the portable kernels
+    providers   the kernels: TensorRT-LLM's through FlashInfer, compiled and portable ones
+    operators   the operators of graphpact's own kernels
 
 Does not: import a heavy library before its kernels are used.
 """

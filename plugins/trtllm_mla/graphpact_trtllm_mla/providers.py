@@ -1,6 +1,6 @@
-"""The kernel providers of the backend: TensorRT-LLM's kernels, from FlashInfer, and portable ones.
+"""The kernel providers of the backend: TensorRT-LLM's kernels, from FlashInfer, and graphpact's own.
 
-Both read the same tensors of the metadata: block table, keys of each request, query offsets.
+All read the same tensors of the metadata: block table, keys of each request, query offsets.
 
 Does not: make metadata, or write the KV cache.
 """
