@@ -210,6 +210,33 @@ def test_a_row_does_not_depend_on_other_requests() -> None:
         assert torch.equal(alone, together[start:end])
 
 
+@pytest.mark.parametrize("page", [-1, 5, 2**30])
+@pytest.mark.parametrize("num_q", [1, 8])
+def test_a_page_outside_the_cache_is_refused(page: int, num_q: int) -> None:
+    """A page number that no cache has, as a stale row may hold, is an error, and reads no memory."""
+    kinds = {"page_size": 16, "heads": (4, 2), "dims": (32, 32), "dtype": torch.float32, "by_head": False}
+    tensors, index = paged_problem([num_q], [50], **kinds, seed=5)
+    assert len(tensors[1]) == 5 * 16
+    for tensor in (index["kv_indices"], index["page_table"].view(-1)):
+        tensor[3] = page
+    options = {"page_size": 16, "scaling": 0.2, "compiled": True}
+    with pytest.raises(IndexError, match=f"index out of range: page {page} of a request"):
+        paged_attention(
+            *tensors,
+            **{"qo_indptr": index["offsets"], "kv_indptr": index["kv_indptr"]},
+            **{name: index[name] for name in ("kv_indices", "kv_last_page_len")},
+            **{"max_q_len": 300, "max_kv_len": 300},
+            **options,
+        )
+    with pytest.raises(IndexError, match=f"index out of range: page {page} of a request"):
+        page_table_attention(
+            *tensors,
+            **{"cu_seqlens_q": index["offsets"], "cache_seqlens": index["lengths"], "max_seqlen_q": 300},
+            page_table=index["page_table"],
+            **options,
+        )
+
+
 # -- index tensors ---------------------------------------------------------------------------------
 
 

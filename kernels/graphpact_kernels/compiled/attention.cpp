@@ -28,11 +28,27 @@ const int32_t* numbers(const Tensor& tensor, Tensor& kept) {
 // Return a tensor whose last dimension is dense.
 Tensor dense(const Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
 
-bool fits(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& out) {
-  return q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k.size(1) > 0 && q.size(1) % k.size(1) == 0 &&
+// Whether the tensors of a call agree: a kernel must not read or write outside them, whatever it is given.
+bool fits(const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& sinks, const Tensor& out,
+          const OptTensor& lse) {
+  const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  const bool has_sinks = !sinks.has_value() || (sinks->dim() == 1 && sinks->size(0) == q.size(1));
+  const bool has_lse = !lse.has_value() || (lse->dim() == 2 && lse->size(0) == q.size(0) &&
+                                            lse->size(1) == q.size(1) && lse->scalar_type() == wide);
+  return has_sinks && has_lse && q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k.size(1) > 0 && q.size(1) % k.size(1) == 0 &&
          k.size(1) == v.size(1) && q.size(2) == k.size(2) && out.dim() == 3 && out.size(0) == q.size(0) &&
          out.size(1) == q.size(1) && out.size(2) == v.size(2) && k.scalar_type() == q.scalar_type() &&
          v.scalar_type() == q.scalar_type() && out.scalar_type() == q.scalar_type() && out.stride(2) == 1;
+}
+
+// Raise an IndexError if a page of a request is outside the caches. Pages that no request owns may hold any number.
+void require_pages(const Request& request, int64_t page_size, const Tensor& k, const Tensor& v) {
+  const int64_t slots = std::min(k.size(0), v.size(0)), pages = (request.num_keys + page_size - 1) / page_size;
+  for (int64_t i = 0; i < pages; i++) {
+    const int64_t page = request.pages[i], keys = std::min(page_size, request.num_keys - i * page_size);
+    TORCH_CHECK_INDEX(page >= 0 && page * page_size + keys <= slots, "index out of range: page ", page,
+                      " of a request, of ", page_size, " keys each; the KV cache has ", slots, " slots");
+  }
 }
 
 void attend(const std::vector<Request>& requests, const Tensor& q, const Tensor& k, const Tensor& v,
@@ -52,12 +68,14 @@ using Paged = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c
                    const Tensor&, int64_t, int64_t, int64_t, double, int64_t, double, const OptTensor&,
                    const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, Tensor&);
 
-bool find_paged(const Tensor& q, const Tensor& qo_indptr, const Tensor& kv_indptr, const Tensor& kv_indices,
+bool find_paged(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& qo_indptr, const Tensor& kv_indptr, const Tensor& kv_indices,
                 const Tensor& kv_last_page_len, int64_t page_size, int64_t max_q_len, int64_t max_kv_len,
                 const OptTensor& mask, const OptTensor& mask_indptr, const OptTensor& o_indptr,
                 const OptTensor& kv_chunk_size, Tensor (&kept)[6], std::vector<Request>& requests) {
   const int64_t bs = kv_last_page_len.size(0);
   if (qo_indptr.size(0) != bs + 1 || kv_indptr.size(0) != bs + 1) return false;
+  if (o_indptr.has_value() && o_indptr->size(0) < bs + 1) return false;
+  if (mask_indptr.has_value() && mask_indptr->size(0) < bs + 1) return false;
   const int32_t* q_at = numbers(qo_indptr, kept[0]);
   const int32_t* kv_at = numbers(kv_indptr, kept[1]);
   const int32_t* last = numbers(kv_last_page_len, kept[2]);
@@ -83,6 +101,7 @@ bool find_paged(const Tensor& q, const Tensor& qo_indptr, const Tensor& kv_indpt
       bits = mask->const_data_ptr<uint8_t>() + mask_at[i];
     }
     requests.push_back({q_at[i], num_q, pages + kv_at[i], keys, seen, bits});
+    require_pages(requests.back(), page_size, k, v);
   }
   return true;
 }
@@ -94,8 +113,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                      const OptTensor& o_indptr, const OptTensor& kv_chunk_size, Tensor& out) {
   Tensor kept[6];
   std::vector<Request> requests;
-  const bool is_right = fits(q, k_cache, v_cache, out) &&
-                        find_paged(q, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, page_size, max_q_len,
+  const bool is_right = fits(q, k_cache, v_cache, sinks, out, std::nullopt) &&
+                        find_paged(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, page_size, max_q_len,
                                    max_kv_len, mask, mask_indptr, o_indptr, kv_chunk_size, kept, requests);
   if (!is_right) {
     static const auto portable =
@@ -113,7 +132,7 @@ using PageTable = void(const Tensor&, const Tensor&, const Tensor&, const Tensor
                        int64_t, int64_t, double, bool, int64_t, double, const OptTensor&, const OptTensor&, Tensor&,
                        const OptTensor&);
 
-bool find_table(const Tensor& q, const Tensor& cu_seqlens_q, const Tensor& cache_seqlens, const Tensor& page_table,
+bool find_table(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cache_seqlens, const Tensor& page_table,
                 int64_t page_size, int64_t max_seqlen_q, const OptTensor& schedule, Tensor (&kept)[4],
                 std::vector<Request>& requests) {
   if (page_table.dim() != 2) return false;
@@ -141,6 +160,7 @@ bool find_table(const Tensor& q, const Tensor& cu_seqlens_q, const Tensor& cache
     if (num_q < 0 || num_q > max_seqlen_q || keys < 0 || keys > num_pages * page_size) return false;
     const int64_t seen = blocks == nullptr ? keys : std::min(keys, blocks[i] * kScheduleBlock);
     requests.push_back({q_at[i], num_q, table + i * row, keys, seen, nullptr});
+    require_pages(requests.back(), page_size, k, v);
   }
   return true;
 }
@@ -153,7 +173,7 @@ void page_table_attention(const Tensor& q, const Tensor& k_cache, const Tensor& 
   Tensor kept[4];
   std::vector<Request> requests;
   const bool is_right =
-      fits(q, k_cache, v_cache, out) && find_table(q, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q,
+      fits(q, k_cache, v_cache, sinks, out, lse) && find_table(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q,
                                                    scheduler_metadata, kept, requests);
   if (!is_right) {
     static const auto portable =
