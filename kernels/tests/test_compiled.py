@@ -14,10 +14,11 @@ from hypothesis import strategies as st
 
 from compiled_kernels import COMPILED
 from graphpact_kernels import fill_paged_indices, page_table_attention, paged_attention, write_kv_cache
-from graphpact_kernels.compiled import build
+from graphpact_kernels.compiled import build, linear
 
 EXAMPLES = settings(derandomize=True, max_examples=100)
 INT = {"dtype": torch.int32}
+NAN = float("nan")
 # Around a block of 64 keys, and a tile of 64 rows of four query heads.
 KEYS = st.one_of(st.integers(1, 20), st.sampled_from([63, 64, 65, 127, 128, 129, 200]))
 DIMS = st.sampled_from([1, 3, 8, 15, 16, 17, 32, 40, 64, 80])
@@ -223,15 +224,19 @@ def test_a_page_outside_the_cache_is_refused(page: int, num_q: int) -> None:
     with pytest.raises(IndexError, match=f"index out of range: page {page} of a request"):
         paged_attention(
             *tensors,
-            **{"qo_indptr": index["offsets"], "kv_indptr": index["kv_indptr"]},
+            qo_indptr=index["offsets"],
+            kv_indptr=index["kv_indptr"],
             **{name: index[name] for name in ("kv_indices", "kv_last_page_len")},
-            **{"max_q_len": 300, "max_kv_len": 300},
+            max_q_len=300,
+            max_kv_len=300,
             **options,
         )
     with pytest.raises(IndexError, match=f"index out of range: page {page} of a request"):
         page_table_attention(
             *tensors,
-            **{"cu_seqlens_q": index["offsets"], "cache_seqlens": index["lengths"], "max_seqlen_q": 300},
+            cu_seqlens_q=index["offsets"],
+            cache_seqlens=index["lengths"],
+            max_seqlen_q=300,
             page_table=index["page_table"],
             **options,
         )
@@ -303,6 +308,71 @@ def test_a_slot_outside_the_cache_is_refused() -> None:
             torch.ones(2, 1, 2), torch.ones(2, 1, 2), cache, cache, torch.tensor([1, 4]), compiled=True
         )
     assert not cache.any()
+
+
+# -- products --------------------------------------------------------------------------------------
+
+
+@EXAMPLES
+@given(
+    rows=st.integers(0, 19),
+    sizes=st.tuples(st.integers(1, 70), st.sampled_from([1, 15, 16, 31, 33, 64, 100])),
+    has_bias=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+    threads=st.sampled_from([1, 2]),
+)
+def test_linear_equals_the_exact_product(
+    rows: int,
+    sizes: tuple[int, int],
+    has_bias: bool,  # noqa: FBT001  a drawn value
+    dtype: torch.dtype,
+    threads: int,
+) -> None:
+    """Any number of rows and features: the result is the rounded product of the same numbers in float64."""
+    generator = torch.Generator().manual_seed(rows)
+    x, weight = (torch.randn(n, sizes[1], generator=generator).to(dtype) for n in (rows, sizes[0]))
+    bias = torch.randn(sizes[0], generator=generator).to(dtype) if has_bias else None
+    out = torch.full((rows, sizes[0]), NAN, dtype=dtype)
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        linear(x, weight, bias, out)
+    finally:
+        torch.set_num_threads(before)
+    exact = torch.nn.functional.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    step = torch.finfo(dtype).eps
+    torch.testing.assert_close(out.double(), exact, rtol=step * 4, atol=step * 40)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_of_a_product_does_not_depend_on_other_rows(dtype: torch.dtype) -> None:
+    """The result of a row is bitwise the same alone and among others, in any place."""
+    x, weight = torch.randn(15, 200).to(dtype), torch.randn(37, 200).to(dtype)
+    together = torch.empty(15, 37, dtype=dtype)
+    linear(x, weight, None, together)
+    for row in range(15):
+        alone = torch.empty(1, 37, dtype=dtype)
+        linear(x[row : row + 1], weight, None, alone)
+        assert torch.equal(alone[0], together[row])
+
+
+@pytest.mark.parametrize(
+    ("shapes", "says"),
+    [
+        (((2, 4), (3, 5), (2, 3)), r"x \[2, 4\] \* weight \[3, 5\] does not give out \[2, 3\]"),
+        (((2, 5), (3, 5), (2, 4)), r"does not give out \[2, 4\]"),
+        (((1, 2, 5), (3, 5), (2, 3)), r"x \[1, 2, 5\]"),
+    ],
+)
+def test_shapes_of_a_product_that_do_not_agree_are_refused(
+    shapes: tuple[tuple[int, ...], ...], says: str
+) -> None:
+    """The error has the shapes, and nothing is written."""
+    x, weight, out = (torch.zeros(shape) for shape in shapes)
+    with pytest.raises(RuntimeError, match=says):
+        linear(x, weight, None, out)
+    with pytest.raises(RuntimeError, match=r"strides \[1, 5\]"):
+        linear(x, torch.zeros(5, 5).t(), None, out)
 
 
 # -- the build -------------------------------------------------------------------------------------

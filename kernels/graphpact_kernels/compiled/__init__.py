@@ -3,11 +3,12 @@
     attend.h          attention over the pages of requests: tiles, blocks of keys, vectors, threads
     attention.cpp     its index tensors: FlashInfer's, and FlashAttention's page table; their checks
     indices.cpp       index tensors of a step
+    linear.cpp        the product of a few rows with a weight
     paged_cache.cpp   writes to a paged KV cache
     build             builds the library once, with torch's extension builder, and loads it
 
-The functions of `graphpact_kernels` call them with ``compiled=True``. `CompiledProvider` makes them a
-provider of a backend.
+The functions of `graphpact_kernels` call them with ``compiled=True``; the portable form of `linear` is
+torch's own. `CompiledProvider` makes them a provider of a backend.
 
 Does not: run on a GPU; there, the vendors' kernels are the compiled ones.
 """
@@ -16,9 +17,27 @@ import torch
 
 from graphpact import BackendContext
 from graphpact.attention import KernelProvider
+from graphpact_kernels._library import declare_compiled
 from graphpact_kernels.compiled.build import cache_folder, load, missing
 
-__all__ = ["CompiledProvider", "cache_folder", "load", "missing"]
+__all__ = ["CompiledProvider", "cache_folder", "is_faster", "linear", "load", "missing"]
+
+linear = declare_compiled("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()")
+"""``(x, weight, bias, out)``: write ``x @ weight.T + bias`` to ``out``, an operator.
+
+``x`` is ``[rows, in_features]``, ``weight`` ``[out_features, in_features]`` as checkpoints have it, ``bias``
+``[out_features]`` or None, ``out`` ``[rows, out_features]``; all float32, or all bfloat16 with sums in float32;
+weight and out dense. `load` has to be called before."""
+
+_MOST_ROWS = {torch.float32: 64, torch.bfloat16: 4}
+
+
+def is_faster(rows: int, dtype: torch.dtype) -> bool:
+    """Return whether `linear` is faster than torch's product for ``rows`` rows, where it was measured.
+
+    Torch multiplies by MKL or oneDNN, made for many rows. Few rows take the time of reading the weight.
+    """
+    return rows <= _MOST_ROWS.get(dtype, 0)
 
 
 class CompiledProvider(KernelProvider):
