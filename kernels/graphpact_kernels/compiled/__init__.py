@@ -26,7 +26,7 @@ linear = declare_compiled("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(
 """``(x, weight, bias, out)``: write ``x @ weight.T + bias`` to ``out``, an operator.
 
 ``x`` is ``[rows, in_features]``, ``weight`` ``[out_features, in_features]`` as checkpoints have it, ``bias``
-``[out_features]`` or None, ``out`` ``[rows, out_features]``; all float32, or all bfloat16 with sums in float32;
+``[out_features]`` or None, ``out`` ``[rows, out_features]``; all float32, or bfloat16 with sums in float32;
 weight and out dense. `load` has to be called before."""
 
 _MOST_ROWS = {torch.float32: 64, torch.bfloat16: 4}
