@@ -9,7 +9,6 @@ Does not: fill index tensors; the backend does, in the same way for both.
 
 import abc
 import itertools
-from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
@@ -161,7 +160,7 @@ class PortableKernels(FlashInferKernels):
             staged.copied.synchronize()  # the last step's copy may still read the staging memory
         count = len(numbers)  # all shapes share this memory, so it may be longer
         source = staged.source[:count]
-        source.copy_(torch.frombuffer(array("i", numbers), dtype=torch.int32))  # allocates no tensor
+        source.copy_(torch.tensor(numbers, dtype=torch.int32))
         driver.copy_async(staged.target[:count], source)
         staged.copied.record()
 
