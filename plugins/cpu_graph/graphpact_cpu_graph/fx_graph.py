@@ -20,6 +20,8 @@ from torch.utils import _pytree as pytree
 from graphpact.errors import CaptureError
 from graphpact.tensors import extent_of, storage_id
 from graphpact_cpu_graph.opaque import OPAQUE
+from graphpact_cpu_graph.products import product_of
+from graphpact_kernels.compiled import linear
 from graphpact_tape.host import tensors_of, written_by
 from graphpact_tape.recorder import RecordedCall, Segment
 
@@ -78,7 +80,13 @@ class SegmentGraph:
     def _add(self, call: RecordedCall) -> None:
         given = tensors_of((call.args, call.kwargs))
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._node_of, (call.args, call.kwargs))
-        if call.op in OPAQUE:
+        product = product_of(call)
+        if product is not None:
+            node = self._empty_like(call.result)
+            x, weight, bias = (None if t is None else self._node_of(t) for t in product)
+            rows = self.graph.call_function(_aten.t.default, (weight,))
+            self.graph.call_function(linear, (x, rows, bias, node))
+        elif call.op in OPAQUE:
             node = self._empty_like(call.result)
             self.graph.call_function(OPAQUE[call.op], args, {**kwargs, "out": node})
         else:
