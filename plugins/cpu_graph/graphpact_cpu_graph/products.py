@@ -1,6 +1,6 @@
 """Products of a few rows with a weight, as the compiled kernel computes them.
 
-A decode step multiplies a few rows with every weight of the model. The compiled kernel reads each weight once,
+A decode step multiplies a few rows with every weight of the model. The compiled kernel reads a weight once,
 as the checkpoint has it; torch's products, made for many rows, take up to three times as long.
 
 Does not: replace a product that torch computes faster, or one of float64 or float16.
