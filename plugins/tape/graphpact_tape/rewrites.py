@@ -85,12 +85,18 @@ def _in_slices(nodes: Sequence[Node], private: set[int]) -> list[Node]:
         if op is _aten.cat.out and _can_be_copied(args[0], kwargs["out"]):
             out, dim, begin = kwargs["out"], (*args, 0)[1], 0
             is_fresh = storage_id(out) in private and storage_id(out) not in seen
+            parts = Counter(map(storage_id, args[0]))
             copies: list[Node] = []
             for part in args[0]:
                 into = out.narrow(dim, begin, part.shape[dim])
                 begin += part.shape[dim]
                 producer = made.get(id(part))
-                if is_fresh and producer is not None and _is_only_for(part, nodes[producer], uses, private):
+                if (
+                    is_fresh
+                    and producer is not None
+                    and parts[storage_id(part)] == 1
+                    and _is_only_for(part, nodes[producer], uses, private)
+                ):
                     before, given, _ = nodes[producer]
                     replaced[producer] = [(before, given, {**nodes[producer][2], "out": into})]
                 else:
