@@ -25,6 +25,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from graphpact_cpu_graph import artifacts
+from graphpact_cpu_graph.products import choose_products
 
 _log = logging.getLogger(__name__)
 
@@ -47,12 +48,15 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
     """Return a function that runs ``module`` on ``inputs``, compiled.
 
     Args:
-        module: Its placeholders are the inputs; it writes them in place and returns nothing.
+        module: Its placeholders are the inputs; it writes them in place and returns nothing. Its products
+            may be replaced.
         inputs: The tensors, each in memory of its own.
     """
     key = artifacts.key_of(module.graph, inputs, OPTIONS)
     entry = _loaded.get(key) or _from_cache(key)
     if entry is None:
+        choose_products(module.graph, inputs)
+        module.recompile()
         try:
             library, fault = _library(module, inputs), "it has other inputs, outputs or constants"
         except Exception as error:  # noqa: BLE001  of any kind: it is tried in another way
