@@ -95,6 +95,7 @@ def configuration() -> str:
         "",
         "| variable | meaning |",
         "|---|---|",
+        "| `GRAPHPACT_CACHE_DIR` | folder of what is built once and kept; default: `~/.cache/graphpact` |",
         "| `GRAPHPACT_CHECK_TIMEOUT` | seconds that one piece of work of `graphpact check` may take |",
         "| `GRAPHPACT_DISABLE_PLUGINS` | plugins to leave out: `name` or `kind:name`, commas between |",
         "| `GRAPHPACT_TRACE` | `1` prints every hook call of every lane, as the observer `trace` does |",

@@ -1,16 +1,20 @@
-"""Compilation in tests: into a folder of the session, in one process, to scalar code.
+"""Compilation in tests: into folders of the session, in one process, to scalar code; or none.
 
 Import `compiler` into a ``conftest.py`` or a test file to use it as a fixture.
 
 Does not: change how the driver compiles; only torch's settings differ from those of a user.
 """
 
+import functools
 import importlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import torch
 
+from graphpact_cpu_graph import inductor
 from graphpact_cpu_graph.inductor import missing_compiler
 
 
@@ -28,7 +32,17 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
+        patch.setenv("GRAPHPACT_CACHE_DIR", str(tmp_path_factory.mktemp("graphpact")))
         # Torch takes 15 s to find the vector instructions of the machine, which these tests do not need.
         patch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
         with config.patch(compile_threads=1):
             yield
+
+
+def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Run recorded graphs of the inductor driver node by node instead of compiling them."""
+
+    def interpreted(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[], Any]:
+        return functools.partial(module, *inputs)
+
+    monkeypatch.setattr(inductor, "compiled", interpreted)

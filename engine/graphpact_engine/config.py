@@ -37,6 +37,7 @@ from graphpact.errors import ConfigError, did_you_mean
 ENV_PREFIX = "GRAPHPACT_"
 RESERVED_VARIABLES = frozenset(
     {
+        "GRAPHPACT_CACHE_DIR",
         "GRAPHPACT_CHECK_TIMEOUT",
         "GRAPHPACT_DISABLE_PLUGINS",
         "GRAPHPACT_TRACE",

@@ -13,7 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from compiling import compiler  # noqa: F401  a fixture
+from compiling import (
+    compiler,  # noqa: F401  a fixture
+    interpret,
+)
 from graphpact.errors import CaptureError
 from graphpact.graphs import GraphDriver
 from graphpact_cpu_graph.inductor import InductorDriver
@@ -32,7 +35,7 @@ DRIVERS: dict[str, Callable[[], GraphDriver]] = {
 def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> GraphDriver:
     """Return a driver that records; inductor's graphs are interpreted and not compiled."""
     if request.param == "inductor":
-        monkeypatch.setattr(torch._inductor, "compile", lambda module, _, __: module)
+        interpret(monkeypatch)
     return DRIVERS[request.param]()
 
 
@@ -133,6 +136,19 @@ def test_code_of_inductor_is_refused(make: Callable[[Path], Any], tmp_path: Path
         graph.replay()
         torch.testing.assert_close(graph.outputs, compute(x))
         x.fill_(1.0)
+
+
+@pytest.mark.usefixtures("compiler")
+def test_a_compiled_graph_is_not_replayed_in_a_region() -> None:
+    """A region that replays a graph of the inductor driver is refused; its own next replay works."""
+    x = torch.ones(4, device=CPU)
+    graph = DRIVERS["inductor"]().capture(lambda: compute(x))
+    for driver in (DRIVERS["tape"](), DRIVERS["strict"](), DRIVERS["inductor"]()):
+        with pytest.raises(CaptureError, match="code compiled by inductor is called"):
+            driver.capture(graph.replay)
+    x.fill_(3.0)
+    graph.replay()
+    torch.testing.assert_close(graph.outputs, compute(x))
 
 
 def test_a_region_that_catches_the_refusal_is_refused(driver: GraphDriver) -> None:

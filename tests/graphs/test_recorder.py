@@ -11,6 +11,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from compiling import interpret
 from graphpact.errors import CaptureError
 from graphpact.graphs import DeclaredMemory, EagerCall, GraphDriver
 from graphpact_cpu_graph.inductor import InductorDriver
@@ -27,7 +28,7 @@ ALL = {**FAST, "strict": lambda: TapeDriver(CPU, strict=True)}
 @pytest.fixture(autouse=True)
 def _inference(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Enable inference mode, and run FX graphs node by node instead of compiling them."""
-    monkeypatch.setattr(torch._inductor, "compile", lambda module, _, __: module)
+    interpret(monkeypatch)
     with torch.inference_mode():
         yield
 

@@ -34,26 +34,69 @@ constexpr int64_t kRows = 4, kColumns = 2;  // 8 of 16
 #endif
 constexpr int64_t kWide = 8;                 // columns of a single row
 constexpr int64_t kAhead = 24 << 10;         // bytes of the weight that are fetched ahead of their use
+constexpr int64_t kPanel = 128 << 10;        // bytes of the weight that all rows are multiplied with in turn
 constexpr int64_t kMacsPerThread = 1 << 17;  // multiplications that are worth a thread
 
-// sums[r][c] = x[r] . weight[c] for `R` rows and `C` columns. x has rows of `stride` numbers, zeros after `k`.
+#ifdef CPU_CAPABILITY_AVX512
+// Keep a vector in a register: the compiler would load it again for each product with it.
+inline Vec in_register(__m512 x) {
+  asm("" : "+v"(x));
+  return x;
+}
+
+// The sums of the numbers of 16 vectors, in one vector: a tree of 15 additions, as deep for each.
+inline __m512 sums_of(const __m512 (&v)[16]) {
+  __m512 a[8], b[4];
+  for (int i = 0; i < 8; i++)
+    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
+  for (int i = 0; i < 4; i++) {
+    const __m512d low = _mm512_castps_pd(a[2 * i]), high = _mm512_castps_pd(a[2 * i + 1]);
+    b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
+                         _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+  }
+  const __m512 c = _mm512_add_ps(_mm512_shuffle_f32x4(b[0], b[1], 0x44), _mm512_shuffle_f32x4(b[0], b[1], 0xEE));
+  const __m512 d = _mm512_add_ps(_mm512_shuffle_f32x4(b[2], b[3], 0x44), _mm512_shuffle_f32x4(b[2], b[3], 0xEE));
+  return _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xDD));
+}
+#else
+inline Vec in_register(Vec x) { return x; }
+#endif
+
+// sums[i] = the sum of the numbers of parts[i].
+template <int64_t N>
+inline void sum_each(const Vec (&parts)[N], float (&sums)[N]) {
+#ifdef CPU_CAPABILITY_AVX512
+  for (int64_t at = 0; at < N; at += 16) {
+    __m512 group[16];
+    for (int64_t i = 0; i < 16; i++) group[i] = at + i < N ? __m512(parts[at + i]) : _mm512_setzero_ps();
+    Vec(sums_of(group)).store(sums + at, std::min<int64_t>(16, N - at));
+  }
+#else
+  for (int64_t i = 0; i < N; i++)
+    sums[i] = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, parts[i]);
+#endif
+}
+
+// sums[r * C + c] = x[r] . weight[c] for `R` rows and `C` columns. x has rows of `stride` numbers, zeros after `k`.
 template <typename T, int64_t R, int64_t C>
-inline void multiply(const float* x, int64_t stride, const T* weight, int64_t k, float (&sums)[R][C]) {
-  Vec parts[R][C];
-  for (auto& row : parts)
-    for (auto& part : row) part = Vec(0.f);
+inline void multiply(const float* x, int64_t stride, const T* weight, int64_t k, float (&sums)[R * C]) {
+  Vec parts[R * C];
+  for (auto& part : parts) part = Vec(0.f);
   int64_t d = 0;
   const int64_t ahead = std::max<int64_t>(C, kAhead / (k * static_cast<int64_t>(sizeof(T))));
   if constexpr (std::is_same_v<T, float>) {
     for (; d + Vec::size() <= k; d += Vec::size()) {
       Vec of[C];
+#pragma GCC unroll 8
       for (int64_t c = 0; c < C; c++) {
         of[c] = Vec::loadu(weight + c * k + d);
         __builtin_prefetch(weight + (c + ahead) * k + d);
       }
+#pragma GCC unroll 8
       for (int64_t r = 0; r < R; r++) {
-        const Vec its = Vec::loadu(x + r * stride + d);
-        for (int64_t c = 0; c < C; c++) parts[r][c] = at::vec::fmadd(its, of[c], parts[r][c]);
+        const Vec its = in_register(Vec::loadu(x + r * stride + d));
+#pragma GCC unroll 8
+        for (int64_t c = 0; c < C; c++) parts[r * C + c] = at::vec::fmadd(its, of[c], parts[r * C + c]);
       }
     }
   } else {
@@ -61,20 +104,21 @@ inline void multiply(const float* x, int64_t stride, const T* weight, int64_t k,
       Vec low[C], high[C];
       for (int64_t c = 0; c < C; c++) __builtin_prefetch(weight + (c + ahead) * k + d);
       for (int64_t c = 0; c < C; c++) std::tie(low[c], high[c]) = at::vec::convert_to_float<T>(at::vec::Vectorized<T>::loadu(weight + c * k + d));
+#pragma GCC unroll 8
       for (int64_t r = 0; r < R; r++) {
-        const Vec first = Vec::loadu(x + r * stride + d), second = Vec::loadu(x + r * stride + d + Vec::size());
+        const Vec first = in_register(Vec::loadu(x + r * stride + d));
+        const Vec second = in_register(Vec::loadu(x + r * stride + d + Vec::size()));
+#pragma GCC unroll 8
         for (int64_t c = 0; c < C; c++)
-          parts[r][c] = at::vec::fmadd(second, high[c], at::vec::fmadd(first, low[c], parts[r][c]));
+          parts[r * C + c] = at::vec::fmadd(second, high[c], at::vec::fmadd(first, low[c], parts[r * C + c]));
       }
     }
   }
-  for (int64_t r = 0; r < R; r++)
-    for (int64_t c = 0; c < C; c++)
-      sums[r][c] = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, parts[r][c]);
+  sum_each(parts, sums);
   for (; d < k; d++)  // rounded once, in each form of this function
     for (int64_t r = 0; r < R; r++)
       for (int64_t c = 0; c < C; c++)
-        sums[r][c] = std::fma(x[r * stride + d], static_cast<float>(weight[c * k + d]), sums[r][c]);
+        sums[r * C + c] = std::fma(x[r * stride + d], static_cast<float>(weight[c * k + d]), sums[r * C + c]);
 }
 
 template <typename T>
@@ -87,32 +131,49 @@ struct Product {
 
   template <int64_t R, int64_t C>
   void block(int64_t row, int64_t column) const {
-    float sums[R][C];
+    float sums[R * C];
     multiply<T, R, C>(x + row * x_stride, x_stride, weight + column * k, k, sums);
     for (int64_t r = 0; r < R; r++)
       for (int64_t c = 0; c < C; c++) {
         const float shift = bias == nullptr ? 0.f : static_cast<float>(bias[column + c]);
-        out[(row + r) * out_stride + column + c] = static_cast<T>(sums[r][c] + shift);
+        out[(row + r) * out_stride + column + c] = static_cast<T>(sums[r * C + c] + shift);
       }
   }
 
-  // All rows of x with the columns from `column` on.
-  template <int64_t C>
-  void columns(int64_t column) const {
-    int64_t row = 0;
-    for (; row + kRows <= rows; row += kRows) block<kRows, C>(row, column);
-    if constexpr (kRows > 4)
-      for (; row + 4 <= rows; row += 4) block<4, C>(row, column);
-    for (; row + 2 <= rows; row += 2) block<2, C>(row, column);
-    if (row < rows) block<1, C>(row, column);
+  // `R` rows from `row` on, with the columns from `begin` to `end`.
+  template <int64_t R, int64_t C>
+  void strip(int64_t row, int64_t begin, int64_t end) const {
+    int64_t column = begin;
+    for (; column + C <= end; column += C) block<R, C>(row, column);
+    for (; column < end; column++) block<R, 1>(row, column);
   }
 
+  // All rows with the columns from `begin` to `end`: a part of the weight that stays in the second cache, while the
+  // rows that are multiplied with it stay in the first.
   void run(int64_t begin, int64_t end) const {
-    int64_t column = begin;
-    if (rows == 1)
-      for (; column + kWide <= end; column += kWide) block<1, kWide>(0, column);
-    for (; column + kColumns <= end; column += kColumns) columns<kColumns>(column);
-    for (; column < end; column++) columns<1>(column);
+    const int64_t most = kPanel / (k * static_cast<int64_t>(sizeof(T)));
+    const int64_t panel = std::max(kColumns, most / kColumns * kColumns);
+    for (int64_t at = begin; at < end; at += panel) {
+      const int64_t last = std::min(at + panel, end);
+      int64_t row = 0;
+      for (; row + kRows <= rows; row += kRows) strip<kRows, kColumns>(row, at, last);
+      if constexpr (kRows > 4) {
+        switch (rows - row) {
+          case 7: strip<7, kColumns>(row, at, last); break;
+          case 6: strip<6, kColumns>(row, at, last); break;
+          case 5: strip<5, kColumns>(row, at, last); break;
+          case 4: strip<4, kColumns>(row, at, last); break;
+          default: break;
+        }
+        if (rows - row > 3) continue;
+      }
+      switch (rows - row) {
+        case 3: strip<3, kColumns>(row, at, last); break;
+        case 2: strip<2, kColumns>(row, at, last); break;
+        case 1: strip<1, kWide>(row, at, last); break;
+        default: break;
+      }
+    }
   }
 };
 

@@ -19,6 +19,7 @@ from torch.utils import _pytree as pytree
 
 from graphpact.errors import CaptureError
 from graphpact.tensors import extent_of, storage_id
+from graphpact_cpu_graph.artifacts import layout_of
 from graphpact_cpu_graph.opaque import OPAQUE
 from graphpact_cpu_graph.products import product_of
 from graphpact_kernels.compiled import linear
@@ -127,6 +128,7 @@ class SegmentGraph:
             return
         if not isinstance(result, torch.Tensor) or any(result is t for t in given):
             return
+        node.meta["layout"] = layout_of(result)
         self._made[id(result)] = node
         if storage_id(result) not in {storage_id(t) for t in given}:
             self._fresh.setdefault(storage_id(result), []).append((node, result))

@@ -16,20 +16,17 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
-from torch._subclasses import FakeTensorMode
 
 from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs import Graph
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_cpu_graph.fx_graph import SegmentGraph
+from graphpact_cpu_graph.native import compiled
 from graphpact_tape.host import HostMemory, HostReadGuard, tensors_of
 from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
 
 __tracebackhide__ = True  # a message names the line of the region
-
-# Random numbers come from torch's generator, as in an eager run, not from inductor's.
-_OPTIONS = {"fallback_random": True}
 
 
 @functools.cache
@@ -84,7 +81,8 @@ class InductorGraph(Graph):
 
     def replay(self) -> None:
         """Run every compiled segment, and the eager calls between them, in order."""
-        with torch.inference_mode():
+        # As torch runs compiled code: the casts of a region were recorded.
+        with torch.inference_mode(), torch._C._DisableAutocast():  # noqa: SLF001  no public name
             for step in self._steps:
                 step()
 
@@ -136,26 +134,17 @@ def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], 
         CaptureError: Inductor cannot compile it.
     """
     module = fx.GraphModule(torch.nn.Module(), segment.graph)
-    from torch import _inductor  # noqa: PLC0415  heavy to import
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415  heavy to import
-
     # The compiler sees shapes and strides of the inputs, each in its own memory. That holds: inputs that
     # overlap and are written were joined to one.
     with torch.inference_mode(mode=False), torch.no_grad():
-        # Its shapes are numbers. Torch looks for an equal graph in its cache only if there is a ShapeEnv.
-        with FakeTensorMode(shape_env=ShapeEnv()):
-            examples: list[Any] = [
-                torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs
-            ]
         try:
-            compiled = _inductor.compile(module, examples, _OPTIONS)
+            return compiled(module, inputs)
         except Exception as error:
             raise CaptureError(
                 f"inductor cannot compile the region: {type(error).__name__}:"
                 f" {str(error).strip().partition(chr(10))[0]}",
                 hint='use runner = "cuda_graph", which needs no compiler: on a CPU its driver is the tape',
             ) from error
-    return functools.partial(compiled, *inputs)
 
 
 def _replay_of_released() -> None:

@@ -5,13 +5,16 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from compiling import compiler  # noqa: F401  a fixture
+from compiling import (
+    compiler,  # noqa: F401  a fixture
+    interpret,
+)
 
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run recorded graphs node by node instead of compiling them, to test the recording alone."""
-    monkeypatch.setattr(torch._inductor, "compile", lambda module, _, __: module)
+    interpret(monkeypatch)
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,9 @@
     recorder    records dispatched operations for replay
     compiled    refuses compiled code, which a recorder cannot see
     nodes       runs a recorded call again
+    code        straight-line code of a fast tape
+    rewrites    cheaper nodes that write the same bits
+    reuse       memory that intermediates of a fast tape share
     trace       the operations of a run, compared with those of another
     strict      the strict tape: every replay runs over poison
     tasks       recorded operators whose host arguments are updated

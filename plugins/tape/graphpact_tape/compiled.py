@@ -69,6 +69,8 @@ def _entrances() -> Iterator[tuple[Any, str, _Replace]]:
     if inductor is not None:
         yield inductor.CompiledFxGraph, "__call__", _refusing_calls
         yield inductor.CompiledAOTI, "__call__", _refusing_calls
+    # Inductor's C++ programs take their inputs from it.
+    yield torch._C._aoti, "unsafe_alloc_void_ptrs_from_tensors", _refusing_calls  # noqa: SLF001  no public name
     for kind in vars(torch._C._aoti).values():  # noqa: SLF001  AOTInductor's loaders have no public names
         for name in {"run", "boxed_run"} & vars(kind).keys() if isinstance(kind, type) else ():
             yield kind, name, _refusing_calls

@@ -1,6 +1,7 @@
 """Nodes: run a recorded call again, into the memory of its recorded results.
 
 - An operation that writes its arguments is run unchanged.
+- A copy (``clone``, ``_to_copy``) is run as ``copy_``: its out-variant copies twice.
 - An operation that makes new tensors is run as its out-variant, into the recorded tensors. If its schema has
   no out-variant, the operation is run and its results are copied into the recorded tensors.
 
@@ -25,26 +26,37 @@ Node: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]
 
 _aten = torch.ops.aten
 
+_COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})  # noqa: SLF001  no public name
+
 # Options that an out-variant does not take: its output already has them.
 _OUTPUT_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
 def make_node(call: RecordedCall) -> Node:
     """Return the node that runs ``call`` again, into the tensors that it made."""
+    op, args, kwargs = repeat(call)
+    return getattr(op, "_op", op), args, kwargs  # without torch's Python layer
+
+
+def repeat(call: RecordedCall) -> Node:
+    """Return the node of `make_node`, with the overload of the operation that it calls.
+
+    The operation is an overload, a `RecordedTask` or a `RunAndCopy`.
+    """
     op, args, kwargs = call.op, call.args, call.kwargs
     outputs = [t for t in call.made if t is not None]
     writes_arguments = op._schema.is_mutable  # noqa: SLF001
     if writes_arguments and not outputs:
-        return op._op, args, kwargs  # noqa: SLF001  without a Python layer
-    if op is _aten.clone.default:  # its out-variant copies twice
-        return _aten.copy_.default._op, (outputs[0], args[0]), {}  # noqa: SLF001
+        return op, args, kwargs
+    if op in _COPIES:
+        return _aten.copy_.default, (outputs[0], args[0]), {}
     variant = None if writes_arguments or len(outputs) < len(call.made) else _out_variant(op)
     if variant is None or len(variant[1]) != len(outputs):
         return RunAndCopy(op._op, call.made), args, kwargs  # noqa: SLF001
     overload, names, taken = variant
     kept = {name: value for name, value in kwargs.items() if name in taken}
     into = dict(zip(names, outputs, strict=True))
-    return overload._op, args, {**kept, **into}  # noqa: SLF001
+    return overload, args, {**kept, **into}
 
 
 @cache

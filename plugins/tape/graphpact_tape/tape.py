@@ -21,10 +21,13 @@ from graphpact.graphs.driver import DeclaredMemory, Event, Graph, Ownership, Str
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
+from graphpact_tape.code import Code
 from graphpact_tape.guard import StrictGuard
-from graphpact_tape.host import HostMemory, HostReadGuard
-from graphpact_tape.nodes import Node, make_node
+from graphpact_tape.host import HostMemory, HostReadGuard, tensors_of
+from graphpact_tape.nodes import Node, repeat
 from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
+from graphpact_tape.reuse import in_shared_memory, private_memory
+from graphpact_tape.rewrites import memory_of, rewritten
 from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape
 from graphpact_tape.tasks import RULE, TaskTable
 
@@ -51,25 +54,38 @@ class Tape(Graph):
         self.trace = recording.trace
         self.num_segments = len(recording.segments)
         self.num_nodes = recording.num_nodes
-        self.pool_nbytes = sum(memory.nbytes() for memory in recording.used_memory().values())
         self._external = recording.external_tensors()
         self._lines = {} if recording.trace is None else recording.lines()
-        self._nodes: list[Node] = []
+        nodes: list[Node] = []
         for part in recording.parts:
             if isinstance(part, EagerCall):
-                self._nodes.append((part, (), {}))
+                nodes.append((part, (), {}))
             else:
-                self._nodes += [make_node(call) for call in part.calls if call.is_work]
+                nodes += [repeat(call) for call in part.calls if call.is_work]
+        private = private_memory(recording, nodes)
+        nodes = rewritten(nodes, recording.own, private)
+        if recording.trace is None:  # else `line_of` says by its memory which line made a tensor
+            nodes = in_shared_memory(nodes, recording.own, private)
+        self._nodes = nodes
+        self._code = Code(nodes)
+        kept = {storage_id(t) for t in tensors_of(recording.outputs)}
+        for node in nodes:
+            kept |= memory_of(node)
+        self.pool_nbytes = sum(recording.own[each].nbytes() for each in kept & recording.own.keys())
+
+    @property
+    def source(self) -> str:
+        """The code of a replay; see `graphpact_tape.code`."""
+        return self._code.source
 
     def replay(self) -> None:
         """Run every recorded operation once, in order."""
-        with torch.inference_mode():
-            for op, args, kwargs in self._nodes:
-                op(*args, **kwargs)
+        self._code.run()
 
     def release(self) -> None:
         """Drop the operations and every tensor that only they held."""
         self._nodes = [(_replay_of_released, (), {})]
+        self._code = Code(self._nodes)
         self._external = []
         self.outputs = self.tasks = None
         self.pool_nbytes = 0

@@ -1,0 +1,142 @@
+"""Compile a graph to one shared library, and call it without the layers around it.
+
+Torch's inductor writes a C++ program: fused kernels, and the calls of torch's own kernels between them. It
+is called with the inputs of the graph and nothing is checked at the call, because a replay has the tensors of
+its capture. What torch would put around it (guards, copies of inputs, outputs, its own caches) has nothing to
+do: the inputs are distinct memory, written in place, and there are no outputs.
+
+A graph of which inductor can make no such program is compiled with its Python program instead, which is
+slower to call, and is not kept on disk.
+
+Does not: freeze weights. They are inputs, read in every replay.
+"""
+
+import functools
+import importlib.util
+import inspect
+import logging
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensorMode
+
+from graphpact_cpu_graph import artifacts
+
+_log = logging.getLogger(__name__)
+
+OPTIONS: dict[str, Any] = {
+    "fallback_random": True,  # numbers of torch's generator, as in an eager run
+    "cpp_wrapper": True,
+    "size_asserts": False,
+    "alignment_asserts": False,
+}
+"""Inductor's options."""
+
+_ENTRY = "inductor_entry_cpp"
+_POINTER = "_torchinductor_pyobject_tensor_data_ptr"
+
+_loaded: dict[str, Callable[[Any], object]] = {}
+"""The programs of this process by key. A loaded library stays in memory."""
+
+
+def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[], object]:
+    """Return a function that runs ``module`` on ``inputs``, compiled.
+
+    Args:
+        module: Its placeholders are the inputs; it writes them in place and returns nothing.
+        inputs: The tensors, each in memory of its own.
+    """
+    key = artifacts.key_of(module.graph, inputs, OPTIONS)
+    entry = _loaded.get(key) or _from_cache(key)
+    if entry is None:
+        try:
+            library, fault = _library(module, inputs), "it has other inputs, outputs or constants"
+        except Exception as error:  # noqa: BLE001  of any kind: it is tried in another way
+            library, fault = None, _first_line(error)
+        if library is None:
+            _log.warning(
+                "a region runs as inductor's Python program, there is no C++ program of it: %s", fault
+            )
+            return _python_program(module, inputs)
+        entry = _load(key, artifacts.keep(key, library))
+    _loaded[key] = entry
+    return functools.partial(_call, entry, inputs)
+
+
+def _call(entry: Callable[[Any], object], inputs: list[torch.Tensor]) -> None:
+    # As inductor's programs do. While a region is recorded, the function refuses the call.
+    entry(torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs))  # noqa: SLF001
+
+
+def _from_cache(key: str) -> Callable[[Any], object] | None:
+    library = artifacts.find(key)
+    if library is None:
+        return None
+    try:
+        return _load(key, library)
+    except (ImportError, OSError, AttributeError) as error:
+        artifacts.discard(key, _first_line(error))
+        return None
+
+
+def _load(key: str, library: Path) -> Callable[[Any], object]:
+    """Load a library and return its program, which takes handles of the inputs."""
+    os.environ[_POINTER.upper()] = str(getattr(torch._C._dynamo.guards, _POINTER))  # noqa: SLF001  it reads it
+    spec = importlib.util.spec_from_file_location(f"{key}.{_ENTRY}", library)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"{library} is no library")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    entry: Callable[[Any], object] = getattr(module, _ENTRY)
+    return entry
+
+
+def _library(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Path | None:
+    """Compile ``module`` to a library; None if its program is not one library with these inputs alone."""
+    from torch._functorch import config as functorch_config  # noqa: PLC0415  heavy to import
+    from torch._inductor import compile_fx, config  # noqa: PLC0415  heavy to import
+
+    made: list[Any] = []
+    is_plain: list[bool] = []
+
+    def compile_inner(inner: fx.GraphModule, examples: Sequence[Any], **options: Any) -> Any:
+        outputs = next(node for node in reversed(inner.graph.nodes) if node.op == "output").args[0]
+        is_plain.append(not outputs and len(examples) == len(inputs))
+        made.append(compile_fx.compile_fx_inner(inner, examples, **options))
+        return made[-1]
+
+    with (
+        config.patch({**OPTIONS, "fx_graph_cache": False}),
+        functorch_config.patch(enable_autograd_cache=False),
+    ):
+        compile_fx.compile_fx(module, examples_of(inputs), inner_compile=compile_inner)
+    if is_plain != [True] or made[0].constants:
+        return None
+    program = inspect.getclosurevars(made[0].current_callable).nonlocals.get("f")
+    file = getattr(getattr(program, "__self__", None), "__file__", None)
+    return None if file is None else Path(file)
+
+
+def _python_program(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[], object]:
+    from torch import _inductor  # noqa: PLC0415  heavy to import
+
+    return functools.partial(
+        _inductor.compile(module, examples_of(inputs), {**OPTIONS, "cpp_wrapper": False}), *inputs
+    )
+
+
+def examples_of(inputs: list[torch.Tensor]) -> list[Any]:
+    """Return fake tensors of the layouts of ``inputs``, each in memory of its own."""
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415  heavy to import
+
+    # Its shapes are numbers. Torch looks for an equal graph in its cache only if there is a ShapeEnv.
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,0 +1,250 @@
+"""Compiled graphs on disk: a key for all that they depend on, and entries that are not whole."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from graphpact_cpu_graph import artifacts, native
+from graphpact_cpu_graph.fx_graph import SegmentGraph
+from graphpact_cpu_graph.inductor import InductorDriver
+from graphpact_tape.host import HostMemory, HostReadGuard
+from graphpact_tape.recorder import Recorder
+
+CPU = torch.device("cpu")
+
+
+def region(x: torch.Tensor) -> torch.Tensor:
+    """Return a result that no other test computes."""
+    return torch.tanh(x * 1.0625) + 17
+
+
+@pytest.fixture
+def cache(compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder of entries of an empty cache; no program is loaded yet."""
+    monkeypatch.setenv("GRAPHPACT_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(native, "_loaded", {})
+    return tmp_path / "inductor"
+
+
+def replays(monkeypatch: pytest.MonkeyPatch) -> int:
+    """Capture in a process that has loaded nothing, check a replay, and return how often it compiled."""
+    builds = []
+    build = native._library
+
+    def counted(*args: Any) -> Path | None:
+        builds.append(args)
+        return build(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(native, "_loaded", {})
+        patch.setattr(native, "_library", counted)
+        x = torch.ones(5)
+        graph = InductorDriver(CPU).capture(lambda: region(x))
+        for value in (2.0, -0.5):
+            x.fill_(value)
+            graph.replay()
+            torch.testing.assert_close(graph.outputs, region(x))
+    return len(builds)
+
+
+def test_a_kept_graph_is_not_compiled_again(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A later process takes the library from the cache, and compiles nothing."""
+    assert [replays(monkeypatch) for _ in range(3)] == [1, 0, 0]
+    (entry,) = cache.iterdir()
+    assert sorted(file.name for file in entry.iterdir()) == ["graph.json", "graph.so"]
+
+
+def _rewrite(entry: Path, **facts: Any) -> None:
+    file = entry / "graph.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | facts))
+
+
+def _changed(entry: Path) -> None:
+    content = bytearray((entry / "graph.so").read_bytes())
+    content[len(content) // 2] ^= 1
+    (entry / "graph.so").write_bytes(content)
+
+
+def _no_library(entry: Path) -> None:
+    (entry / "graph.so").write_bytes(b"no library")
+    _rewrite(entry, sha256=hashlib.sha256(b"no library").hexdigest())
+
+
+FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut off": (
+        lambda e: (e / "graph.so").write_bytes((e / "graph.so").read_bytes()[:5000]),
+        "library was changed",
+    ),
+    "one bit": (_changed, "library was changed"),
+    "no library": (lambda e: (e / "graph.so").unlink(), "No such file"),
+    "no facts": (lambda e: (e / "graph.json").unlink(), "No such file"),
+    "facts cut off": (lambda e: (e / "graph.json").write_text('{"key": "'), "Unterminated string"),
+    "facts of another form": (lambda e: (e / "graph.json").write_text("[]"), "another key"),
+    "facts that are no text": (lambda e: (e / "graph.json").write_bytes(b"\xff\xfe"), "codec can't decode"),
+    "of another key": (lambda e: _rewrite(e, key="0" * 32), "another key"),
+    "no hash": (lambda e: _rewrite(e, sha256=None), "library was changed"),
+    "what cannot be loaded": (_no_library, "ImportError"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_broken_entry_is_compiled_again_with_a_warning(
+    fault: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An entry that is not whole is never run: it is compiled again and replaced, and the log says why."""
+    break_it, reason = FAULTS[fault]
+    replays(monkeypatch)
+    # Python does not load a file twice, so the entry is broken at another place.
+    shutil.copytree(cache, cache.parent / "later" / cache.name)
+    monkeypatch.setenv("GRAPHPACT_CACHE_DIR", str(cache.parent / "later"))
+    (entry,) = (cache.parent / "later" / cache.name).iterdir()
+    break_it(entry)
+    with caplog.at_level(logging.WARNING):
+        assert replays(monkeypatch) == 1
+    (record,) = [r for r in caplog.records if r.name == artifacts.__name__]
+    assert str(entry) in record.getMessage()
+    assert reason in record.getMessage()
+    assert replays(monkeypatch) == 0
+
+
+def test_an_entry_of_another_user_is_not_run(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A library that belongs neither to the user nor to root is not loaded."""
+    replays(monkeypatch)
+    (entry,) = cache.iterdir()
+    owner = (entry / "graph.so").stat().st_uid
+    if owner == 0:
+        os.chown(entry / "graph.so", 12345, 12345)
+    else:
+        monkeypatch.setattr(os, "getuid", lambda: owner + 1)
+    assert artifacts.find(entry.name) is None
+    assert "another user" in caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(
+    cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If the folder cannot be made, a graph is compiled and runs, and the log says that it is not kept."""
+    cache.write_text("a file where the folder should be")
+    with caplog.at_level(logging.WARNING):
+        assert replays(monkeypatch) == 1
+    assert "is not kept" in caplog.text
+
+
+# -- keys ------------------------------------------------------------------------------------------
+
+
+def key(fn: Callable[..., Any], *inputs: torch.Tensor) -> str:
+    """Return the key of a region."""
+    guard = HostReadGuard(HostMemory([]), "while a test records", AssertionError)
+    recording = InductorDriver(CPU).record(Recorder(guard), lambda: fn(*inputs))
+    (segment,), (outliving,) = recording.segments, recording.outliving()
+    graph = SegmentGraph.of(segment, outliving)
+    return artifacts.key_of(graph.graph, graph.finish(), native.OPTIONS)
+
+
+def ones(*shape: int, **options: Any) -> torch.Tensor:
+    """Return ones."""
+    return torch.ones(shape, **options)
+
+
+def overlapping(begin: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return two tensors of four rows in one memory; the second begins ``begin`` rows after the first."""
+    memory = ones(6, 4)
+    return memory[:4], memory[begin : begin + 4]
+
+
+REGIONS: dict[str, Callable[[], str]] = {
+    "plain": lambda: key(lambda a, b: a * 2 + b, ones(4, 4), ones(4, 4)),
+    "another number": lambda: key(lambda a, b: a * 3 + b, ones(4, 4), ones(4, 4)),
+    "a float number": lambda: key(lambda a, b: a * 2.0 + b, ones(4, 4), ones(4, 4)),
+    "another operation": lambda: key(lambda a, b: a * 2 - b, ones(4, 4), ones(4, 4)),
+    "other operands": lambda: key(lambda a, b: b * 2 + a * a, ones(4, 4), ones(4, 4)),
+    "another shape": lambda: key(lambda a, b: a * 2 + b, ones(4, 5), ones(4, 5)),
+    "broadcast": lambda: key(lambda a, b: a * 2 + b, ones(4, 4), ones(1, 4)),
+    "another layout": lambda: key(lambda a, b: a * 2 + b, ones(4, 4).t(), ones(4, 4)),
+    "another dtype": lambda: key(lambda a, b: a * 2 + b, ones(4, 4).double(), ones(4, 4)),
+    "one memory": lambda: key(lambda a, b: a * 2 + b, *[ones(4, 4)] * 2),
+    "overlapping": lambda: key(lambda a, b: a.mul_(2) + b, *overlapping(2)),
+    "overlapping more": lambda: key(lambda a, b: a.mul_(2) + b, *overlapping(1)),
+    "in place": lambda: key(lambda a, b: a.mul_(2) + b, ones(4, 4), ones(4, 4)),
+    "into an input": lambda: key(lambda a, b: torch.add(a * 2, b, out=b), ones(4, 4), ones(4, 4)),
+    "two outputs": lambda: key(lambda a, b: ((c := a * 2), c + b), ones(4, 4), ones(4, 4)),
+}
+
+
+def test_what_differs_has_another_key() -> None:
+    """Regions that differ in a number, an operation, a layout or in what is aliased have different keys."""
+    keys = {name: make() for name, make in REGIONS.items()}
+    assert len(set(keys.values())) == len(keys)
+    assert keys == {name: make() for name, make in REGIONS.items()}
+
+
+@pytest.mark.parametrize("change", ["threads", "inductor", "torch", "graphpact", "machine", "options"])
+def test_another_world_has_another_key(change: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The key depends on threads, versions, inductor's configuration, options, compiler and CPU."""
+    from torch._inductor import config
+
+    before = REGIONS["plain"]()
+    if change == "threads":
+        threads = torch.get_num_threads()
+        torch.set_num_threads(threads + 1)
+        try:
+            assert REGIONS["plain"]() != before
+        finally:
+            torch.set_num_threads(threads)
+        return
+    if change == "inductor":
+        with config.patch(max_autotune=True):
+            assert REGIONS["plain"]() != before
+        return
+    if change == "torch":
+        monkeypatch.setattr(torch, "__version__", "2.99.0")
+    if change == "graphpact":
+        monkeypatch.setattr(artifacts.graphpact, "__version__", "99")
+    if change == "machine":
+        monkeypatch.setattr(artifacts, "_machine", lambda: ("another CPU",))
+    if change == "options":
+        monkeypatch.setattr(native, "OPTIONS", {**native.OPTIONS, "fallback_random": False})
+    assert REGIONS["plain"]() != before
+
+
+def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The folder is GRAPHPACT_CACHE_DIR, else graphpact in XDG_CACHE_HOME, else in ~/.cache."""
+    monkeypatch.setenv("GRAPHPACT_CACHE_DIR", "/a/place")
+    monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
+    assert artifacts.cache_folder() == Path("/a/place")
+    monkeypatch.setenv("GRAPHPACT_CACHE_DIR", "")
+    assert artifacts.cache_folder() == Path("/xdg/graphpact")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    assert artifacts.cache_folder() == Path.home() / ".cache/graphpact"
+
+
+@pytest.mark.parametrize("what", ["an error", "nothing to keep"])
+def test_a_graph_without_a_cpp_program_runs_as_torch_compiles_it(
+    what: str, cache: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If no library can be made of a graph, inductor's Python program runs it; the cache has no entry."""
+
+    def unable(*_: object) -> None:
+        if what == "an error":
+            raise NotImplementedError("an argument that C++ has no name for")
+
+    monkeypatch.setattr(native, "_library", unable)
+    x = torch.ones(5)
+    with caplog.at_level(logging.WARNING):
+        graph = InductorDriver(CPU).capture(lambda: region(x))
+    x.fill_(3.0)
+    graph.replay()
+    torch.testing.assert_close(graph.outputs, region(x))
+    assert not cache.exists()
+    assert "no C++ program" in caplog.text
