@@ -3,7 +3,7 @@
 A replay runs the compiled code: none of the region's Python, and fewer, fused kernels. Its inputs are the
 recorded tensors themselves, written in place. Every replay writes the outputs to the same memory.
 
-Does not: run on a GPU, freeze weights into code, or detect wrong use (the tape's strict mode does).
+Does not: run on a GPU, freeze or pack weights, or detect wrong use (the tape's strict mode does).
 """
 
 import functools
