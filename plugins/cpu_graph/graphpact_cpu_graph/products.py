@@ -18,6 +18,8 @@ from graphpact_tape.recorder import RecordedCall
 _log = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
+_SMALLEST = 4096
+"""Elements of the smallest weight: a smaller one gains nothing, and keeps the bits of an eager run."""
 
 
 class Product(NamedTuple):
@@ -51,5 +53,6 @@ def product_of(call: RecordedCall) -> Product | None:
 def _fits(product: Product) -> bool:
     x, weight, bias = product
     is_transposed = weight.stride() == (1, weight.shape[0])
+    is_large = weight.numel() >= _SMALLEST
     is_plain = x.device.type == "cpu" and x.dtype is weight.dtype and (bias is None or bias.dtype is x.dtype)
-    return is_transposed and is_plain and is_faster(x.shape[0], x.dtype)
+    return is_large and is_transposed and is_plain and is_faster(x.shape[0], x.dtype)

@@ -35,12 +35,12 @@ def found(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
 
 def linear(rows: int, dtype: torch.dtype = F32, *, bias: bool = False) -> Callable[[], torch.Tensor]:
     """Return a linear layer as models call it, applied to ``rows`` rows."""
-    layer = torch.nn.Linear(40, 24, bias=bias, dtype=dtype)
-    x = torch.randn(1, rows, 40, dtype=dtype)
+    layer = torch.nn.Linear(80, 60, bias=bias, dtype=dtype)
+    x = torch.randn(1, rows, 80, dtype=dtype)
     return lambda: layer(x)
 
 
-A, B, COLUMN = torch.randn(3, 40), torch.randn(40, 24), torch.randn(3, 1)
+A, B, COLUMN = torch.randn(3, 80), torch.randn(80, 60), torch.randn(3, 1)
 
 
 @pytest.mark.parametrize(
@@ -53,6 +53,7 @@ A, B, COLUMN = torch.randn(3, 40), torch.randn(40, 24), torch.randn(3, 1)
         (linear(4, torch.bfloat16), 1),
         (linear(5, torch.bfloat16), 0),
         (linear(3, torch.float64), 0),
+        (lambda: A[:, :60] @ B[:60].t(), 0),  # 3600 elements
         (lambda: A @ B, 0),  # the weight is in the other order
         (lambda: torch.addmm(COLUMN, A, B.t().contiguous().t()), 0),  # no bias of a layer
         (lambda: torch.addmm(B[0], A, B.t().contiguous().t(), beta=2), 0),
@@ -65,6 +66,7 @@ A, B, COLUMN = torch.randn(3, 40), torch.randn(40, 24), torch.randn(3, 1)
         "bfloat16",
         "too many rows of bfloat16",
         "float64",
+        "a small weight",
         "another order",
         "a column",
         "a factor",
@@ -83,7 +85,7 @@ def test_the_kernel_takes_products_of_few_rows_with_a_weight(
 
 def test_a_weight_that_changes_in_place_takes_effect(compiler: None, found: list[Product]) -> None:
     """Replays read the weights where they lie: new values of weight, bias and rows give new results."""
-    layer, x = torch.nn.Linear(40, 24), torch.randn(3, 40)
+    layer, x = torch.nn.Linear(80, 60), torch.randn(3, 80)
     graph = InductorDriver(CPU).capture(lambda: layer(x).relu())
     assert len(found) == 1
     for _ in range(3):
