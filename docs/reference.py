@@ -1,13 +1,13 @@
 """Write the reference: ``docs/reference/``, ``docs/configuration.md``, parts of other pages, and schemas.
 
-The schemas are those of ``results.json`` and of `graphpact bench --json`; `api` writes the pages of ``docs/reference/``. The parts are the acts
-of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what stands between ``<!--
-include WHAT -->`` and ``<!-- /include -->``: source code, the files of a package, the contracts of imports,
-the slots of lanes (see `INCLUDES`). Run it after a change of the configuration, of ``graph_acts.toml``,
-of `graphpact_conformance.results`, of `graphpact_bench.report`, of the rules and their stories, of the step, of the core's modules, of the
-slots of drafts, or of the import contracts; with ``--museum``, which takes minutes, after a change of the
-museum or of the suite's experiments, for ``docs/museum.md``. Tests hold the files to what this script would
-write.
+The schemas are those of ``results.json`` and of `graphpact bench --json`; `api` writes the pages of
+``docs/reference/``. The parts are the acts of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and
+on every page what stands between ``<!-- include WHAT -->`` and ``<!-- /include -->``: source code, the files
+of a package, the contracts of imports, the slots of lanes (see `INCLUDES`). Run it after a change of the
+configuration, of ``graph_acts.toml``, of `graphpact_conformance.results`, of `graphpact_bench.report`, of
+the rules and their stories, of the step, of the core's modules, of the slots of drafts, or of the import
+contracts; with ``--museum``, which takes minutes, after a change of the museum or of the suite's experiments,
+for ``docs/museum.md``. Tests hold the files to what this script would write.
 
 Does not: build a site.
 """

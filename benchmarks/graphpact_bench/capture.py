@@ -13,7 +13,7 @@ from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
 from graphpact_bench.decode import LEFT_OUT
 from graphpact_bench.models import BYTES, ModelShape
-from graphpact_bench.options import Options, saved_model
+from graphpact_bench.options import BenchOptions, saved_model
 from graphpact_bench.report import Chart, Column, Skipped, Table
 from graphpact_bench.timing import UnavailableWayError
 from graphpact_bench.ways.engines import make_engine, require_driver
@@ -55,7 +55,7 @@ LANES: Mapping[str, tuple[str, str, str, str]] = {
 """The lane, runner and driver of each row, and whether the lane is strict."""
 
 
-def measure(options: Options) -> Iterator[Table]:
+def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield a table for each shape of a model."""
     scale = QUICK if options.quick else FULL
     scale = scale._replace(batch_sizes=options.batch_sizes or scale.batch_sizes)
@@ -63,7 +63,7 @@ def measure(options: Options) -> Iterator[Table]:
         yield measure_shape(options, scale._replace(shape=shape))
 
 
-def measure_shape(options: Options, scale: CaptureScale) -> Table:
+def measure_shape(options: BenchOptions, scale: CaptureScale) -> Table:
     """Return the table of one model."""
     table = Table(
         name="capture",

@@ -18,7 +18,7 @@ import torch
 from graphpact.hookspecs import hookimpl
 from graphpact.plugins import PluginCatalog
 from graphpact_bench.models import random_prompts
-from graphpact_bench.options import Options, saved_model
+from graphpact_bench.options import BenchOptions, saved_model
 from graphpact_bench.repeated_step import LIVE, SIZE, RepeatedStep, doing_nothing
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.step import CUDA, FULL, QUICK, TAPE, StepScale, graphs_of
@@ -51,7 +51,7 @@ class NullObserver:
         return (yield)
 
 
-def measure(options: Options) -> Iterator[Table]:
+def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield a table of whole steps and one of host work, for each shape of a model."""
     scale = QUICK if options.quick else FULL
     for shape in options.shapes or (scale.shape,):
@@ -60,7 +60,7 @@ def measure(options: Options) -> Iterator[Table]:
 
 
 @torch.inference_mode()
-def measure_shape(path: Path, options: Options, scale: StepScale) -> Iterator[Table]:
+def measure_shape(path: Path, options: BenchOptions, scale: StepScale) -> Iterator[Table]:
     """Yield the tables of one model."""
     graphs, _ = graphs_of(options)
     graph = graphs[TAPE if TAPE in graphs else CUDA]

@@ -24,7 +24,7 @@ from graphpact.files import write_file
 from graphpact_bench.ways.table import WAYS
 
 if TYPE_CHECKING:
-    from graphpact_bench.options import Options
+    from graphpact_bench.options import BenchOptions
     from graphpact_bench.report import Table
 
 
@@ -213,7 +213,9 @@ def choose(what: list[str], options: list[str]) -> list[str]:
     return chosen
 
 
-def make_options(given: dict[str, Any], ways: tuple[str, ...], *, quick: bool, narrow: bool) -> "Options":
+def make_options(
+    given: dict[str, Any], ways: tuple[str, ...], *, quick: bool, narrow: bool
+) -> "BenchOptions":
     """Return the options of the measurements.
 
     Args:
@@ -230,7 +232,7 @@ def make_options(given: dict[str, Any], ways: tuple[str, ...], *, quick: bool, n
     import torch  # noqa: PLC0415  slow
 
     from graphpact_bench.models import parse_shape  # noqa: PLC0415  slow
-    from graphpact_bench.options import DTYPES, Options  # noqa: PLC0415  slow
+    from graphpact_bench.options import DTYPES, BenchOptions  # noqa: PLC0415  slow
 
     dtype, device = given["--dtype"] or "float32", given["--device"] or "cpu"
     if dtype not in DTYPES:
@@ -241,7 +243,7 @@ def make_options(given: dict[str, Any], ways: tuple[str, ...], *, quick: bool, n
         raise UsageError("--device cuda: torch sees no CUDA device", hint="use cpu")
     if narrow:
         ways = tuple(n for n in ways if device in WAYS[n].devices and not (quick and WAYS[n].compiles))
-    return Options(
+    return BenchOptions(
         quick=quick,
         dtype=dtype,
         device=torch.device(device),
@@ -255,7 +257,7 @@ def make_options(given: dict[str, Any], ways: tuple[str, ...], *, quick: bool, n
 
 
 def run_all(
-    names: list[str], options: "Options", *, threads: int, json_file: str | None, plot: Path | None
+    names: list[str], options: "BenchOptions", *, threads: int, json_file: str | None, plot: Path | None
 ) -> None:
     """Run measurements and write what they found.
 
@@ -297,7 +299,7 @@ def run_all(
         note(f"picture written to {plot}" if draw(report, plot) else "no table has a picture")
 
 
-def _tables(name: str, options: "Options") -> "Iterator[Table]":
+def _tables(name: str, options: "BenchOptions") -> "Iterator[Table]":
     """Yield the tables of a measurement, or one that says why it cannot run here."""
     from graphpact_bench.report import Skipped, Table  # noqa: PLC0415  slow
     from graphpact_bench.timing import UnavailableWayError  # noqa: PLC0415  slow

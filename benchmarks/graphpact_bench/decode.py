@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from typing import NamedTuple
 
 from graphpact_bench.models import BYTES, ModelShape, random_prompts
-from graphpact_bench.options import Dtype, Options, saved_model
+from graphpact_bench.options import BenchOptions, Dtype, saved_model
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.timing import Race, Spread, race
 from graphpact_bench.ways.base import WaySetting
@@ -48,7 +48,7 @@ QUICK = DecodeScale(
 )
 
 
-def measure(options: Options) -> Iterator[Table]:
+def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield a table for each shape of a model."""
     scale = QUICK if options.quick else FULL
     scale = scale._replace(batch_sizes=options.batch_sizes or scale.batch_sizes)
@@ -56,7 +56,7 @@ def measure(options: Options) -> Iterator[Table]:
         yield measure_shape(options, scale._replace(shape=shape))
 
 
-def measure_shape(options: Options, scale: DecodeScale) -> Table:
+def measure_shape(options: BenchOptions, scale: DecodeScale) -> Table:
     """Return the table of one model.
 
     Raises:
@@ -123,7 +123,7 @@ def add_rows(table: Table, size: int, names: Sequence[str], raced: Race) -> None
         )
 
 
-def left_out(options: Options, names: Sequence[str]) -> list[Skipped]:
+def left_out(options: BenchOptions, names: Sequence[str]) -> list[Skipped]:
     """Return why ``--quick`` lacks the ways that compile."""
     if not options.quick or options.ways:
         return []

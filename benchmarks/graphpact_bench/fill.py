@@ -22,7 +22,7 @@ from graphpact.buffers import (
     build_prefill_registry,
 )
 from graphpact.errors import EngineError
-from graphpact_bench.options import Options
+from graphpact_bench.options import BenchOptions
 from graphpact_bench.report import Chart, Column, Table, spread_columns, spread_values
 from graphpact_bench.timing import Spread
 
@@ -32,7 +32,15 @@ AIM = 0.20
 
 @dataclass(frozen=True)
 class FillCase:
-    """A registry preset and the counts of one fill; ``tokens`` default to the request counts."""
+    """A registry preset and the counts of one fill.
+
+    Args:
+        name: The name of the registry.
+        build: Builds it.
+        raw: Live requests.
+        padded: Requests of the shape.
+        tokens: Live tokens and those of the shape; None: the request counts.
+    """
 
     name: str
     build: Callable[[torch.device], CudaGraphBufferRegistry]
@@ -228,7 +236,7 @@ def add_row(table: Table, case: FillCase, device: torch.device, *, rounds: int, 
     )
 
 
-def measure(options: Options) -> Iterator[Table]:
+def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield the table of every case."""
     rounds, calls = (2, 10) if options.quick else (30, 500)
     device = options.device

@@ -17,7 +17,7 @@ from graphpact.attention import Capabilities, HeadLayout
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog, Rejected
 from graphpact_bench.models import random_prompts, save_latent_model, save_model
-from graphpact_bench.options import Options
+from graphpact_bench.options import BenchOptions
 from graphpact_bench.repeated_step import LIVE, SIZE, RepeatedStep, doing_nothing
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.step import CUDA, FULL, QUICK, TAPE, graphs_of
@@ -28,7 +28,7 @@ _POSITIONS, _PAGE = 128, 16
 
 
 @torch.inference_mode()
-def measure(options: Options) -> Iterator[Table]:
+def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield the table of every installed attention backend."""
     scale = QUICK if options.quick else FULL
     table = Table(

@@ -23,7 +23,7 @@ from typing import NamedTuple
 import torch
 
 from graphpact_bench.examples import examples_folder
-from graphpact_bench.options import Options
+from graphpact_bench.options import BenchOptions
 from graphpact_bench.report import Chart, Column, Table
 from graphpact_bench.timing import Agreement, Tokens
 from graphpact_engine import Engine, SamplingParams
@@ -176,7 +176,7 @@ def add_rows(table: Table, ways: Sequence[SchedulingWay], rounds: Sequence[Seque
         table.add(time=LOAD, way=way.name, median_ms=load * 1e3, x_median=load / loads[0], **none)
 
 
-def measure(options: Options) -> Iterator[Table]:
+def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield the table of every way to schedule."""
     scale = QUICK if options.quick else FULL
     chunk = options.chunk or scale.prompt // 6

@@ -1,4 +1,4 @@
-"""`Options`: what every measurement is given.
+"""`BenchOptions`: what every measurement is given.
 
 Does not: parse the command line; `graphpact_bench.cli` does.
 """
@@ -21,7 +21,7 @@ DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """The options of a run.
 
     Args:

@@ -17,7 +17,7 @@ from graphpact import Lane
 from graphpact.errors import EngineError, UsageError, did_you_mean
 from graphpact_bench.decode import LEFT_OUT, agreement
 from graphpact_bench.models import BYTES, ModelShape, random_prompts
-from graphpact_bench.options import Options, saved_model
+from graphpact_bench.options import BenchOptions, saved_model
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.timing import Race, Spread, Tokens, UnavailableWayError, Written, race
 from graphpact_bench.ways.base import Way, WaySetting
@@ -109,14 +109,14 @@ class PrefillWay(EngineWay):
         return written
 
 
-def measure(options: Options) -> Iterator[Table]:
+def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield a table for each shape of a model."""
     scale = QUICK if options.quick else FULL
     for shape in options.shapes or (scale.shape,):
         yield measure_shape(options, scale._replace(shape=shape))
 
 
-def measure_shape(options: Options, scale: PrefillScale) -> Table:
+def measure_shape(options: BenchOptions, scale: PrefillScale) -> Table:
     """Return the table of one model.
 
     Raises:
@@ -179,7 +179,7 @@ def add_rows(table: Table, length: int, count: int, raced: Race) -> None:
 
 
 def make_prefill_ways(
-    options: Options, scale: PrefillScale, setting: WaySetting
+    options: BenchOptions, scale: PrefillScale, setting: WaySetting
 ) -> tuple[list[Way], list[Skipped]]:
     """Return the ways to measure, eager first, and why others are skipped.
 
@@ -219,7 +219,7 @@ def make_prefill_ways(
     return ways, skipped
 
 
-def _make_lane(name: str, options: Options, scale: PrefillScale, setting: WaySetting) -> Way:
+def _make_lane(name: str, options: BenchOptions, scale: PrefillScale, setting: WaySetting) -> Way:
     """Return a way of the engine.
 
     Raises:

@@ -12,7 +12,7 @@ from pathlib import Path
 from graphpact import Lane, StepOutputs
 from graphpact.errors import EngineError
 from graphpact.graphs import Graph
-from graphpact_bench.options import Options
+from graphpact_bench.options import BenchOptions
 from graphpact_bench.ways.engines import make_engine
 from graphpact_engine import SamplingParams
 
@@ -43,7 +43,7 @@ class RepeatedStep:
         self,
         path: Path,
         prompts: Sequence[list[int]],
-        options: Options,
+        options: BenchOptions,
         *overrides: str,
         observers: Sequence[object] = (),
     ) -> None:

@@ -254,7 +254,7 @@ def _draw_lines(axes: Any, table: Table) -> None:
             marker="o",
             capsize=_ERROR_BARS,
             label=name,
-            linestyle="--" if name.startswith("matrix products") else "-",
+            linestyle="--" if name.startswith(("matrix products", "weights read")) else "-",
         )
     axes.set_xscale("log")
     axes.set_yscale("log")

@@ -24,7 +24,7 @@ import torch
 
 from graphpact.errors import EngineError
 from graphpact_bench.examples import examples_folder
-from graphpact_bench.options import Options
+from graphpact_bench.options import BenchOptions
 from graphpact_bench.report import Chart, Column, Table, spread_columns, spread_values
 from graphpact_bench.timing import Agreement, Spread, Tokens
 from graphpact_engine import Engine, SamplingParams
@@ -207,7 +207,7 @@ def add_rows(
             )
 
 
-def measure(options: Options) -> Iterator[Table]:
+def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield the table of every way to draft."""
     scale = QUICK if options.quick else FULL
     scale = scale._replace(sizes=options.batch_sizes or scale.sizes)

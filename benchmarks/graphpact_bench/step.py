@@ -12,7 +12,7 @@ import torch
 
 from graphpact.errors import EngineError
 from graphpact_bench.models import BYTES, ModelShape, random_prompts
-from graphpact_bench.options import Options, saved_model
+from graphpact_bench.options import BenchOptions, saved_model
 from graphpact_bench.repeated_step import LIVE, SIZE, RepeatedStep, doing_nothing
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.timing import Spread, UnavailableWayError, take_turns
@@ -50,7 +50,7 @@ QUICK = StepScale(
 )
 
 
-def measure(options: Options) -> Iterator[Table]:
+def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield a table for each shape of a model."""
     scale = QUICK if options.quick else FULL
     for shape in options.shapes or (scale.shape,):
@@ -59,7 +59,7 @@ def measure(options: Options) -> Iterator[Table]:
 
 
 @torch.inference_mode()
-def measure_parts(path: Path, options: Options, scale: StepScale) -> Table:
+def measure_parts(path: Path, options: BenchOptions, scale: StepScale) -> Table:
     """Return the table of one model."""
     graphs, skipped = graphs_of(options)
     with ExitStack() as stack:
@@ -99,7 +99,7 @@ def measure_parts(path: Path, options: Options, scale: StepScale) -> Table:
     return describe(options, scale, whole, taken, skipped)
 
 
-def graphs_of(options: Options) -> tuple[dict[str, tuple[str, ...]], list[Skipped]]:
+def graphs_of(options: BenchOptions) -> tuple[dict[str, tuple[str, ...]], list[Skipped]]:
     """Return the configuration of the decode lane for each kind of graph, and why one is missing."""
     graphs: dict[str, tuple[str, ...]] = {}
     skipped = []
@@ -122,7 +122,7 @@ def graphs_of(options: Options) -> tuple[dict[str, tuple[str, ...]], list[Skippe
 
 
 def describe(
-    options: Options,
+    options: BenchOptions,
     scale: StepScale,
     whole: Mapping[str, list[float]],
     taken: Mapping[str, list[float]],
@@ -169,7 +169,7 @@ def describe(
     return table
 
 
-def _synchronized(replay: Callable[[], None], options: Options) -> Callable[[], None]:
+def _synchronized(replay: Callable[[], None], options: BenchOptions) -> Callable[[], None]:
     if options.device.type != "cuda":
         return replay
 

@@ -89,7 +89,7 @@ class Written:
     steps: list[float] = field(default_factory=list)
 
 
-class Writer(Protocol):
+class TokenWriter(Protocol):
     """One way to continue prompts greedily.
 
     Attributes:
@@ -187,7 +187,7 @@ class Agreement:
 
 
 def race(
-    ways: Sequence[Writer],
+    ways: Sequence[TokenWriter],
     prompts: Tokens,
     count: int,
     rounds: int,

@@ -2,15 +2,16 @@
 
 The products of a step are those of every layer in order, and of the logits, each with weights of its own.
 Cold: they run over copies of all weights, so many that together they are several times the last-level cache;
-so every weight comes from memory. Warm: over one copy. A step at batch 1 cannot be faster than its products
-on weights that the caches do not hold.
+so every weight comes from memory. Warm: over one copy. They are torch's products: a step that multiplies with
+torch cannot be faster on weights that the caches do not hold. One with kernels of its own can, down to the
+time in which the weights are read at all, which is the third row beside the ways: the sum of each matrix.
 
 Does not: count attention, norms, or anything else of a step into the limit.
 """
 
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import NamedTuple
 
@@ -19,16 +20,22 @@ import torch
 from graphpact_bench.decode import agreement, left_out
 from graphpact_bench.machine import cache_bytes
 from graphpact_bench.models import PRESETS, ModelShape, random_prompts
-from graphpact_bench.options import Options, saved_model
+from graphpact_bench.options import BenchOptions, saved_model
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.timing import Spread, race
 from graphpact_bench.ways.base import WaySetting
 from graphpact_bench.ways.table import choose_ways, make_ways
 
 COLD, WARM = "matrix products, cold", "matrix products, warm"
+READ = "weights read, cold"
 _CACHES = 4  # how many times the last-level cache the copies of the weights are
 _CACHE = 32 * 2**20  # where the system does not say its size
-_SLOW = ("tape-strict",)  # left out unless named
+_SLOW = {
+    "tape-strict": "it is many times slower than a step",
+    "compile": "it compiles for minutes",
+    "generate-compiled": "it compiles for minutes",
+}
+"""Ways that are left out unless they are named, and why."""
 
 
 class WidthScale(NamedTuple):
@@ -96,14 +103,32 @@ class MatrixProducts:
         self.outputs = [made(batch, outputs) for outputs, _ in shape.matrices]
         self.repeats = 1 if copies > 1 else repeats
 
+    def multiply(self) -> list[float]:
+        """Return the seconds of the products of one step, for each copy of the weights."""
+
+        def products(weights: Sequence[torch.Tensor]) -> None:
+            for row, weight, output in zip(self.rows, weights, self.outputs, strict=True):
+                torch.mm(row, weight.T, out=output)
+
+        return self._time(products)
+
+    def read(self) -> list[float]:
+        """Return the seconds in which the weights are read once, for each copy of them."""
+
+        def sums(weights: Sequence[torch.Tensor]) -> None:
+            for weight in weights:
+                weight.view(-1).view(
+                    torch.float32
+                ).sum()  # of a bfloat16 the bits: converting it takes longer
+
+        return self._time(sums)
+
     @torch.inference_mode()
-    def run(self) -> list[float]:
-        """Return the seconds of one step for each copy of the weights."""
+    def _time(self, work: Callable[[Sequence[torch.Tensor]], None]) -> list[float]:
         taken = []
         for weights in self.copies * self.repeats:
             start = time.perf_counter()
-            for row, weight, output in zip(self.rows, weights, self.outputs, strict=True):
-                torch.mm(row, weight.T, out=output)
+            work(weights)
             self._synchronize()
             taken.append(time.perf_counter() - start)
         return taken
@@ -113,14 +138,15 @@ def _nothing() -> None:
     pass
 
 
-def measure(options: Options) -> Iterator[Table]:
+def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield one table of all shapes."""
     scale = QUICK if options.quick else FULL
     scale = scale._replace(
         shapes=options.shapes or scale.shapes, batch_sizes=options.batch_sizes or scale.batch_sizes
     )
     names = choose_ways(options.ways, options.device.type, compiling=not options.quick)
-    names = [name for name in names if name not in _SLOW or name in options.ways]
+    if not options.ways:
+        names = [name for name in names if name not in _SLOW]
     table = Table(
         name="widths",
         title=f"decode step by width, {options.setting}: greedy, {scale.new} tokens after each prompt of"
@@ -134,22 +160,30 @@ def measure(options: Options) -> Iterator[Table]:
             *spread_columns("step_ms", "step ms", ".3f"),
             Column(key="best_ms", heading="best", format=".3f"),
             Column(key="x_limit", heading="x limit", format=".2f"),
+            Column(key="x_limit_best", heading="best x limit", format=".2f"),
             Column(key="gb_per_s", heading="GB/s", format=".1f"),
             Column(key="ties", heading="ties", format="d"),
         ],
         notes=[
             agreement(options.dtype),
-            f"x limit: the step by the median of '{COLD}'; GB/s: the weights of the products by the step",
+            f"x limit: the step by '{COLD}', of medians and of the best",
+            "GB/s: the weights of the products by the step",
         ],
         chart=Chart(value="step_ms", label=["way", "batch"], x="weights_mib"),
     )
     table.skipped += left_out(options, [*names, *_SLOW])
+    if not options.ways:
+        table.skipped += [
+            Skipped(what=name, reason=f"{reason}; name it by --way") for name, reason in _SLOW.items()
+        ]
     for shape in scale.shapes:
         add_shape(table, options, scale, shape, names)
     yield table
 
 
-def add_shape(table: Table, options: Options, scale: WidthScale, shape: ModelShape, names: list[str]) -> None:
+def add_shape(
+    table: Table, options: BenchOptions, scale: WidthScale, shape: ModelShape, names: list[str]
+) -> None:
     """Measure one model and add its rows.
 
     Raises:
@@ -171,19 +205,19 @@ def add_shape(table: Table, options: Options, scale: WidthScale, shape: ModelSha
             judge = TieJudge(setting)
         for size in scale.batch_sizes:
             options.say(f"widths: {shape}, {size} at a time")
-            products = {
-                name: MatrixProducts(shape, size, options.torch_dtype, options.device, is_cold=name == COLD)
-                for name in (COLD, WARM)
-            }
+            cold, warm = (
+                MatrixProducts(shape, size, options.torch_dtype, options.device, is_cold=is_cold)
+                for is_cold in (True, False)
+            )
             raced = race(
                 ways,
                 random_prompts(size, scale.prompt, shape.vocab),
                 scale.new,
                 scale.rounds,
                 is_tie=judge,
-                beside={name: each.run for name, each in products.items()},
+                beside={COLD: cold.multiply, WARM: warm.multiply, READ: cold.read},
             )
-            del products
+            del cold, warm
             for name, reason in raced.failed.items():
                 table.skipped.append(Skipped(what=f"{name}, {shape}, batch {size}", reason=reason))
             limit = Spread.of(raced.beside[COLD]).median
@@ -199,6 +233,7 @@ def add_shape(table: Table, options: Options, scale: WidthScale, shape: ModelSha
                     **spread_values("step_ms", spread.times(1e3)),
                     best_ms=min(each) * 1e3,
                     x_limit=spread.median / limit,
+                    x_limit_best=min(each) / min(raced.beside[COLD]),
                     gb_per_s=nbytes / spread.median / 1e9,
                     ties=raced.ties.get(name),
                 )

@@ -1,4 +1,4 @@
-"""Every measurement runs with --quick through the command; its counts are right, its times are not checked."""
+"""Every measurement runs with --quick through the command; counts are right, times are not checked."""
 
 import json
 import sys
@@ -69,7 +69,7 @@ def reasons(table: dict[str, Any]) -> dict[str, str]:
 def test_a_fill_is_one_operation_on_a_cpu(bench: Bench) -> None:
     """Both sides leave the same rows; a fill of a lane is one operation, a loop one or two for each slot."""
     (table,), out = bench("fill", "--quick")
-    lanes = [row for row in column(table, "registry", "slots", "raw", "padded", "fill_ops", "one_by_one_ops")]
+    lanes = column(table, "registry", "slots", "raw", "padded", "fill_ops", "one_by_one_ops")
     assert [(*row[:2], row[2] < row[3], *row[4:]) for row in lanes if row[0].endswith("lane")] == [
         ("decode lane", 6, True, 1, 12),
         ("decode lane", 6, True, 1, 12),
@@ -178,9 +178,7 @@ _NONE = ("--dtype", "--device", "--model-shape", "--batch", "--chunk", "--prefil
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_llama_cpp_writes_the_same_tokens(
-    dtype: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_llama_cpp_writes_the_same_tokens(dtype: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the GGUF file of a model with grouped heads; and not if its rows are in another order."""
     monkeypatch.undo()
     pytest.importorskip("llama_cpp", reason="the extra graphpact-bench[llama] is not installed")
@@ -193,7 +191,7 @@ def test_llama_cpp_writes_the_same_tokens(
 
 
 def test_checks_are_measured_from_the_pact_to_a_strict_lane(bench: Bench) -> None:
-    """Host work has a row for each observer that is installed; whole steps for verification and strictness."""
+    """Host work has a row for each installed observer; whole steps for verification and a strict lane."""
     (host, whole), out = bench("checks", "--quick")
     assert [lane for (lane,) in column(host, "lane")] == [
         "pact off",
@@ -216,7 +214,9 @@ def test_checks_are_measured_from_the_pact_to_a_strict_lane(bench: Bench) -> Non
 def test_every_way_to_prefill_is_measured_on_equal_tokens(fault: str | None, bench: Bench) -> None:
     """Every way has a row for each length, with and without padding, and every skipped way a reason."""
     graphs = [f"{name}-{driver}" for driver in ("tape", "inductor") for name in ("breakable", "piecewise")]
-    named = [option for way in (*graphs, "lane-compiled", "generate", "continuous") for option in ("--way", way)]
+    named = [
+        option for way in (*graphs, "lane-compiled", "generate", "continuous") for option in ("--way", way)
+    ]
     (table,), out = bench("prefill", "--quick", *named)
     compiled = fault is None
     through = graphs if compiled else graphs[:2]
@@ -226,9 +226,7 @@ def test_every_way_to_prefill_is_measured_on_equal_tokens(fault: str | None, ben
         for length, count in ((4, 4), (5, 8), (8, 8))
         for way in ways
     ]
-    assert reasons(table) == (
-        {} if compiled else dict.fromkeys([*graphs[2:], "lane-compiled"], fault)
-    )
+    assert reasons(table) == ({} if compiled else dict.fromkeys([*graphs[2:], "lane-compiled"], fault))
     losses = [row for row in table["rows"] if row["graph"] and row["x_eager"] < 1]
     assert sum(line.startswith("loses: ") for line in out.splitlines()) == len(losses)
 
@@ -243,12 +241,13 @@ def test_every_captured_shape_has_its_time_and_its_memory(bench: Bench) -> None:
     assert {*reasons(table)} == {"cpu_graph", "breakable-inductor", "piecewise-inductor"}
 
 
-def test_a_sweep_of_widths_has_the_matrix_products_beside_each_model(bench: Bench) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_sweep_of_widths_has_the_matrix_products_beside_each_model(dtype: str, bench: Bench) -> None:
     """Every model and batch size has its ways and its limit, and a step's bandwidth follows from its time."""
-    shapes = ["64x1", "32x2:heads=2"]
+    shapes = ["64x1", "32x2:heads=2,intermediate=97"]
     options = [option for shape in shapes for option in ("--model-shape", shape)]
-    (table,), _ = bench("widths", "--quick", *options, "--batch", "1", "--way", "tape")
-    ways = ["eager", "tape", "matrix products, cold", "matrix products, warm"]
+    (table,), _ = bench("widths", "--quick", *options, "--batch", "1", "--way", "tape", "--dtype", dtype)
+    ways = ["eager", "tape", "matrix products, cold", "matrix products, warm", "weights read, cold"]
     assert column(table, "model", "batch", "way") == [(m, 1, w) for m in ("64x1", "32x2") for w in ways]
     for row in table["rows"]:
         moved = row["gb_per_s"] * 1e9 * row["step_ms"] * 1e-3
@@ -283,7 +282,12 @@ def test_every_way_to_draft_is_measured_on_equal_tokens(bench: Bench) -> None:
         assert row["x_plain"] * row["x_steps"] * row["x_step_time"] == pytest.approx(1)
         assert (row["accepted"] > 1.3, row["x_steps"] < 0.8) == (drafts, drafts)
         parts = [row[part] for part in ("draft", "verify", "draft_extend", "rest")]
-        assert [part is not None for part in parts] == [drafts, drafts, row["way"].startswith("eagle"), drafts]
+        assert [part is not None for part in parts] == [
+            drafts,
+            drafts,
+            row["way"].startswith("eagle"),
+            drafts,
+        ]
         shares = [part for part in parts if part is not None]
         assert not drafts or (sum(shares) == pytest.approx(1) and min(shares) >= 0)
         reason = f"batch {row['batch']}, {row['way']}, graphs {row['graphs']}: loses. "
@@ -303,7 +307,7 @@ def test_without_the_examples_a_measurement_is_skipped(
 
 
 def test_without_a_name_the_first_five_are_measured(bench: Bench, tmp_path: Path) -> None:
-    """`graphpact bench` alone measures the parts and decode, with ways that need no minutes, and draws them."""
+    """`graphpact bench` alone measures the parts, and decode with quick ways only; and draws them."""
     tables, _ = bench("--quick", "--plot", str(tmp_path / "out.svg"))
     names = [table["name"] for table in tables]
     assert names == ["fill", "metadata", "step", "decode", "checks: host work", "checks"]

@@ -59,12 +59,12 @@ def test_cold_weights_are_more_than_the_caches_hold(monkeypatch: pytest.MonkeyPa
         torch, "mm", lambda a, b, *, out: (multiplied.append(b.data_ptr()), mm(a, b, out=out))
     )
     cold = widths.MatrixProducts(SMALL, 2, torch.float32, cpu, is_cold=True)
-    times = cold.run()
+    times = cold.multiply()
     assert len(times) == len(cold.copies) == 3  # 4 caches of 3 bytes a weight, by 4 bytes
     assert len(set(multiplied)) == len(multiplied) == 3 * len(SMALL.matrices)
     multiplied.clear()
     warm = widths.MatrixProducts(SMALL, 2, torch.float32, cpu, is_cold=False, repeats=5)
-    assert len(warm.run()) == 5
+    assert len(warm.multiply()) == 5
     assert len(set(multiplied)) == len(SMALL.matrices)
 
 

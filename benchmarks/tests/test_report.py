@@ -50,7 +50,9 @@ def table() -> Table:
 @pytest.fixture
 def report(table: Table) -> BenchReport:
     """Return a report with one table."""
-    machine = Machine(cpu="a CPU", cores=2, cache_mib=None, device="a CPU", threads=1, versions={"torch": "2"})
+    machine = Machine(
+        cpu="a CPU", cores=2, cache_mib=None, device="a CPU", threads=1, versions={"torch": "2"}
+    )
     return BenchReport(quick=True, dtype="float32", machine=machine, tables=[table])
 
 
@@ -85,7 +87,9 @@ def test_the_schema_is_what_the_code_would_write() -> None:
 
 
 @pytest.mark.parametrize("x", [None, "width"])
-def test_a_picture_has_the_bars_or_lines_of_a_table(x: str | None, report: BenchReport, tmp_path: Path) -> None:
+def test_a_picture_has_the_bars_or_lines_of_a_table(
+    x: str | None, report: BenchReport, tmp_path: Path
+) -> None:
     """Every way is in the picture, as a bar, or as a line where the table has an x axis."""
     (table,) = report.tables
     if x is not None:
@@ -109,7 +113,7 @@ def test_a_report_without_a_chart_has_no_picture(report: BenchReport, tmp_path: 
 def test_a_picture_that_cannot_be_drawn_is_refused_before_a_measurement(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A suffix without a picture is refused, and so is a picture without matplotlib, with the extra's name."""
+    """A suffix without a picture is refused, and a picture without matplotlib, with the name of the extra."""
     with pytest.raises(UsageError, match="not a file of a picture"):
         require_picture(Path("out.txt"))
     require_picture(Path("out.png"))

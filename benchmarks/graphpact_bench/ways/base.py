@@ -49,7 +49,7 @@ class WaySetting:
 
 
 class Way(ABC):
-    """One way to continue prompts greedily; a `graphpact_bench.timing.Writer`.
+    """One way to continue prompts greedily; a `graphpact_bench.timing.TokenWriter`.
 
     Args:
         name: Its name in the table.
