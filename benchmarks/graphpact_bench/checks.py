@@ -124,19 +124,20 @@ def _table(
             Column(key="lane", heading="lane"),
             *spread_columns(unit, unit, form),
             Column(key=f"more_{unit}", heading=f"more {unit}", format=form),
-            Column(key="x_plain", heading=f"x {PLAIN}", format=".2f"),
+            Column(key=f"more_{unit}_best", heading="of the best", format=form),
+            Column(key="x_plain", heading=f"best x {PLAIN}", format=".2f"),
         ],
         skipped=skipped,
-        notes=["more: the median difference from the first row, turn by turn"],
+        notes=["more: the difference from the first row, the median of all turns, and best from best"],
         chart=Chart(value=unit, label=["lane"]),
     )
     plain = taken[PLAIN]
     for lane, times in taken.items():
-        more = Spread.of([one - other for one, other in zip(times, plain, strict=True)])
+        more = Spread.of_differences(times, plain).times(factor)
         table.add(
             lane=lane,
             **spread_values(unit, Spread.of(times).times(factor)),
-            **{f"more_{unit}": more.median * factor},
-            x_plain=Spread.of(times).median / Spread.of(plain).median,
+            **{f"more_{unit}": more.median, f"more_{unit}_best": more.best},
+            x_plain=min(times) / min(plain),
         )
     return table

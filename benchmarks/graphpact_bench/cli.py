@@ -158,7 +158,7 @@ def bench(
     - `all`: everything; takes long
 
     Ways that are compared write the same greedy tokens before anything is timed; a difference ends the run
-    with both rows. They take turns in one process. Tables have the median and the quartiles.
+    with both rows. They take turns in one process. Tables have the median, the quartiles and the best.
 
     Exit status: 0 done, 1 two ways write different tokens, 2 usage.
     """

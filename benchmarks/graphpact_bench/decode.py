@@ -71,10 +71,10 @@ def measure_shape(options: BenchOptions, scale: DecodeScale) -> Table:
             Column(key="batch", heading="batch", format="d"),
             Column(key="way", heading="way"),
             *spread_columns("step_ms", "step ms", ".3f"),
-            Column(key="best_ms", heading="best", format=".3f"),
             Column(key="tokens_per_s", heading="tokens/s", format=".0f"),
             Column(key="x_eager", heading="x eager", format=".2f"),
             Column(key="x_generate", heading="x generate", format=".2f"),
+            Column(key="x_generate_best", heading="of the best", format=".2f"),
             Column(key="ties", heading="ties", format="d"),
         ],
         chart=Chart(value="step_ms", label=["batch", "way"]),
@@ -112,13 +112,14 @@ def add_rows(table: Table, size: int, names: Sequence[str], raced: Race) -> None
             f"x_{other}": spreads[other].median / spread.median if other in spreads else None
             for other in ("eager", "generate")
         }
+        generate = spreads.get("generate")
         table.add(
             batch=size,
             way=name,
             **spread_values("step_ms", spread.times(1e3)),
-            best_ms=min(raced.steps(name)) * 1e3,
             tokens_per_s=size / spread.median,
             ties=raced.ties[name],
+            x_generate_best=None if generate is None else generate.best / spread.best,
             **factors,
         )
 

@@ -132,6 +132,7 @@ def measure_shape(options: BenchOptions, scale: PrefillScale) -> Table:
             Column(key="way", heading="way"),
             *spread_columns("first_ms", "ms", ".2f"),
             Column(key="x_eager", heading="x eager", format=".2f"),
+            Column(key="x_eager_best", heading="of the best", format=".2f"),
             Column(key="ties", heading="ties", format="d"),
         ],
         notes=[agreement(options.dtype)],
@@ -174,6 +175,7 @@ def add_rows(table: Table, length: int, count: int, raced: Race) -> None:
             way=name,
             **spread_values("first_ms", spread.times(1e3)),
             x_eager=spreads[EAGER].median / spread.median,
+            x_eager_best=spreads[EAGER].best / spread.best,
             ties=raced.ties[name],
         )
 

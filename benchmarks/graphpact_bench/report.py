@@ -132,10 +132,10 @@ class BenchReport(_Model):
 
 
 def spread_columns(key: str, heading: str, form: str) -> list[Column]:
-    """Return the columns of a median and its quartiles.
+    """Return the columns of a median, its quartiles and the best.
 
     Args:
-        key: The key of the median; ``_low`` and ``_high`` are added for the quartiles.
+        key: The key of the median, with ``_low`` and ``_high`` for the quartiles, ``_best`` for the best.
         heading: The heading of the median, with the unit.
         form: How a value is formatted.
     """
@@ -143,13 +143,14 @@ def spread_columns(key: str, heading: str, form: str) -> list[Column]:
         Column(key=key, heading=heading, format=form),
         Column(key=f"{key}_low", heading="25%", format=form),
         Column(key=f"{key}_high", heading="75%", format=form),
+        Column(key=f"{key}_best", heading="best", format=form),
     ]
 
 
 def spread_values(key: str, spread: Spread | None) -> dict[str, Value]:
     """Return the values of `spread_columns`; None for each where nothing was measured."""
-    median, low, high = spread or (None, None, None)
-    return {key: median, f"{key}_low": low, f"{key}_high": high}
+    median, low, high, best = spread or (None,) * 4
+    return {key: median, f"{key}_low": low, f"{key}_high": high, f"{key}_best": best}
 
 
 # -- the picture -----------------------------------------------------------------------------------

@@ -138,14 +138,14 @@ def describe(
         skipped: What is missing.
     """
     bare = {name: Spread.of(times) for name, times in whole.items()}
-    parts = {name: taken[name] for name in (FILL, IN_GRAPH, BEFORE)}
+    parts = {name: Spread.of(taken[name]) for name in (FILL, IN_GRAPH, BEFORE)}
     for mode in PACT[1:]:
-        pairs = zip(taken[mode], taken["off"], strict=True)
-        parts[f"pact check, {mode}"] = [with_pact - without for with_pact, without in pairs]
-    parts |= {f"{HOST}, pact {mode}": taken[mode] for mode in PACT}
-    parts |= {name: taken[name] for name in (SCHEDULE, SAMPLE)}
-    pairs = zip(taken[SCHEDULE], taken[SAMPLE], strict=True)
-    parts[AROUND] = [schedule + sample for schedule, sample in pairs]
+        parts[f"pact check, {mode}"] = Spread.of_differences(taken[mode], taken["off"])
+    parts |= {f"{HOST}, pact {mode}": Spread.of(taken[mode]) for mode in PACT}
+    parts |= {name: Spread.of(taken[name]) for name in (SCHEDULE, SAMPLE)}
+    both = [schedule + sample for schedule, sample in zip(taken[SCHEDULE], taken[SAMPLE], strict=True)]
+    parts[AROUND] = Spread.of(both)
+    parts |= {f"{name} replay by itself": spread for name, spread in bare.items()}
     table = Table(
         name="step",
         title=f"parts of a decode step of {LIVE} requests at size {SIZE}, Llama {scale.shape},"
@@ -156,16 +156,15 @@ def describe(
             *(Column(key=f"of_{name}", heading=f"of {name}'s replay", format=".1%") for name in bare),
         ],
         skipped=skipped,
-        notes=["aims: the pact at most 20 us; host work at most 5% of the replay, and 60 us"],
+        notes=[
+            "shares are those of the best; a pact check is the difference from the same lane without a pact",
+            "aims: the pact at most 20 us; host work at most 5% of the replay, and 60 us",
+        ],
         chart=Chart(value="us", label=["part"]),
     )
-    for name, times in parts.items():
-        spread = Spread.of(times)
-        shares = {f"of_{graph}": spread.median / replay.median for graph, replay in bare.items()}
+    for name, spread in parts.items():
+        shares = {f"of_{graph}": spread.best / replay.best for graph, replay in bare.items()}
         table.add(part=name, **spread_values("us", spread.times(1e6)), **shares)
-    for name, spread in bare.items():
-        shares = {f"of_{graph}": spread.median / replay.median for graph, replay in bare.items()}
-        table.add(part=f"{name} replay by itself", **spread_values("us", spread.times(1e6)), **shares)
     return table
 
 

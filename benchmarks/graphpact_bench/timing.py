@@ -29,25 +29,34 @@ class UnavailableWayError(GraphpactError):
 
 
 class Spread(NamedTuple):
-    """Median and quartiles of some numbers.
+    """Median, quartiles and the best of some times.
 
     Args:
         median: The median.
         low: The first quartile.
         high: The third quartile.
+        best: The smallest: what other work on the machine changes least.
     """
 
     median: float
     low: float
     high: float
+    best: float
 
     @classmethod
     def of(cls, values: Sequence[float]) -> "Spread":
         """Return the spread of ``values``, of which there is at least one."""
         if len(values) == 1:
-            return cls(values[0], values[0], values[0])
+            return cls(*(values[0],) * 4)
         low, median, high = statistics.quantiles(values, n=4, method="inclusive")
-        return cls(median, low, high)
+        return cls(median, low, high, min(values))
+
+    @classmethod
+    def of_differences(cls, values: Sequence[float], others: Sequence[float]) -> "Spread":
+        """Return the spread of ``values`` less ``others``, turn by turn; the best less the best."""
+        pairs = zip(values, others, strict=True)
+        spread = cls.of([value - other for value, other in pairs])
+        return spread._replace(best=min(values) - min(others))
 
     def times(self, factor: float) -> "Spread":
         """Return the spread in another unit."""

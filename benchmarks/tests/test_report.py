@@ -42,8 +42,8 @@ def table() -> Table:
         notes=["a note"],
         chart=Chart(value="step_ms", label=["way"]),
     )
-    made.add(way="eager", **spread_values("step_ms", Spread(1.234, 1.0, 2.0)), ratio=1.0)
-    made.add(way="tape", **spread_values("step_ms", Spread(0.5, 0.25, 0.75)), ratio=None)
+    made.add(way="eager", **spread_values("step_ms", Spread(1.234, 1.0, 2.0, 0.5)), ratio=1.0)
+    made.add(way="tape", **spread_values("step_ms", Spread(0.5, 0.25, 0.75, 0.125)), ratio=None)
     return made
 
 
@@ -69,7 +69,10 @@ def test_the_printed_table_has_the_values_of_the_json(report: BenchReport, table
         for row in read["rows"]
     ]
     assert [re.split(r" {2,}", line.strip()) for line in lines[:2]] == expected
-    assert expected == [["eager", "1.23", "1.00", "2.00", "1.0"], ["tape", "0.50", "0.25", "0.75", "-"]]
+    assert expected == [
+        ["eager", "1.23", "1.00", "2.00", "0.50", "1.0"],
+        ["tape", "0.50", "0.25", "0.75", "0.12", "-"],
+    ]
     assert lines[2:] == ["llama.cpp is skipped: not installed", "a note", ""]
 
 

@@ -144,8 +144,14 @@ def test_parts_are_called_in_turn() -> None:
     assert {name: len(times) for name, times in taken.items()} == {"a": 2, "b": 2}
 
 
-def test_a_spread_is_the_median_between_the_quartiles() -> None:
+def test_a_spread_is_the_median_between_the_quartiles_and_the_best() -> None:
     """The quartiles are those of the values themselves; one value is its own spread."""
-    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(median=3.0, low=2.0, high=4.0)
-    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0)
-    assert Spread(1.0, 0.5, 2.0).times(1e3) == Spread(1000.0, 500.0, 2000.0)
+    assert Spread.of([5.0, 1.0, 2.0, 4.0, 3.0]) == Spread(median=3.0, low=2.0, high=4.0, best=1.0)
+    assert Spread.of([7.0]) == Spread(7.0, 7.0, 7.0, 7.0)
+    assert Spread(1.0, 0.5, 2.0, 0.25).times(1e3) == Spread(1000.0, 500.0, 2000.0, 250.0)
+
+
+def test_a_difference_is_taken_turn_by_turn_and_of_the_best_alone() -> None:
+    """One slow turn of both sides does not change the median; the best are compared with each other."""
+    assert Spread.of_differences([3.0, 103.0, 4.0], [1.0, 100.0, 2.0]) == Spread(2.0, 2.0, 2.5, 2.0)
+    assert Spread.of_differences([3.0, 9.0], [5.0, 1.0]).best == 2.0
