@@ -11,7 +11,7 @@ Does not: measure; each measurement is a module of this package.
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -21,7 +21,7 @@ import typer
 from graphpact.cli.console import data, note
 from graphpact.errors import UsageError, did_you_mean
 from graphpact.files import write_file
-from graphpact_bench.ways.table import WAYS
+from graphpact_bench.ways.table import WAYS, WayKind
 
 if TYPE_CHECKING:
     from graphpact_bench.options import BenchOptions
@@ -65,18 +65,23 @@ ALL = "all"
 FIRST_WAYS = ("eager", "tape", "cpu_graph", "cuda", "generate", "generate-static", "llama.cpp")
 """The ways that `graphpact bench` compares if no measurement is named: they are ready within a minute."""
 
-_WAY_LINES = "; ".join(f"{name}: {each.about}" for name, each in WAYS.items())
+
+def _complete(
+    kinds: Mapping[str, Measurement] | Mapping[str, WayKind], incomplete: str
+) -> list[tuple[str, str]]:
+    """Return how a name can go on, with what each is."""
+    return [(name, each.about) for name, each in kinds.items() if name.startswith(incomplete)]
 
 
 def bench(
     what: Annotated[
         list[str] | None,
         typer.Argument(
-            metavar="[WHAT...]",
+            metavar="WHAT",
             help="Measurements, or `all`. Default: those that take a few minutes together:"
             f" {', '.join(name for name, each in MEASUREMENTS.items() if each.is_first)}.",
             show_default=False,
-            autocompletion=lambda incomplete: [n for n in [*MEASUREMENTS, ALL] if n.startswith(incomplete)],
+            autocompletion=lambda incomplete: _complete(MEASUREMENTS, incomplete),
         ),
     ] = None,
     *,
@@ -114,10 +119,10 @@ def bench(
         typer.Option(
             "--way",
             metavar="WAY",
-            help=f"Compare only this way with eager; repeatable. {_WAY_LINES}. prefill has more; it lists"
+            help="Compare only this way with eager; repeatable. prefill and capture have more; prefill lists"
             " them if you name an unknown one.",
             show_default=False,
-            autocompletion=lambda incomplete: [name for name in WAYS if name.startswith(incomplete)],
+            autocompletion=lambda incomplete: _complete(WAYS, incomplete),
         ),
     ] = None,
     chunk: Annotated[
@@ -156,6 +161,15 @@ def bench(
     - `speculation`: decoding with drafts, against plain decoding
     - `mixed-load`: latency while long prompts arrive
     - `all`: everything; takes long
+
+    Whole steps are compared with other ways to run the same model:
+
+    - `eager`: the engine without graphs; the others must write its tokens
+    - `tape`, `tape-strict`, `cpu_graph`, `cuda`: the engine, decode through graphs
+    - `generate`, `generate-static`: generate of transformers, with a growing or a static cache
+    - `compile`, `generate-compiled`: the same, the model compiled by torch.compile
+    - `continuous`: continuous batching of transformers
+    - `llama.cpp`: llama.cpp on the same weights
 
     Ways that are compared write the same greedy tokens before anything is timed; a difference ends the run
     with both rows. They take turns in one process. Tables have the median, the quartiles and the best.

@@ -23,6 +23,8 @@ Value = str | int | float | None
 PICTURES = (".svg", ".png")
 """The suffixes of a picture."""
 _ERROR_BARS = 3  # pixels
+_MARKERS = "osD^v"
+_LIMITS = ("matrix products", "weights read")  # lines that are no way
 
 
 class _Model(BaseModel):
@@ -242,23 +244,33 @@ def _draw_bars(axes: Any, table: Table) -> None:
 
 
 def _draw_lines(axes: Any, table: Table) -> None:
+    """Draw a line for each series: its first label is a colour, the others are a marker."""
     assert table.chart is not None  # noqa: S101  for the type checker
     chart = table.chart
     rows = _measured(table, chart)
+    colours, markers = _numbers(rows, chart.label[:1]), _numbers(rows, chart.label[1:])
     at = chart.x or ""
     for name in dict.fromkeys(_named(row, chart) for row in rows):
         own = sorted((r for r in rows if _named(r, chart) == name), key=lambda r: float(r[at]))
+        first, *others = (own[0][key] for key in chart.label)
         axes.errorbar(
             [row[at] for row in own],
             [row[chart.value] for row in own],
             yerr=_errors(own, chart.value),
-            marker="o",
+            color=f"C{colours[first,]}",
+            marker=_MARKERS[markers[tuple(others)] % len(_MARKERS)],
+            linestyle="--" if name.startswith(_LIMITS) else "-",
             capsize=_ERROR_BARS,
             label=name,
-            linestyle="--" if name.startswith(("matrix products", "weights read")) else "-",
         )
     axes.set_xscale("log")
     axes.set_yscale("log")
     axes.set_xlabel(_heading(table, at))
     axes.set_ylabel(_heading(table, chart.value))
-    axes.legend(fontsize=7)
+    axes.legend(fontsize=7, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _numbers(rows: Sequence[dict[str, Any]], keys: Sequence[str]) -> dict[tuple[Any, ...], int]:
+    """Return a number for each combination of values of some columns, in the order of the rows."""
+    found = dict.fromkeys(tuple(row[key] for key in keys) for row in rows)
+    return {values: number for number, values in enumerate(found)}
