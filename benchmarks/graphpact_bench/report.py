@@ -64,6 +64,9 @@ class Chart(_Model):
     value: str = Field(description="The key of the column with the height; its quartiles are error bars.")
     label: list[str] = Field(description="The keys that name a bar, or a line.")
     x: str | None = Field(default=None, description="The key of the column along the axis of lines.")
+    is_shared: bool = Field(
+        default=False, description="Whether the tables of this name are drawn together, as one."
+    )
 
 
 class Table(_Model):
@@ -182,7 +185,14 @@ def draw(report: BenchReport, file: Path) -> bool:
     """
     from matplotlib.figure import Figure  # noqa: PLC0415  an extra; draws without a screen
 
-    tables = [table for table in report.tables if table.chart is not None and table.rows]
+    tables: list[Table] = []
+    for table in report.tables:
+        if table.chart is not None and table.rows:
+            if table.chart.is_shared and tables and tables[-1].name == table.name:
+                rows = [*tables[-1].rows, *table.rows]
+                tables[-1] = table.model_copy(update={"rows": rows})
+            else:
+                tables.append(table)
     if not tables:
         return False
     heights = [_height(table) for table in tables]

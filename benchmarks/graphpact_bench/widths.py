@@ -139,45 +139,43 @@ def _nothing() -> None:
 
 
 def measure(options: BenchOptions) -> Iterator[Table]:
-    """Yield one table of all shapes."""
+    """Yield a table for each shape of a model; one picture has all of them."""
     scale = QUICK if options.quick else FULL
     scale = scale._replace(
         shapes=options.shapes or scale.shapes, batch_sizes=options.batch_sizes or scale.batch_sizes
     )
     names = choose_ways(options.ways, options.device.type, compiling=not options.quick)
+    missing = left_out(options, [*names, *_SLOW])
     if not options.ways:
         names = [name for name in names if name not in _SLOW]
-    table = Table(
-        name="widths",
-        title=f"decode step by width, {options.setting}: greedy, {scale.new} tokens after each prompt of"
-        f" {scale.prompt}, medians over the steps of {scale.rounds} round(s)",
-        columns=[
-            Column(key="model", heading="model"),
-            Column(key="width", heading="width", format="d"),
-            Column(key="weights_mib", heading="weights MiB", format=".1f"),
-            Column(key="batch", heading="batch", format="d"),
-            Column(key="way", heading="way"),
-            *spread_columns("step_ms", "step ms", ".3f"),
-            Column(key="x_limit", heading="x limit", format=".2f"),
-            Column(key="x_limit_best", heading="of the best", format=".2f"),
-            Column(key="gb_per_s", heading="GB/s", format=".1f"),
-            Column(key="ties", heading="ties", format="d"),
-        ],
-        notes=[
-            agreement(options.dtype),
-            f"x limit: the step by '{COLD}', of medians and of the best",
-            "GB/s: the weights of the products by the step",
-        ],
-        chart=Chart(value="step_ms", label=["way", "batch"], x="weights_mib"),
-    )
-    table.skipped += left_out(options, [*names, *_SLOW])
-    if not options.ways:
-        table.skipped += [
-            Skipped(what=name, reason=f"{reason}; name it by --way") for name, reason in _SLOW.items()
-        ]
+        missing += [Skipped(what=name, reason=f"{why}; name it by --way") for name, why in _SLOW.items()]
     for shape in scale.shapes:
+        table = Table(
+            name="widths",
+            title=f"decode step by width, {options.setting}: greedy, {scale.new} tokens after each prompt of"
+            f" {scale.prompt}, medians over the steps of {scale.rounds} round(s)",
+            columns=[
+                Column(key="model", heading="model"),
+                Column(key="width", heading="width", format="d"),
+                Column(key="weights_mib", heading="weights MiB", format=".1f"),
+                Column(key="batch", heading="batch", format="d"),
+                Column(key="way", heading="way"),
+                *spread_columns("step_ms", "step ms", ".3f"),
+                Column(key="x_limit", heading="x limit", format=".2f"),
+                Column(key="x_limit_best", heading="of the best", format=".2f"),
+                Column(key="gb_per_s", heading="GB/s", format=".1f"),
+                Column(key="ties", heading="ties", format="d"),
+            ],
+            skipped=list(missing),
+            notes=[
+                agreement(options.dtype),
+                f"x limit: the step by '{COLD}', of medians and of the best",
+                "GB/s: the weights of the products by the step",
+            ],
+            chart=Chart(value="step_ms", label=["way", "batch"], x="weights_mib", is_shared=True),
+        )
         add_shape(table, options, scale, shape, names)
-    yield table
+        yield table
 
 
 def add_shape(
@@ -194,7 +192,7 @@ def add_shape(
             path, shape, scale.batch_sizes, scale.prompt, scale.new, options.dtype, options.device
         )
         ways, skipped = make_ways(names, setting, options.say)
-        table.skipped += [Skipped(what=f"{each.what}, {shape}", reason=each.reason) for each in skipped]
+        table.skipped += skipped
         for way in ways:
             stack.callback(way.close)
         judge = None
@@ -218,7 +216,7 @@ def add_shape(
             )
             del cold, warm
             for name, reason in raced.failed.items():
-                table.skipped.append(Skipped(what=f"{name}, {shape}, batch {size}", reason=reason))
+                table.skipped.append(Skipped(what=f"{name}, batch {size}", reason=reason))
             limit = Spread.of(raced.beside[COLD])
             times = {name: raced.steps(name) for name in raced.written} | raced.beside
             for name, each in times.items():

@@ -242,14 +242,20 @@ def test_every_captured_shape_has_its_time_and_its_memory(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_sweep_of_widths_has_the_matrix_products_beside_each_model(dtype: str, bench: Bench) -> None:
+def test_a_sweep_of_widths_has_the_matrix_products_beside_each_model(
+    dtype: str, bench: Bench, tmp_path: Path
+) -> None:
     """Every model and batch size has its ways and its limit, and a step's bandwidth follows from its time."""
     shapes = ["64x1", "32x2:heads=2,intermediate=97"]
     options = [option for shape in shapes for option in ("--model-shape", shape)]
-    (table,), _ = bench("widths", "--quick", *options, "--batch", "1", "--way", "tape", "--dtype", dtype)
+    picture = ("--plot", str(tmp_path / "out.svg"))
+    small = ("--batch", "1", "--way", "tape", "--dtype", dtype)
+    tables, _ = bench("widths", "--quick", *options, *small, *picture)
     ways = ["eager", "tape", "matrix products, cold", "matrix products, warm", "weights read, cold"]
-    assert column(table, "model", "batch", "way") == [(m, 1, w) for m in ("64x1", "32x2") for w in ways]
-    for row in table["rows"]:
+    for table, model in zip(tables, ("64x1", "32x2"), strict=True):
+        assert column(table, "model", "batch", "way") == [(model, 1, way) for way in ways]
+    assert (tmp_path / "out.svg").read_text(encoding="utf-8").count("<!-- weights MiB -->") == 1
+    for row in (row for table in tables for row in table["rows"]):
         moved = row["gb_per_s"] * 1e9 * row["step_ms"] * 1e-3
         assert moved == pytest.approx(row["weights_mib"] * 2**20)
         assert (row["x_limit"] == 1) is (row["way"] == "matrix products, cold")
