@@ -4,7 +4,7 @@ VENV   ?= .venv
 PINS   ?= constraints.txt
 BIN    := $(VENV)/bin
 DISTS  := core kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins/flashinfer plugins/fa3 plugins/trtllm_mla \
-          plugins/speculative engine conformance adapters
+          plugins/speculative engine conformance adapters benchmarks
 STAMP  := $(VENV)/.installed
 
 .PHONY: demo break test test-all bench models peers check docs format clean
@@ -27,11 +27,7 @@ test-all: test        ## run the tests, and then the long sweeps
 	$(PYTEST) -m sweep
 
 bench: $(STAMP)       ## measure, as ratios inside one process
-	$(BIN)/python benchmarks/bench_fill.py
-	$(BIN)/python benchmarks/bench_graphs.py
-	$(BIN)/python benchmarks/bench_prefill.py
-	$(BIN)/python benchmarks/bench_speculative.py
-	$(BIN)/python benchmarks/bench_mixed_load.py
+	$(BIN)/graphpact bench all
 
 models: export OMP_NUM_THREADS ?= 1
 models: $(STAMP)      ## hold every architecture of transformers against transformers, and write docs/models.md

@@ -1,13 +1,13 @@
-"""Write the reference: ``docs/reference/``, ``docs/configuration.md``, parts of other pages, and a schema.
+"""Write the reference: ``docs/reference/``, ``docs/configuration.md``, parts of other pages, and schemas.
 
-The schema is that of ``results.json``; `api` writes the pages of ``docs/reference/``. The parts are the acts
-of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what stands between ``<!--
-include WHAT -->`` and ``<!-- /include -->``: source code, the files of a package, the contracts of imports,
-the slots of lanes (see `INCLUDES`). Run it after a change of the configuration, of ``graph_acts.toml``,
-of `graphpact_conformance.results`, of the rules and their stories, of the step, of the core's modules, of the
-slots of drafts, or of the import contracts; with ``--museum``, which takes minutes, after a change of the
-museum or of the suite's experiments, for ``docs/museum.md``. Tests hold the files to what this script would
-write.
+The schemas are those of ``results.json`` and of `graphpact bench --json`; `api` writes the pages of
+``docs/reference/``. The parts are the acts of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and
+on every page what stands between ``<!-- include WHAT -->`` and ``<!-- /include -->``: source code, the files
+of a package, the contracts of imports, the slots of lanes (see `INCLUDES`). Run it after a change of the
+configuration, of ``graph_acts.toml``, of `graphpact_conformance.results`, of `graphpact_bench.report`, of
+the rules and their stories, of the step, of the core's modules, of the slots of drafts, or of the import
+contracts; with ``--museum``, which takes minutes, after a change of the museum or of the suite's experiments,
+for ``docs/museum.md``. Tests hold the files to what this script would write.
 
 Does not: build a site.
 """
@@ -27,6 +27,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from graphpact_bench.report import BenchReport
 from graphpact_conformance.drivers.strictness import ROWS
 from graphpact_conformance.results import Finding, Report
 from graphpact_conformance.rules import RULES, Rule, causes_first
@@ -48,6 +49,7 @@ PAGES = sorted(
 )
 """Every page: the README, those of `docs`, and the READMEs of distributions and examples."""
 SCHEMA = ROOT / "conformance/graphpact_conformance/results.schema.json"
+BENCH_SCHEMA = ROOT / "benchmarks/graphpact_bench/report.schema.json"
 _WRITTEN = "<!-- from here on written by docs/reference.py from graph_acts.toml -->\n"
 _RULES, _END_OF_RULES = "<!-- rules -->\n", "<!-- /rules -->"
 _INCLUDE = re.compile(r"(<!-- include (\w+) (.*?) -->\n).*?(<!-- /include -->)", re.DOTALL)
@@ -341,6 +343,7 @@ if __name__ == "__main__":
         (DOCS / "museum.md").write_text(museum(_visit_museum()), encoding="utf-8")
     (DOCS / "configuration.md").write_text(configuration(), encoding="utf-8")
     SCHEMA.write_text(results_schema(), encoding="utf-8")
+    BENCH_SCHEMA.write_text(BenchReport.schema_text(), encoding="utf-8")
     for name, write in (("graphs.md", graphs), ("conformance.md", conformance)):
         page = DOCS / name
         page.write_text(write(page.read_text(encoding="utf-8")), encoding="utf-8")

@@ -142,6 +142,7 @@ def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
         ("explain", "graphpact-conformance"),
         ("report", "graphpact-conformance"),
         ("museum", "graphpact-conformance"),
+        ("bench", "graphpact-bench"),
     ):
         told = _python("-I", "-S", "-c", COMMAND, site, command, "--anything", status=2).stderr
         assert f"no command is called {command!r}" in told

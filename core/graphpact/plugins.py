@@ -4,8 +4,7 @@
     import     loads the class of the entry point, which derives from its kind's base class
     hooks      checks abstract methods, attributes and hooks of the class; builds nothing
 
-A plugin that fails a stage is `Rejected` with the reason, without effect on the others. First-party plugins
-are found in the same way.
+A plugin that fails a stage, a first-party one too, is `Rejected` with the reason; the others are unaffected.
 
 Does not: build plugins (the engine does), or replace a plugin that was named.
 """
@@ -71,6 +70,7 @@ _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributi
     "graphpact-engine": {"observer": "trace", "command": "doctor generate pact"},
     "graphpact-conformance": {"command": "check explain museum report"},
     "graphpact-adapters": {"adapter": "sglang vllm"},
+    "graphpact-bench": {"command": "bench"},
 }
 _FIRST_PARTY: dict[Kind, dict[str, str]] = {
     kind: {n: d for d, offers in _OFFERS.items() for n in offers.get(kind, "").split()} for kind in KINDS

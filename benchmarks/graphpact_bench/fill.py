@@ -1,17 +1,13 @@
-"""Measure the host time of one fill of the registry, against one fill and one copy per slot.
+"""The host time of one fill of the registry, against one fill and one copy per slot.
 
-    python benchmarks/bench_fill.py [--quick] [--device cuda]
-
-Both sides do the same work on equal registries, alternating in one process. The best of many rounds is
-reported, so that load on the machine affects both alike. Torch operations are counted by a dispatch mode,
+Both sides do the same work on equal registries, in turns. Torch operations are counted by a dispatch mode,
 kernels on a GPU by the profiler.
 
 Does not: measure the GPU time of kernels; the device is synchronized between rounds.
 """
 
-import argparse
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,24 +21,26 @@ from graphpact.buffers import (
     build_decode_registry,
     build_prefill_registry,
 )
-from graphpact.cli.console import data, print_table
+from graphpact.errors import EngineError
+from graphpact_bench.options import BenchOptions
+from graphpact_bench.report import Chart, Column, Table, spread_columns, spread_values
+from graphpact_bench.timing import Spread
 
-COLUMNS = (
-    "registry",
-    "slots",
-    "raw",
-    "padded",
-    "fill us",
-    "one by one us",
-    "ratio",
-    "fill ops",
-    "one by one ops",
-)
+AIM = 0.20
+"""The most time of a padded fill of the decode lane, relative to one fill and one copy per slot."""
 
 
 @dataclass(frozen=True)
-class Case:
-    """A registry preset and the counts of one fill; ``tokens`` default to the request counts."""
+class FillCase:
+    """A registry preset and the counts of one fill.
+
+    Args:
+        name: The name of the registry.
+        build: Builds it.
+        raw: Live requests.
+        padded: Requests of the shape.
+        tokens: Live tokens and those of the shape; None: the request counts.
+    """
 
     name: str
     build: Callable[[torch.device], CudaGraphBufferRegistry]
@@ -96,17 +94,17 @@ def prefill_lane(device: torch.device) -> CudaGraphBufferRegistry:
 
 
 CASES = (
-    Case("decode lane", decode_lane, 13, 16),
-    Case("decode lane", decode_lane, 200, 256),
-    Case("decode lane", decode_lane, 16, 16),
-    Case("decode, every slot", decode_with_everything, 13, 16),
-    Case("decode, every slot", decode_with_everything, 16, 16),
-    Case("prefill lane", prefill_lane, 4, 4, (1000, 1024)),
-    Case("prefill lane", prefill_lane, 4, 4, (1024, 1024)),
+    FillCase("decode lane", decode_lane, 13, 16),
+    FillCase("decode lane", decode_lane, 200, 256),
+    FillCase("decode lane", decode_lane, 16, 16),
+    FillCase("decode, every slot", decode_with_everything, 13, 16),
+    FillCase("decode, every slot", decode_with_everything, 16, 16),
+    FillCase("prefill lane", prefill_lane, 4, 4, (1000, 1024)),
+    FillCase("prefill lane", prefill_lane, 4, 4, (1024, 1024)),
 )
 
 
-def make_batch(registry: CudaGraphBufferRegistry, case: Case) -> ForwardBatch:
+def make_batch(registry: CudaGraphBufferRegistry, case: FillCase) -> ForwardBatch:
     """Return a batch with a field for every copied slot."""
     fields: dict[str, Any] = {}
     for slot in registry:
@@ -167,7 +165,8 @@ def count_ops(fill: Callable[[], None], device: torch.device) -> int:
     if device.type == "cpu":
         with CountOps() as counted:
             fill()
-        return counted.count
+        count: int = counted.count
+        return count
     from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415  only on a GPU
 
     torch.cuda.synchronize()
@@ -177,25 +176,29 @@ def count_ops(fill: Callable[[], None], device: torch.device) -> int:
     return sum(event.device_type.name == "CUDA" for event in profiled.events())
 
 
-def best_seconds(
+def seconds_by_turn(
     fills: list[Callable[[], None]], device: torch.device, *, rounds: int, calls: int
-) -> list[float]:
-    """Return the host seconds of one call of each fill, the best of ``rounds`` alternating rounds."""
-    best = [float("inf")] * len(fills)
+) -> list[list[float]]:
+    """Return the host seconds of one call of each fill, by round; in each round they alternate."""
+    taken: list[list[float]] = [[] for _ in fills]
     for _ in range(rounds):
-        for i, fill in enumerate(fills):
+        for fill, its_own in zip(fills, taken, strict=True):
             if device.type == "cuda":
                 torch.cuda.synchronize()
             start = time.perf_counter()
             for _ in range(calls):
                 fill()
-            best[i] = min(best[i], (time.perf_counter() - start) / calls)
-    return best
+            its_own.append((time.perf_counter() - start) / calls)
+    return taken
 
 
 @torch.inference_mode()
-def measure(case: Case, device: torch.device, *, rounds: int, calls: int) -> tuple[object, ...]:
-    """Return one row of the table."""
+def add_row(table: Table, case: FillCase, device: torch.device, *, rounds: int, calls: int) -> None:
+    """Measure a case and add its row.
+
+    Raises:
+        EngineError: The two sides write different rows.
+    """
     registry, plain = case.build(device), case.build(device)
     batch, counts = make_batch(registry, case), case.counts
     context = FillContext(**counts)
@@ -218,36 +221,46 @@ def measure(case: Case, device: torch.device, *, rounds: int, calls: int) -> tup
     for ours, theirs in zip(registry, plain, strict=True):
         whole = (registry.max_bs, registry.max_num_tokens)
         if not torch.equal(ours.slice_for(*whole), theirs.slice_for(*whole)):
-            raise SystemExit(f"{case.name}: the two sides write different rows to {ours.name!r}")
-    ours_s, plain_s = best_seconds([fill, slot_by_slot], device, rounds=rounds, calls=calls)
-    return (
-        case.name,
-        len(registry.slot_names()),
-        raw_bs if case.tokens is None else raw_tokens,
-        padded_bs if case.tokens is None else padded_tokens,
-        f"{ours_s * 1e6:.1f}",
-        f"{plain_s * 1e6:.1f}",
-        f"{ours_s / plain_s:.2f}",
-        ops[0],
-        ops[1],
+            raise EngineError(f"{case.name}: the two sides write different rows to {ours.name!r}")
+    ours_s, plain_s = seconds_by_turn([fill, slot_by_slot], device, rounds=rounds, calls=calls)
+    table.add(
+        registry=case.name,
+        slots=len(registry.slot_names()),
+        raw=raw_bs if case.tokens is None else raw_tokens,
+        padded=padded_bs if case.tokens is None else padded_tokens,
+        **spread_values("fill_us", Spread.of(ours_s).times(1e6)),
+        **spread_values("one_by_one_us", Spread.of(plain_s).times(1e6)),
+        ratio=min(ours_s) / min(plain_s),
+        fill_ops=ops[0],
+        one_by_one_ops=ops[1],
     )
 
 
-def main() -> None:
-    """Measure every case and print the table."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="few rounds: a smoke test, not a measurement")
-    parser.add_argument("--device", default="cpu", help="cpu or cuda")
-    options = parser.parse_args()
-    device = torch.device(options.device)
+def measure(options: BenchOptions) -> Iterator[Table]:
+    """Yield the table of every case."""
     rounds, calls = (2, 10) if options.quick else (30, 500)
-    rows = [measure(case, device, rounds=rounds, calls=calls) for case in CASES]
-    console = data()
-    what = torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
-    console.print(f"host time of one fill, {what}, torch {torch.__version__}")
-    print_table(console, COLUMNS, rows, numbers=COLUMNS[1:])
-    console.print("target for the decode lane, padded: ratio at most 0.20")
-
-
-if __name__ == "__main__":
-    main()
+    device = options.device
+    table = Table(
+        name="fill",
+        title=f"host time of one fill of the registry, {options.machine_setting}: {rounds} rounds of {calls}",
+        columns=[
+            Column(key="registry", heading="registry"),
+            Column(key="slots", heading="slots", format="d"),
+            Column(key="raw", heading="raw", format="d"),
+            Column(key="padded", heading="padded", format="d"),
+            *spread_columns("fill_us", "fill us", ".1f"),
+            *spread_columns("one_by_one_us", "one by one us", ".1f"),
+            Column(key="ratio", heading="ratio", format=".2f"),
+            Column(key="fill_ops", heading="fill ops", format="d"),
+            Column(key="one_by_one_ops", heading="one by one ops", format="d"),
+        ],
+        notes=[
+            "ratio: the best round of a fill by the best of one by one, which leaves out load on the machine",
+            f"aim for the decode lane, padded: a ratio of at most {AIM:.2f}",
+        ],
+        chart=Chart(value="ratio", label=["registry", "raw", "padded"]),
+    )
+    for case in CASES:
+        options.say(f"fill: {case.name}, {case.raw} of {case.padded}")
+        add_row(table, case, device, rounds=rounds, calls=calls)
+    yield table

@@ -1,0 +1,76 @@
+"""`BenchOptions`: what every measurement is given.
+
+Does not: parse the command line; `graphpact_bench.cli` does.
+"""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+from graphpact_bench.models import ModelShape, save_model
+
+CPU = torch.device("cpu")
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+"""torch's dtype of each."""
+
+
+@dataclass(frozen=True)
+class BenchOptions:
+    """The options of a run.
+
+    Args:
+        quick: Few tokens, one round: a smoke test.
+        dtype: The dtype of weights and computation.
+        device: The device of the models.
+        shapes: The shapes of the models; empty: the measurement's own.
+        batch_sizes: Requests at a time; empty: the measurement's own.
+        ways: The names of the ways to compare; empty: the measurement's own.
+        chunk: Prompt tokens of a chunk of the mixed load; None: a sixth of a prompt.
+        prefill_runner: The runner of the prefill lane of the mixed load.
+        say: Prints one line about what is measured now.
+    """
+
+    quick: bool = False
+    dtype: Dtype = "float32"
+    device: torch.device = CPU
+    shapes: tuple[ModelShape, ...] = ()
+    batch_sizes: tuple[int, ...] = ()
+    ways: tuple[str, ...] = ()
+    chunk: int | None = None
+    prefill_runner: str = "eager"
+    say: Callable[[str], None] = lambda _: None
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype as torch's."""
+        return DTYPES[self.dtype]
+
+    @property
+    def setting(self) -> str:
+        """The dtype, the device and the number of threads, for titles."""
+        return f"{self.dtype}, {self.machine_setting}"
+
+    @property
+    def machine_setting(self) -> str:
+        """The device and the number of threads, for titles."""
+        on = "CPU" if self.device.type == "cpu" else torch.cuda.get_device_name(self.device)
+        return f"{on}, {torch.get_num_threads()} thread(s)"
+
+
+@contextlib.contextmanager
+def saved_model(shape: ModelShape, max_position_embeddings: int) -> Iterator[Path]:
+    """Return a context with the folder of a checkpoint, which is deleted after it.
+
+    Args:
+        shape: The sizes of the model.
+        max_position_embeddings: The longest sequence.
+    """
+    with tempfile.TemporaryDirectory(prefix="graphpact-bench-") as folder:
+        save_model(Path(folder), shape, max_position_embeddings)
+        yield Path(folder)
