@@ -9,7 +9,10 @@ Does not: serve a network, or run two steps at once.
 
 import contextlib
 import functools
+import logging
 import reprlib
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +22,7 @@ from typing import Any, Self, TypeAlias, cast
 import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.errors import EngineError, UsageError
+from graphpact.errors import ContractError, EngineError, UsageError
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact.shapes import GraphShape
@@ -38,7 +41,10 @@ from graphpact_engine.config import EngineConfig, LaneMode
 from graphpact_engine.deltas import DeltaStream
 from graphpact_engine.errors import CheckpointError, RequestError
 from graphpact_engine.faults import names_plugins
+from graphpact_engine.logs import log_event
+from graphpact_engine.phases import observed
 from graphpact_engine.plans import (
+    LanePlan,
     ModelName,
     ModelSpec,
     check_backends,
@@ -56,6 +62,8 @@ from graphpact_engine.scheduler import ScheduledBatch, Scheduler
 from graphpact_engine.text import OutputText
 from graphpact_engine.threads import choose_num_threads, running_on
 from graphpact_engine.verify import Verifier
+
+_log = logging.getLogger(__name__)
 
 Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 """The sampling parameters of all prompts, or one for each prompt; None: the defaults."""
@@ -92,6 +100,7 @@ class Engine:
 
     Attributes:
         lanes: Every `graphpact.Lane`, with its ``name``, ``stats``, ``runner``, ``backend`` and ``driver``.
+        breaches: Steps that ended because the contract was broken, by rule and class of the error.
 
     Raises:
         UsageError: A name, value, checkpoint or model cannot be used; nothing was captured.
@@ -107,6 +116,7 @@ class Engine:
         on_capture: OnCapture | None = None,
         observers: Sequence[object] = (),
     ) -> None:
+        start = time.perf_counter()
         self.config = config
         self.device = resolve_device(config.engine.device)
         catalog = catalog or PluginCatalog.scan()
@@ -158,38 +168,23 @@ class Engine:
             backend_context(plan, specs[plan.model], self.memory, self.memory.kv_cache) for plan in plans
         ]
         check_backends(plans, contexts, catalog, specs)
-        self._sampler = Sampler(self.eos_token_ids)
+        # Each lane has the given observers, and configured ones of its own.
+        observing = [[*observers, *build_observers(configured)] for _ in plans]
+        sampler, watching = Sampler(self.eos_token_ids), observing[0]
+        self._sample = observed(watching, "sample", sampler.sample)
         self.speculation = None
         if algorithm is not None:
+            sample_after = observed(watching, "sample", sampler.sample_after)
             self.speculation = build_speculator(
-                algorithm, config, self.model, self.draft_model, self.memory, self._sampler, self._run_lane
+                algorithm, config, self.model, self.draft_model, self.memory, sample_after, self._run_lane
             )
-        states = () if self.speculation is None else tuple(self.speculation.state.values())
         self.lanes: list[Lane] = []
         self.verifiers: list[Verifier] = []
         self._lanes_of: dict[LaneMode, list[Lane]] = {}
-        for plan in plans:
-            lane, verifier = build_lane(
-                plan,
-                config,
-                model=runs[plan.model],
-                spec=specs[plan.model],
-                memory=self.memory,
-                states=states,
-                observers=[*observers, *build_observers(configured)],
-                on_capture=on_capture,
-            )
-            self.lanes.append(lane)
-            self._lanes_of.setdefault(plan.role, []).append(lane)
-            if verifier is not None:
-                self.verifiers.append(verifier)
-        for lanes in self._lanes_of.values():
-            require_each_can_run(lanes)
+        self._build_lanes(plans, runs, specs, observing, on_capture)
         weights = sum(weight.nbytes for run in runs.values() for _, weight in run.named_weights())
         self.num_threads = choose_num_threads(config.engine.num_threads, self.device, weights)
-        with running_on(self.num_threads):
-            for lane in self.lanes:
-                lane.capture_all()
+        self._capture()
         self.scheduler = Scheduler(
             self.memory.requests,
             self.memory.pages,
@@ -202,9 +197,21 @@ class Engine:
             max_prefill_chunk=config.engine.max_prefill_chunk,
             mixed=any(plan.mode is ForwardMode.MIXED for plan in plans),
         )
+        self._observe(watching)
+        self.breaches: Counter[tuple[str, str]] = Counter()
+        self._num_reasons = dict.fromkeys(self.lanes, 0)  # of eager runs that were logged
         self._num_requests = 0
         self._is_stepping = False
         self._to_abort: list[Request | str] = []  # aborted during a step
+        log_event(
+            _log,
+            logging.INFO,
+            "engine started",
+            device=str(self.device),
+            lanes=",".join(lane.name for lane in self.lanes),
+            shapes=sum(len(lane.shapes) for lane in self.lanes),
+            seconds=round(time.perf_counter() - start, 3),
+        )
 
     @property
     def tokenizer(self) -> Any:
@@ -291,7 +298,10 @@ class Engine:
             )
         self._is_stepping = True
         try:
-            return self._step()
+            return self._run_step(self)
+        except ContractError as error:
+            self._tell_breach(error)
+            raise
         finally:
             self._is_stepping = False
             while self._to_abort:
@@ -342,7 +352,10 @@ class Engine:
     def _run_in(self, lane: Lane, batch: ForwardBatch) -> StepOutputs:
         """Run a batch in a lane, with the number of its tokens if the lane's graphs read it."""
         is_read = lane.shapes and lane.runner.context.num_token_non_padded
-        return lane.run(_counted(batch) if is_read else batch)
+        outputs = lane.run(_counted(batch) if is_read else batch)
+        if len(lane.stats.eager) > self._num_reasons[lane]:
+            self._tell_reason(lane, batch)
+        return outputs
 
     def _lane_for(self, mode: LaneMode, batch: ForwardBatch) -> Lane:
         lanes = self._lanes_of[mode]
@@ -399,14 +412,56 @@ class Engine:
 
     # -- inside ----------------------------------------------------------------------------------
 
+    def _build_lanes(
+        self,
+        plans: Sequence[LanePlan],
+        runs: Mapping[ModelName, Any],
+        specs: Mapping[ModelName, ModelSpec],
+        observing: Sequence[Sequence[object]],
+        on_capture: OnCapture | None,
+    ) -> None:
+        """Build a lane for each plan, with its observers, without capturing."""
+        states = () if self.speculation is None else tuple(self.speculation.state.values())
+        for plan, observers in zip(plans, observing, strict=True):
+            lane, verifier = build_lane(
+                plan,
+                self.config,
+                model=runs[plan.model],
+                spec=specs[plan.model],
+                memory=self.memory,
+                states=states,
+                observers=observers,
+                on_capture=on_capture,
+            )
+            self.lanes.append(lane)
+            self._lanes_of.setdefault(plan.role, []).append(lane)
+            if verifier is not None:
+                self.verifiers.append(verifier)
+        for lanes in self._lanes_of.values():
+            require_each_can_run(lanes)
+
+    def _capture(self) -> None:
+        """Capture every shape of every lane."""
+        with running_on(self.num_threads):
+            for lane in self.lanes:
+                lane.capture_all()
+
+    def _observe(self, watching: Sequence[object]) -> None:
+        """Wrap the phases around the lanes."""
+        self._schedule = observed(watching, "schedule", self.scheduler.schedule)
+        self._commit = observed(watching, "commit", self.scheduler.commit)
+        # No bound method: the engine would be in a cycle, and its memory would wait for the collector.
+        step: Callable[[Engine], list[Request]] = Engine._step
+        self._run_step = observed(watching, "step", step)
+
     def _step(self) -> list[Request]:
         """Run one batch; see `step`."""
-        scheduled = self.scheduler.schedule()
+        scheduled = self._schedule()
         if scheduled is None:
             return []
         with running_on(self.num_threads):
             tokens = self._run(scheduled)
-        return self.scheduler.commit(scheduled, tokens, lambda request: self._read(request).is_stopped)
+        return self._commit(scheduled, tokens, lambda request: self._read(request).is_stopped)
 
     def _run(self, scheduled: ScheduledBatch) -> list[list[int]]:
         """Run a scheduled batch and return the tokens of each of its requests."""
@@ -418,7 +473,29 @@ class Engine:
         rows = scheduled.sampled_indices
         if len(rows) < len(scheduled.requests):
             logits = logits[rows]
-        return scheduled.tokens_of(self._sampler.sample(logits, scheduled.sampled_requests))
+        return scheduled.tokens_of(self._sample(logits, scheduled.sampled_requests))
+
+    def _tell_reason(self, lane: Lane, batch: ForwardBatch) -> None:
+        """Log that a batch ran eagerly for a reason for which none did before in its lane and mode."""
+        (mode, reason) = [*lane.stats.eager][-1]
+        self._num_reasons[lane] = len(lane.stats.eager)
+        log_event(
+            _log,
+            logging.INFO,
+            "eager run",
+            lane=lane.name,
+            mode=mode.value,
+            reason=reason.name,
+            why=reason.text,
+            batch_size=batch.batch_size,
+            num_tokens=batch.num_tokens,
+        )
+
+    def _tell_breach(self, error: ContractError) -> None:
+        """Count and log an error of the contract, which ended a step."""
+        rule, kind = error.rule or "", type(error).__name__
+        self.breaches[rule, kind] += 1
+        log_event(_log, logging.ERROR, "pact breach", rule=rule, error=kind, message=error.message)
 
     def _load_draft_model(self) -> Any:
         """Load the draft model, if any; from now on the target returns the hidden states that it reads."""

@@ -22,8 +22,9 @@ not complete: chunks are given oldest first, and a younger request gets one only
 Does not: run the model, choose tokens, handle text or vocabulary, or lock: one thread calls it.
 """
 
+import logging
 from array import array
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -32,8 +33,11 @@ import torch
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import ConfigError, EngineError
 from graphpact_engine.errors import RequestError
+from graphpact_engine.logs import log_event
 from graphpact_engine.pools import PagePool, RequestPool
 from graphpact_engine.request import FinishReason, Request, RequestState
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +90,13 @@ class Scheduler:
         max_prefill_chunk: Maximum number of prompt tokens in one batch; None: ``max_num_batched_tokens``.
         mixed: Whether running requests decode in prefill steps, whose batches then all have the mode mixed.
 
+    Attributes:
+        num_added: Requests that were queued.
+        num_finished: Requests that ended, by reason.
+        num_prefilled: Tokens computed in prefill, those computed again after a preemption too.
+        num_generated: Tokens that requests received.
+        num_preemptions: Preemptions.
+
     Raises:
         ConfigError: A limit is below 1, ``max_num_batched_tokens`` is below ``max_num_seqs`` or
             ``max_prefill_chunk``, ``max_model_len`` exceeds the length of a request row without reserved
@@ -136,6 +147,10 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.num_reserved = num_reserved
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.num_added = 0
+        self.num_finished: Counter[FinishReason] = Counter()
+        self.num_prefilled = 0
+        self.num_generated = 0
         self.num_preemptions = 0
         self._rows = request_pool
         self._pages = page_pool
@@ -143,7 +158,6 @@ class Scheduler:
         self._waiting: deque[Request] = deque()  # oldest first
         self._admitted: list[Request] = []  # oldest first, all older than _waiting
         self._alive: dict[str, Request] = {}
-        self._num_added = 0
         self._step = 0
         self._to_commit: ScheduledBatch | None = None
         self._last_was_prefill = False
@@ -190,8 +204,8 @@ class Scheduler:
                 f"{self._pages.page_size}; there are {self._pages.num_pages}",
                 hint="lower max_new_tokens or give the KV cache more pages",
             )
-        request.arrival = self._num_added
-        self._num_added += 1
+        request.arrival = self.num_added
+        self.num_added += 1
         self._alive[request.request_id] = request
         self._waiting.append(request)
 
@@ -255,6 +269,8 @@ class Scheduler:
         for request, tokens, num_computed in zip(scheduled.requests, token_ids, computed, strict=True):
             if request.is_finished:
                 continue
+            if request.state is RequestState.PREFILLING:
+                self.num_prefilled += num_computed - request.num_computed
             request.num_computed = num_computed
             if not tokens:
                 continue
@@ -273,6 +289,7 @@ class Scheduler:
         alive = self._find(request)
         if alive is not None:
             self._finish(alive, "abort")
+            self._tell_finished(alive)
         return alive is not None
 
     def is_alive(self, request: Request | str) -> bool:
@@ -334,12 +351,14 @@ class Scheduler:
         """Append tokens to a running request; finish it if it ends, or give back what it does not use."""
         for token in tokens:
             request.output_token_ids.append(token)
+            self.num_generated += 1
             reason = self._reason_to_finish(request, token)
             if reason is not None:
                 self._finish(request, reason)
             if request.sampling.stop and is_stopped(request):
                 reason = self._stop(request)
             if reason is not None:
+                self._tell_finished(request)
                 return
         if self.num_reserved > 1:
             self._give_back(request)
@@ -448,6 +467,14 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.appendleft(request)
+        log_event(
+            _log,
+            logging.INFO,
+            "request preempted",
+            request=request.request_id,
+            tokens=request.num_tokens,
+            times=request.num_preemptions,
+        )
 
     def _release(self, request: Request) -> None:
         """Free the memory of an admitted request."""
@@ -467,6 +494,21 @@ class Scheduler:
             self._release(request)
         request.state = RequestState.FINISHED
         request.finish_reason = reason
+
+    def _tell_finished(self, request: Request) -> None:
+        """Count and log a request that ended; its reason is final."""
+        reason = request.finish_reason or "abort"
+        self.num_finished[reason] += 1
+        log_event(
+            _log,
+            logging.INFO,
+            "request finished",
+            request=request.request_id,
+            reason=reason,
+            prompt_tokens=len(request.prompt_token_ids),
+            generated_tokens=len(request.output_token_ids),
+            preemptions=request.num_preemptions,
+        )
 
     def _reason_to_finish(self, request: Request, token: int) -> FinishReason | None:
         """Return why the request ends with its newest token, ``token``; None if it does not end."""
