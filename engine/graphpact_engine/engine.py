@@ -470,9 +470,8 @@ class Engine:
             is_decode = scheduled.batch.forward_mode.is_decode
             return speculation.decode(scheduled) if is_decode else speculation.extend(scheduled)
         logits = self._run_in(self.lane_of(scheduled.batch), scheduled.batch).logits
-        rows = scheduled.sampled_indices
-        if len(rows) < len(scheduled.requests):
-            logits = logits[rows]
+        if not scheduled.all_sample:
+            logits = logits[scheduled.sampled_indices]
         return scheduled.tokens_of(self._sample(logits, scheduled.sampled_requests))
 
     def _tell_reason(self, lane: Lane, batch: ForwardBatch) -> None:
