@@ -54,15 +54,19 @@ class BatchBuilder:
         decodes = self._decodes
         return () if decodes is None else decodes.crossing[(decodes.age + 1) % self._size]
 
-    def decode(self, requests: Sequence[Request], *, advances: bool) -> tuple[ForwardBatch, torch.Tensor]:
+    def decode(
+        self, requests: Sequence[Request], *, advances: bool, tokens: torch.Tensor | None = None
+    ) -> tuple[ForwardBatch, torch.Tensor]:
         """Return the batch whose input is the newest token of each request, and its slots.
 
-        The tensors hold the batch until the next call.
+        The tensors hold the batch until the next call, those on the host until the next but one: a device
+        may copy them late.
 
         Args:
             requests: The requests. Each owns the pages of its slots.
             advances: Whether they are those of the last call, and each got one token since. It must be False
                 if a request reserves more than one slot.
+            tokens: ``[bs]`` int64, on the device: the token of each request, if the host does not know it.
 
         Returns:
             The batch, and ``[bs, num_reserved]`` int64: the reserved slots of each request.
@@ -71,8 +75,10 @@ class BatchBuilder:
         decodes = self._decodes
         if decodes is None or decodes.count != count:
             decodes = self._decodes = _DecodeStaging(count, self._num_reserved, self._device)
+        decodes.turn(keeping=advances)
         numbers = decodes.numbers
-        numbers[:count] = [request.output_token_ids[-1] for request in requests]
+        if tokens is None:
+            numbers[:count] = [request.output_token_ids[-1] for request in requests]
         if advances:
             decodes.age += 1
             decodes.advancing.add_(1)
@@ -83,6 +89,8 @@ class BatchBuilder:
         else:
             self._fill(decodes, requests)
         decodes.moved.copy_(decodes.host, non_blocking=True)
+        if tokens is not None:
+            decodes.batch.input_ids.copy_(tokens)
         decodes.narrow_slots.copy_(decodes.slots)
         self._table.put_(decodes.where, decodes.narrow_slots)
         return decodes.batch, decodes.cache_loc
@@ -177,6 +185,7 @@ class _DecodeStaging:
         host: The numbers on the host: tokens, positions, lengths, slots, indices into the table, rows.
         numbers: The same memory, to write single numbers.
         advancing: The part of ``host`` that grows by 1 in each step.
+        batch: The batch.
         age: Steps since all numbers were written.
         crossing: The indices of the requests that enter a page at each age, modulo the size of a page.
     """
@@ -189,25 +198,36 @@ class _DecodeStaging:
         self.age = 0
         self.crossing: list[list[int]] = []
         with torch.inference_mode(mode=False):  # other steps may write it outside of the caller's mode
-            on_gpu = device.type == "cuda"
-            self.host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=on_gpu)
             self.moved = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
             self.narrow_slots = torch.zeros(count * reserved, dtype=torch.int32, device=device)
-            memory: Any = (ctypes.c_int64 * sum(sizes)).from_address(self.host.data_ptr())
-            self.numbers = memory
-            self.advancing = self.host[count : self.first_where + count * reserved]
             tokens, positions, lengths, self.slots, self.where, rows = self.moved.split_with_sizes(sizes)
             self.cache_loc = self.slots.view(count, reserved)
-            self.batch = ForwardBatch(
-                forward_mode=ForwardMode.DECODE,
-                batch_size=count,
-                input_ids=tokens,
-                positions=positions,
-                out_cache_loc=self.cache_loc[:, 0],
-                req_pool_indices=rows,
-                seq_lens=lengths,
-                seq_lens_cpu=self.host[2 * count : 3 * count],
-            )
+            sides = []
+            for _ in range(2):
+                on_gpu = device.type == "cuda"
+                host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=on_gpu)
+                numbers: Any = (ctypes.c_int64 * sum(sizes)).from_address(host.data_ptr())
+                batch = ForwardBatch(
+                    forward_mode=ForwardMode.DECODE,
+                    batch_size=count,
+                    input_ids=tokens,
+                    positions=positions,
+                    out_cache_loc=self.cache_loc[:, 0],
+                    req_pool_indices=rows,
+                    seq_lens=lengths,
+                    seq_lens_cpu=host[2 * count : 3 * count],
+                )
+                sides.append((host, numbers, host[count : self.first_where + count * reserved], batch))
+        self._other, side = sides
+        self.host, self.numbers, self.advancing, self.batch = side
+
+    def turn(self, *, keeping: bool) -> None:
+        """Take the other memory of the host: a device may still copy this one. Copy the numbers if asked."""
+        before = self.host, self.numbers, self.advancing, self.batch
+        self.host, self.numbers, self.advancing, self.batch = self._other
+        self._other = before
+        if keeping:
+            self.host.copy_(before[0])
 
 
 def _tensor_of(numbers: Sequence[int]) -> torch.Tensor:

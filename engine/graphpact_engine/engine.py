@@ -48,6 +48,7 @@ from graphpact_engine.plans import (
     ModelName,
     ModelSpec,
     check_backends,
+    choose_async,
     lane_without_latents,
     plan_lanes,
     require_observers,
@@ -57,7 +58,7 @@ from graphpact_engine.plans import (
 )
 from graphpact_engine.prompts import Prompt, encode, list_prompts, require_tokens
 from graphpact_engine.request import FinishReason, Request, SamplingParams
-from graphpact_engine.sampler import Sampler
+from graphpact_engine.sampler import PendingTokens, Sampler
 from graphpact_engine.scheduler import ScheduledBatch, Scheduler
 from graphpact_engine.text import OutputText
 from graphpact_engine.threads import choose_num_threads, running_on
@@ -88,6 +89,24 @@ class Completion:
     finish_reason: FinishReason
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A decode step that was launched and not committed.
+
+    Args:
+        scheduled: The step.
+        tokens: Its tokens.
+    """
+
+    scheduled: ScheduledBatch
+    tokens: PendingTokens
+
+    @property
+    def is_vain(self) -> bool:
+        """Whether every request of it has ended."""
+        return all(request.is_finished for request in self.scheduled.requests)
+
+
 class Engine:
     """A model, the lanes that run it, and the loop that feeds them.
 
@@ -100,6 +119,7 @@ class Engine:
 
     Attributes:
         lanes: Every `graphpact.Lane`, with its ``name``, ``stats``, ``runner``, ``backend`` and ``driver``.
+        is_async: Whether decode steps are launched before the tokens of the step before are read.
         breaches: Steps that ended because the contract was broken, by rule and class of the error.
 
     Raises:
@@ -121,6 +141,7 @@ class Engine:
         self.device = resolve_device(config.engine.device)
         catalog = catalog or PluginCatalog.scan()
         algorithm = select_algorithm(config, catalog)
+        self.is_async = choose_async(config, self.device)
         plans = plan_lanes(config, catalog, self.device, algorithm)
         configured = select_observers(config, catalog)
         require_observers(observers)
@@ -172,6 +193,7 @@ class Engine:
         observing = [[*observers, *build_observers(configured)] for _ in plans]
         sampler, watching = Sampler(self.eos_token_ids), observing[0]
         self._sample = observed(watching, "sample", sampler.sample)
+        self._start_sampling = observed(watching, "sample", sampler.start)
         self.speculation = None
         if algorithm is not None:
             sample_after = observed(watching, "sample", sampler.sample_after)
@@ -198,8 +220,6 @@ class Engine:
             mixed=any(plan.mode is ForwardMode.MIXED for plan in plans),
         )
         self._observe(watching)
-        self.breaches: Counter[tuple[str, str]] = Counter()
-        self._num_reasons = dict.fromkeys(self.lanes, 0)  # of eager runs that were logged
         self._num_requests = 0
         self._is_stepping = False
         self._to_abort: list[Request | str] = []  # aborted during a step
@@ -447,21 +467,63 @@ class Engine:
                 lane.capture_all()
 
     def _observe(self, watching: Sequence[object]) -> None:
-        """Wrap the phases around the lanes."""
+        """Wrap the phases around the lanes; begin to count."""
+        self.breaches: Counter[tuple[str, str]] = Counter()
+        self._num_reasons = dict.fromkeys(self.lanes, 0)  # of eager runs that were logged
+        self._flight: _Flight | None = None
         self._schedule = observed(watching, "schedule", self.scheduler.schedule)
+        self._schedule_ahead = observed(watching, "schedule", self.scheduler.schedule_ahead)
+        self._wait = observed(watching, "wait", PendingTokens.read)
         self._commit = observed(watching, "commit", self.scheduler.commit)
         # No bound method: the engine would be in a cycle, and its memory would wait for the collector.
         step: Callable[[Engine], list[Request]] = Engine._step
         self._run_step = observed(watching, "step", step)
 
     def _step(self) -> list[Request]:
-        """Run one batch; see `step`."""
-        scheduled = self._schedule()
-        if scheduled is None:
-            return []
+        """Run one batch, or with asynchronous scheduling a part of two; see `step`."""
+        flight, self._flight = self._flight, None
+        if flight is None or flight.is_vain:  # its requests may have been aborted since
+            scheduled = self._schedule()
+            if scheduled is None:
+                return []
+            if not self.is_async or not scheduled.batch.forward_mode.is_decode:
+                with running_on(self.num_threads):
+                    tokens = self._run(scheduled)
+                return self._commit(scheduled, tokens, lambda request: self._read(request).is_stopped)
+            flight = self._launch(scheduled)
+        return self._finish(flight)
+
+    def _launch(self, scheduled: ScheduledBatch, *, ahead: int = 0) -> "_Flight":
+        """Run a decode step and choose its tokens, without waiting for the device.
+
+        Args:
+            scheduled: The step.
+            ahead: The number of steps in flight before it.
+        """
         with running_on(self.num_threads):
-            tokens = self._run(scheduled)
-        return self._commit(scheduled, tokens, lambda request: self._read(request).is_stopped)
+            logits = self._run_in(self.lane_of(scheduled.batch), scheduled.batch).logits
+            tokens = self._start_sampling(logits, scheduled.requests, ahead=ahead)
+        return _Flight(scheduled, tokens)
+
+    def _finish(self, flight: "_Flight") -> list[Request]:
+        """Launch the step after the one in flight, if that can be; then wait for the latter and commit it."""
+        following = None
+        try:
+            if flight.tokens.is_free:
+                scheduled = self._schedule_ahead(flight.tokens.tokens)
+                following = None if scheduled is None else self._launch(scheduled, ahead=1)
+        except BaseException:  # the step in flight is sound
+            self.scheduler.forget(ahead_only=True)
+            self._flight = flight
+            raise
+        try:
+            tokens = [[token] for token in self._wait(flight.tokens)]
+            got = self._commit(flight.scheduled, tokens, lambda request: self._read(request).is_stopped)
+        except BaseException:
+            self.scheduler.forget()
+            raise
+        self._flight = None if following is None or following.is_vain else following
+        return got
 
     def _run(self, scheduled: ScheduledBatch) -> list[list[int]]:
         """Run a scheduled batch and return the tokens of each of its requests."""

@@ -1,10 +1,12 @@
 """`PhaseObserver`: an observer that wraps the phases of an engine too, and `HookObserver`, a base class.
 
     step        one call of `Engine.step`: all of the following
-    schedule    `Scheduler.schedule`
+    schedule    `Scheduler.schedule`, or `Scheduler.schedule_ahead`
     launch      `Lane.launch`: the replay, or the eager run
     capture     `Lane.capture`: one shape, while the engine is built
-    sample      `Sampler.sample`, or `Sampler.sample_after` under speculation
+    sample      `Sampler.sample`; `Sampler.sample_after` under speculation; `Sampler.start` if the tokens are
+                read later
+    wait        `PendingTokens.read` of such a step
     commit      `Scheduler.commit`
 
 Phases are wrapped once, when the engine is built: without such an observer a step calls the methods
@@ -26,7 +28,7 @@ from graphpact.step import StepOutputs
 P = ParamSpec("P")
 T = TypeVar("T")
 Around = Generator[None, Any, Any]
-Phase = Literal["step", "schedule", "launch", "capture", "sample", "commit"]
+Phase = Literal["step", "schedule", "launch", "capture", "sample", "wait", "commit"]
 
 
 @runtime_checkable

@@ -59,11 +59,24 @@ class Sampler:
             EngineError: The number of requests is not the number of rows; or a row contains NaN or has no
                 finite maximum. Then the message names its request, and no random number is used up.
         """
-        tokens = self.sample_after(logits, requests)
-        if tokens:
-            for request in self._plan.drawing:
-                request.use_uniforms()
-        return tokens
+        return self.start(logits, requests).read()
+
+    def start(self, logits: torch.Tensor, requests: Sequence[Request], *, ahead: int = 0) -> "PendingTokens":
+        """Choose tokens as `sample` does, without waiting for the device; `PendingTokens.read` waits.
+
+        Args:
+            logits: See `sample`.
+            requests: See `sample`.
+            ahead: How many tokens of each request are pending before this one. It must be 0 if the parameters
+                of a request change logits, since they depend on its tokens.
+
+        Raises:
+            EngineError: The number of requests is not the number of rows. `PendingTokens.read` raises the
+                other errors of `sample`.
+        """
+        tokens, not_finite = self._choose(logits, requests, None, ahead)
+        plan = self._plan
+        return PendingTokens(tokens, not_finite, plan.requests, plan.drawing, is_free=plan.changed is None)
 
     def sample_after(
         self,
@@ -84,13 +97,22 @@ class Sampler:
         Raises:
             EngineError: See `sample`.
         """
+        tokens, not_finite = self._choose(logits, requests, drafts)
+        return _read(tokens.masked_fill_(not_finite, -1), requests)
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        drafts: Sequence[Sequence[int]] | None,
+        ahead: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[n]`` int64 tokens of the vocabulary, and ``[n]`` bool: whether logits were invalid."""
         if logits.dim() != 2 or logits.shape[0] != len(requests):
             raise EngineError(
                 f"cannot sample for {len(requests)} requests: expected logits [{len(requests)}, vocab], got"
                 f" {list(logits.shape)}"
             )
-        if not requests:
-            return []
         plan = self._plan
         if plan.requests != requests or plan.vocab != logits.shape[1] or plan.device != logits.device:
             plan = self._plan = _Plan(requests, logits.shape[1], logits.device)
@@ -106,20 +128,85 @@ class Sampler:
         best, tokens = _likeliest(logits)
         not_finite = (best - best).ne(0)  # of NaN and infinity the difference is NaN
         for draw, rows, index, params in plan.draws:
-            uniform = [[requests[at].uniform(0 if drafts is None else len(drafts[at]))] for at in rows]
-            numbers = torch.tensor(uniform, dtype=torch.float64, device=logits.device)
+            uniform = [requests[at].uniform(ahead if drafts is None else len(drafts[at])) for at in rows]
+            numbers = _to_device(torch.tensor(uniform, dtype=torch.float64), logits.device).unsqueeze(1)
             scores, top = (logits, best) if index is None else (logits[index], best[index])
             drawn = draw(scores, _weights(scores, top.unsqueeze(1), params[0]), params, numbers)
             tokens = drawn if index is None else tokens.index_copy_(0, index, drawn)
-        chosen: list[int] = tokens.masked_fill_(not_finite, -1).tolist()
-        if min(chosen) < 0:
-            bad = [requests[at].request_id for at, token in enumerate(chosen) if token < 0]
-            raise EngineError(
-                f"logits of request {', '.join(map(repr, bad))} contain NaN or have no finite maximum",
-                hint="the model or a kernel computed them wrongly: set verify.replay_against_eager = 1 to"
-                " compare replays with eager runs",
-            )
+        return tokens, not_finite
+
+
+class PendingTokens:
+    """Tokens that the device chooses, before the host has read them.
+
+    Args:
+        tokens: ``[n]`` int64, on the device. Those of invalid logits have no meaning, and are in the
+            vocabulary.
+        not_finite: ``[n]`` bool: whether the logits were invalid.
+        requests: The request of each token.
+        drawing: The requests that use up a random number.
+        is_free: Whether the tokens after these can be chosen before these are read.
+    """
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        not_finite: torch.Tensor,
+        requests: Sequence[Request],
+        drawing: Sequence[Request],
+        *,
+        is_free: bool,
+    ) -> None:
+        self.tokens = tokens
+        self.is_free = is_free
+        self._requests = requests
+        self._drawing = drawing
+        self._event: torch.Event | None = None
+        self._host = tokens.masked_fill(not_finite, -1)
+        if tokens.device.type == "cuda":  # copied now: a later copy would wait for the steps after this one
+            pinned = torch.empty(tokens.shape, dtype=torch.int64, pin_memory=True)
+            self._host = pinned.copy_(self._host, non_blocking=True)
+            self._event = torch.Event(device=tokens.device)
+            self._event.record()
+
+    def read(self) -> list[int]:
+        """Wait for the tokens and return them; the requests use up their random numbers.
+
+        Raises:
+            EngineError: See `Sampler.sample`.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        tokens = _read(self._host, self._requests)
+        for request in self._drawing:
+            request.use_uniforms()
+        return tokens
+
+
+def _read(tokens: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    """Return the tokens; raise `EngineError` for those of invalid logits, which are -1.
+
+    A request that ended while its token was pending is not looked at: its token is dropped.
+    """
+    chosen: list[int] = tokens.tolist()
+    if not chosen or min(chosen) >= 0:
         return chosen
+    failed = [one for one, token in zip(requests, chosen, strict=True) if token < 0 and not one.is_finished]
+    if failed:
+        bad = [request.request_id for request in failed]
+        raise EngineError(
+            f"logits of request {', '.join(map(repr, bad))} contain NaN or have no finite maximum",
+            hint="the model or a kernel computed them wrongly: set verify.replay_against_eager = 1 to"
+            " compare replays with eager runs",
+        )
+    return chosen
+
+
+def _to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return host numbers on a device, without waiting for the work that was submitted to it."""
+    if device.type == "cuda":
+        return numbers.pin_memory().to(device, non_blocking=True)
+    return numbers.to(device)
 
 
 class _Plan:

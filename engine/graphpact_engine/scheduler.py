@@ -177,7 +177,7 @@ class Scheduler:
         self._admitted: list[Request] = []  # oldest first, all older than _waiting
         self._alive: dict[str, Request] = {}
         self._step = 0
-        self._to_commit: ScheduledBatch | None = None
+        self._in_flight: list[ScheduledBatch] = []  # scheduled and not committed, oldest first; at most two
         self._last_was_prefill = False
         self._num_changes = 0  # of the admitted requests
         self._changes_at_schedule = 0
@@ -246,16 +246,63 @@ class Scheduler:
             EngineError: Requests are alive and none can advance, because other code took from the pools.
         """
         self._step += 1
-        self._to_commit = self._plan()
+        self._in_flight.clear()
+        planned = self._plan()
         self._changes_at_schedule, self._steady = self._num_changes, None
-        if self._to_commit is None and self.has_work:
+        if planned is not None:
+            self._in_flight.append(planned)
+        elif self.has_work:
             raise EngineError(
                 f"none of {len(self._alive)} requests can advance; free: "
                 f"{self._pages.num_free} of {self._pages.num_pages} KV pages and "
                 f"{self._rows.num_free} of {self._rows.max_requests} rows",
                 hint="use a pool in one scheduler only",
             )
-        return self._to_commit
+        return planned
+
+    def schedule_ahead(self, tokens: torch.Tensor) -> ScheduledBatch | None:
+        """Return the decode that follows the decode in flight, before that one is committed.
+
+        It has the same requests. One that ends with the step in flight takes part in vain: the commit of this
+        step skips it. Return None, and do nothing, if the next step depends on what is not known yet: if a
+        request ends by its length, if a prompt may be computed, if a page is missing, or if a request was
+        aborted; and if no decode is in flight, or two.
+
+        Args:
+            tokens: ``[bs]`` int64, on the device: the tokens of the step in flight.
+        """
+        if len(self._in_flight) != 1 or self.num_reserved > 1:
+            return None
+        (running,) = self._in_flight
+        requests, size = running.requests, self._pages.page_size
+        if (
+            running.computed is not None
+            or self._num_changes != self._changes_at_schedule
+            or self._is_prefilling()
+            or (self._waiting and len(self._admitted) < self.max_num_seqs and self._rows.num_free)
+            or any(len(one.output_token_ids) + 1 >= one.max_output_tokens for one in requests)
+        ):
+            return None
+        growing = [
+            requests[at]
+            for at in self._builder.crossing()
+            if requests[at].num_computed + 2 > len(requests[at].pages) * size
+        ]
+        pages = self._pages.alloc(len(growing))
+        if pages is None:
+            return None
+        for request, page in zip(growing, pages, strict=True):
+            request.pages.append(page)
+        self._step += 1
+        batch, cache_loc = self._builder.decode(requests, advances=True, tokens=tokens)
+        planned = ScheduledBatch(batch, requests, [True] * len(requests), self._step, cache_loc)
+        self._in_flight.append(planned)
+        return planned
+
+    def forget(self, *, ahead_only: bool = False) -> None:
+        """Drop the steps in flight, or only that which was scheduled ahead; they are planned again."""
+        del self._in_flight[1 if ahead_only else 0 :]
+        self._changes_at_schedule = -1  # the next decode is made anew
 
     def commit(
         self,
@@ -268,7 +315,8 @@ class Scheduler:
         A request that ends with one of its tokens does not get those after it.
 
         Args:
-            scheduled: The newest result of `schedule`.
+            scheduled: The oldest step in flight: the newest result of `schedule`, then what was scheduled
+                ahead of its commit.
             token_ids: The tokens of each request of the batch; empty for a request that yields none.
             is_stopped: Whether the text of a request has a stop string; asked after each token of requests
                 with stop strings.
@@ -278,10 +326,10 @@ class Scheduler:
             Requests that were aborted since `schedule` are skipped.
 
         Raises:
-            EngineError: The step is not the newest, was already committed, or ``token_ids`` does not
-                match ``scheduled.samples``. Nothing was changed.
+            EngineError: The step is not in flight or not the oldest, was already committed, or ``token_ids``
+                does not match ``scheduled.samples``. Nothing was changed.
         """
-        if scheduled is not self._to_commit:
+        if not self._in_flight or scheduled is not self._in_flight[0]:
             raise EngineError(
                 f"cannot commit step {scheduled.step}: step {self._step} is the newest, and a step is "
                 f"committed once"
@@ -291,7 +339,7 @@ class Scheduler:
                 f"step {scheduled.step} yields tokens at {scheduled.sampled_indices} of "
                 f"{len(scheduled.requests)} requests; got {list(token_ids)}"
             )
-        self._to_commit = None
+        del self._in_flight[0]
         self._last_was_prefill = not scheduled.batch.forward_mode.is_decode
         got: list[Request] = []
         computed = scheduled.computed
@@ -305,7 +353,8 @@ class Scheduler:
             if tokens:
                 got.append(request)
                 self._append(request, tokens, is_stopped)
-        if computed is None and self.num_reserved == 1 and self._num_changes == self._changes_at_schedule:
+        is_same = self._num_changes == self._changes_at_schedule and not self._in_flight
+        if computed is None and self.num_reserved == 1 and is_same:
             self._steady, self._decoded = self._num_changes, scheduled.requests
         return got
 

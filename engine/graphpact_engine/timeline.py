@@ -200,4 +200,4 @@ def _describe(name: Phase, result: Any) -> dict[str, Any]:
         }
     if name in {"step", "commit"}:
         return {"num_requests": len(result)}
-    return {"num_tokens": len(result)} if name == "sample" else {}
+    return {"num_tokens": len(result)} if isinstance(result, list) else {}
