@@ -306,7 +306,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one batch and return the requests that received a token.
 
-        If the model fails, no request changes, and the next call repeats the step.
+        If the model fails, no request changes, and the next call repeats the step. With asynchronous
+        scheduling a call also launches the step after the one whose tokens it returns, if that can be.
 
         Raises:
             UsageError: A step of this engine is running: in another thread, or around this call.

@@ -14,6 +14,7 @@ trace was opened. They nest as the calls do:
         pact check                from the end of the hooks to the launch, if a check was due
         replay | eager run
       sample
+      wait                        for the tokens, with asynchronous scheduling
       commit
 
 ``args`` have what is known: lane, shape, mode, batch_size, num_tokens, reason (of an eager run), and error
