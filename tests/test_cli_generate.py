@@ -6,6 +6,7 @@ import os
 import pickle
 import re
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -629,3 +630,82 @@ def test_an_interrupted_run_leaves_whole_lines(
     assert out.startswith("abc") is streams
     assert out.endswith("\n") is streams
     assert err.strip() == ""
+
+
+# -- what is written about a run -------------------------------------------------------------------
+
+
+def test_a_run_writes_its_trace_and_metrics(generate: Generate, tmp_path: Path) -> None:
+    """The files have the run's steps, and answers and summary are as without them."""
+    trace, metrics = tmp_path / "trace.json", tmp_path / "metrics.prom"
+    status, out, err = generate("abc", f"--trace={trace}", f"--metrics={metrics}")
+    assert (status, out) == generate("abc")[:2] == (0, out)
+    names = [event["name"] for event in json.loads(trace.read_text())["traceEvents"]]
+    assert names.count("step") == 6
+    assert f"{len(names)} events written to {trace}" in err
+    lines = metrics.read_text().splitlines()
+    assert 'graphpact_replays_total{lane="decode",mode="decode",shape="bs=1,tokens=1"} 5.0' in lines
+    assert 'graphpact_engine_phase_seconds_count{phase="step"} 6.0' in lines
+
+
+def test_an_observer_that_is_selected_and_asked_for_measures_once(generate: Generate, tmp_path: Path) -> None:
+    """``--metrics`` with the observer ``metrics`` in the configuration gives each sample once."""
+    metrics = tmp_path / "metrics.prom"
+    assert generate("abc", f"--metrics={metrics}", "--set", 'engine.observers=["metrics"]')[0] == 0
+    assert metrics.read_text().count('seconds_count{lane="decode"') == 1
+
+
+def test_a_trace_is_whole_if_there_is_no_model(generate: Generate, tmp_path: Path) -> None:
+    """A run that fails before its first step leaves a trace that can be opened."""
+    trace = tmp_path / "trace.json"
+    assert generate("abc", f"--trace={trace}", model=tmp_path / "none")[0] == 2
+    assert [event["name"] for event in json.loads(trace.read_text())["traceEvents"]] == ["process_name"]
+
+
+def test_logs_as_json_are_all_of_stderr(generate: Generate) -> None:
+    """With ``--log-format json`` every line of stderr is an object, and later runs print none."""
+    status, _, err = generate("abc", "xyz", "--log-format=json")
+    events = [json.loads(line)["event"] for line in err.splitlines()]
+    assert status == 0
+    assert {"shape captured", "engine started", "eager run", "request finished"} <= set(events)
+    assert events.count("request finished") == 2
+    assert "request finished" not in generate("abc")[2]
+
+
+def test_logs_as_text_come_with_the_summary(generate: Generate) -> None:
+    """With ``--log-format text`` events are lines of words; strings with spaces are quoted."""
+    err = generate("abc", "--log-format=text")[2]
+    assert "info: request finished request=0 reason=length prompt_tokens=4 generated_tokens=6" in err
+    assert 'why="this lane captures nothing"' in err
+    assert "1 eager run;" in err
+
+
+@pytest.mark.parametrize("option", ["--trace", "--metrics"])
+def test_a_file_that_cannot_be_written_is_refused_before_the_run(
+    option: str, generate: Generate, tmp_path: Path
+) -> None:
+    """A path in a folder that is missing is a usage error; no text is generated."""
+    status, out, err = generate("abc", f"{option}={tmp_path / 'none' / 'file'}")
+    assert (status, out) == (2, "")
+    assert "cannot be written" in err
+
+
+def test_a_port_that_is_taken_is_refused(generate: Generate) -> None:
+    """The error names the port and what to do; no text is generated."""
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        status, out, err = generate("abc", f"--metrics-port={port}")
+    assert (status, out) == (2, "")
+    assert f"metrics cannot be served at port {port}" in err
+    assert "0 takes any" in err
+
+
+def test_metrics_need_their_extra_and_say_so(
+    generate: Generate, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Without prometheus-client the options are refused with the command that installs it."""
+    monkeypatch.setitem(sys.modules, "prometheus_client", None)
+    monkeypatch.delitem(sys.modules, "graphpact_engine.metrics", raising=False)
+    status, out, err = generate("abc", f"--metrics={tmp_path / 'metrics'}")
+    assert (status, out) == (2, "")
+    assert 'pip install "graphpact-engine[metrics]"' in err

@@ -438,6 +438,9 @@ def _names_of(page: str) -> dict[str, Any]:
         (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }} ")
         config = EngineConfig.load(None, env={}, overrides=[f'model.path="{model}"'])
         names |= {"engine": Engine(config), "SamplingParams": SamplingParams}
+    elif page == "docs/observability.md":
+        config = EngineConfig.load(Path("engine.toml"), env={})
+        names |= {"Engine": Engine, "config": config, "prompts": ["If "]}
     elif page == "docs/plugins.md":
         names |= {"logits": torch.zeros(2, 5), "hidden": torch.zeros(3, 4)}
     return names

@@ -39,6 +39,7 @@ for file in sorted((site / sys.argv[2]).rglob("*.py")):
 NEEDS_AN_EXTRA = {
     "graphpact": ["graphpact.cli."],  # typer and rich
     "graphpact-conformance": ["graphpact_conformance.museum", "graphpact_conformance.cli.museum"],
+    "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client
 }
 COMMAND = """
 import sys

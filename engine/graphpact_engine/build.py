@@ -5,6 +5,7 @@ Does not: choose plugins (`graphpact_engine.plans` does), capture (the lanes do)
 
 import functools
 import itertools
+import logging
 import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
@@ -24,11 +25,12 @@ from graphpact.shapes import GraphShape
 from graphpact.speculation import RunLane, SpeculationAlgorithm, SpeculationContext
 from graphpact.step import Forward
 from graphpact_engine.config import EngineConfig
+from graphpact_engine.logs import log_event
 from graphpact_engine.ownership import EngineOwnership
+from graphpact_engine.phases import ObservedLane, PhaseObserver
 from graphpact_engine.plans import LanePlan, ModelName, ModelSpec, call_plugin, draft_limits
 from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
-from graphpact_engine.sampler import Sampler
-from graphpact_engine.speculation import Speculator
+from graphpact_engine.speculation import SampleAfter, Speculator
 from graphpact_engine.trace import HookTrace
 from graphpact_engine.verify import Verifier
 from graphpact_tape.tape import TapeDriver
@@ -36,6 +38,7 @@ from graphpact_tape.tape import TapeDriver
 OnCapture = Callable[[str, GraphShape, int, int], None]
 """Called after each capture with lane name, shape, number of captured shapes, and total number of shapes."""
 
+_log = logging.getLogger(__name__)
 _MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # default share of free memory for the KV cache
 
 
@@ -275,7 +278,9 @@ def build_lane(
         outer.append(verifier)
         if isinstance(driver, TapeDriver):
             driver.traced = True  # tells the verifier where replays must be equal to the bit
-    lane = Lane(
+    inner = [*outer, *observers]
+    kind = ObservedLane if any(isinstance(each, PhaseObserver) for each in inner) else Lane
+    lane = kind(
         plan.name,
         model=model,
         runner=runner,
@@ -286,15 +291,14 @@ def build_lane(
         metadata_in_graph=plan.config.metadata_in_graph,
         share_pool=memory.buffers if plan.config.share_buffers else None,
         eager_reason=plan.eager_reason,
-        observers=[*outer, *observers],
+        observers=inner,
     )
     if plan.config.share_buffers and plan.eager_reason is None and lane.registry is None:
         raise ConfigError(
             f"lanes.{plan.name}.share_buffers = true, but runner {plan.runner_name!r} has no buffers",
             hint="remove share_buffers, or select a runner that captures",
         )
-    if on_capture is not None:
-        lane.on_capture = _count_captures(lane, on_capture)
+    lane.on_capture = functools.partial(_tell_captured, lane, on_capture)
     return lane, verifier
 
 
@@ -304,7 +308,7 @@ def build_speculator(
     target: Any,
     draft_model: Any,
     memory: Memory,
-    sampler: Sampler,
+    sample: SampleAfter,
     run: RunLane,
 ) -> Speculator:
     """Build the speculation algorithm and its request state.
@@ -315,7 +319,7 @@ def build_speculator(
         target: The target model.
         draft_model: The draft model; None for an algorithm without one.
         memory: The memory that all lanes share.
-        sampler: Chooses tokens.
+        sample: Chooses tokens: `Sampler.sample_after`.
         run: ``(mode of a lane, batch) -> outputs``.
 
     Raises:
@@ -350,7 +354,7 @@ def build_speculator(
     return Speculator(
         built,
         run=run,
-        sampler=sampler,
+        sample=sample,
         draft=draft,
         state=call_plugin("speculation", name, make_state),
         target_cache=list(kv_tensors(its_cache).values()),
@@ -417,13 +421,21 @@ def backend_context(plan: LanePlan, spec: ModelSpec, memory: Memory, kv_cache: K
     )
 
 
-def _count_captures(lane: Lane, on_capture: OnCapture) -> Callable[[GraphShape], None]:
-    total = len(lane.shapes)
-
-    def report(shape: GraphShape) -> None:
-        on_capture(lane.name, shape, len(lane.stats.shapes), total)
-
-    return report
+def _tell_captured(lane: Lane, on_capture: OnCapture | None, shape: GraphShape) -> None:
+    """Log a captured shape, and call ``on_capture``."""
+    stats, graph = lane.stats.shapes[shape], lane.captured[shape].graph
+    log_event(
+        _log,
+        logging.INFO,
+        "shape captured",
+        lane=lane.name,
+        shape=str(shape),
+        seconds=round(stats.capture_seconds, 6),
+        nodes=graph.num_nodes,
+        bytes=graph.pool_nbytes,
+    )
+    if on_capture is not None:
+        on_capture(lane.name, shape, len(lane.stats.shapes), len(lane.shapes))
 
 
 def _kv_budget(gib: float | None, device: torch.device) -> int:

@@ -80,6 +80,9 @@ PageSize = Annotated[
 ]
 BatchSizes = Annotated[tuple[Annotated[int, Field(ge=1)], ...], Strict(strict=False), Field(min_length=1)]
 Names = Annotated[tuple[Name, ...], Strict(strict=False)]
+AsyncScheduling = Annotated[
+    Literal["auto"] | bool, Field(json_schema_extra={"allowed": "auto, true or false"})
+]
 LaneName = Annotated[str, Field(pattern=_LANE_NAME)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
@@ -145,6 +148,12 @@ class EngineSection(_Section):
         description="Whether decoding requests take part in prefill steps, with one token each; false:"
         " prefill and decode steps take turns. Default: true if attention backend and runner of every prefill"
         " lane declare the mode mixed, without [speculative].",
+    )
+    async_scheduling: AsyncScheduling = Field(
+        default="auto",
+        description="Whether a decode step is scheduled and launched while the one before runs, from whose"
+        " tokens on the device it continues; the host reads tokens one step late. auto: on a GPU, without"
+        " [speculative]. The tokens are the same.",
     )
     max_model_len: int | None = Field(
         default=None,

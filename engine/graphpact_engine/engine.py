@@ -9,7 +9,10 @@ Does not: serve a network, or run two steps at once.
 
 import contextlib
 import functools
+import logging
 import reprlib
+import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,7 +22,7 @@ from typing import Any, Self, TypeAlias, cast
 import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.errors import EngineError, UsageError
+from graphpact.errors import ContractError, EngineError, UsageError
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact.shapes import GraphShape
@@ -38,10 +41,14 @@ from graphpact_engine.config import EngineConfig, LaneMode
 from graphpact_engine.deltas import DeltaStream
 from graphpact_engine.errors import CheckpointError, RequestError
 from graphpact_engine.faults import names_plugins
+from graphpact_engine.logs import log_event
+from graphpact_engine.phases import observed
 from graphpact_engine.plans import (
+    LanePlan,
     ModelName,
     ModelSpec,
     check_backends,
+    choose_async,
     lane_without_latents,
     plan_lanes,
     require_observers,
@@ -51,11 +58,13 @@ from graphpact_engine.plans import (
 )
 from graphpact_engine.prompts import Prompt, encode, list_prompts, require_tokens
 from graphpact_engine.request import FinishReason, Request, SamplingParams
-from graphpact_engine.sampler import Sampler
+from graphpact_engine.sampler import PendingTokens, Sampler
 from graphpact_engine.scheduler import ScheduledBatch, Scheduler
 from graphpact_engine.text import OutputText
 from graphpact_engine.threads import choose_num_threads, running_on
 from graphpact_engine.verify import Verifier
+
+_log = logging.getLogger(__name__)
 
 Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
 """The sampling parameters of all prompts, or one for each prompt; None: the defaults."""
@@ -80,6 +89,24 @@ class Completion:
     finish_reason: FinishReason
 
 
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A decode step that was launched and not committed.
+
+    Args:
+        scheduled: The step.
+        tokens: Its tokens.
+    """
+
+    scheduled: ScheduledBatch
+    tokens: PendingTokens
+
+    @property
+    def is_vain(self) -> bool:
+        """Whether every request of it has ended."""
+        return all(request.is_finished for request in self.scheduled.requests)
+
+
 class Engine:
     """A model, the lanes that run it, and the loop that feeds them.
 
@@ -92,6 +119,8 @@ class Engine:
 
     Attributes:
         lanes: Every `graphpact.Lane`, with its ``name``, ``stats``, ``runner``, ``backend`` and ``driver``.
+        is_async: Whether decode steps are launched before the tokens of the step before are read.
+        breaches: Steps that ended because the contract was broken, by rule and class of the error.
 
     Raises:
         UsageError: A name, value, checkpoint or model cannot be used; nothing was captured.
@@ -107,10 +136,12 @@ class Engine:
         on_capture: OnCapture | None = None,
         observers: Sequence[object] = (),
     ) -> None:
+        start = time.perf_counter()
         self.config = config
         self.device = resolve_device(config.engine.device)
         catalog = catalog or PluginCatalog.scan()
         algorithm = select_algorithm(config, catalog)
+        self.is_async = choose_async(config, self.device)
         plans = plan_lanes(config, catalog, self.device, algorithm)
         configured = select_observers(config, catalog)
         require_observers(observers)
@@ -158,38 +189,24 @@ class Engine:
             backend_context(plan, specs[plan.model], self.memory, self.memory.kv_cache) for plan in plans
         ]
         check_backends(plans, contexts, catalog, specs)
-        self._sampler = Sampler(self.eos_token_ids)
+        # Each lane has the given observers, and configured ones of its own.
+        observing = [[*observers, *build_observers(configured)] for _ in plans]
+        sampler, watching = Sampler(self.eos_token_ids), observing[0]
+        self._sample = observed(watching, "sample", sampler.sample)
+        self._start_sampling = observed(watching, "sample", sampler.start)
         self.speculation = None
         if algorithm is not None:
+            sample_after = observed(watching, "sample", sampler.sample_after)
             self.speculation = build_speculator(
-                algorithm, config, self.model, self.draft_model, self.memory, self._sampler, self._run_lane
+                algorithm, config, self.model, self.draft_model, self.memory, sample_after, self._run_lane
             )
-        states = () if self.speculation is None else tuple(self.speculation.state.values())
         self.lanes: list[Lane] = []
         self.verifiers: list[Verifier] = []
         self._lanes_of: dict[LaneMode, list[Lane]] = {}
-        for plan in plans:
-            lane, verifier = build_lane(
-                plan,
-                config,
-                model=runs[plan.model],
-                spec=specs[plan.model],
-                memory=self.memory,
-                states=states,
-                observers=[*observers, *build_observers(configured)],
-                on_capture=on_capture,
-            )
-            self.lanes.append(lane)
-            self._lanes_of.setdefault(plan.role, []).append(lane)
-            if verifier is not None:
-                self.verifiers.append(verifier)
-        for lanes in self._lanes_of.values():
-            require_each_can_run(lanes)
+        self._build_lanes(plans, runs, specs, observing, on_capture)
         weights = sum(weight.nbytes for run in runs.values() for _, weight in run.named_weights())
         self.num_threads = choose_num_threads(config.engine.num_threads, self.device, weights)
-        with running_on(self.num_threads):
-            for lane in self.lanes:
-                lane.capture_all()
+        self._capture()
         self.scheduler = Scheduler(
             self.memory.requests,
             self.memory.pages,
@@ -202,9 +219,19 @@ class Engine:
             max_prefill_chunk=config.engine.max_prefill_chunk,
             mixed=any(plan.mode is ForwardMode.MIXED for plan in plans),
         )
+        self._observe(watching)
         self._num_requests = 0
         self._is_stepping = False
         self._to_abort: list[Request | str] = []  # aborted during a step
+        log_event(
+            _log,
+            logging.INFO,
+            "engine started",
+            device=str(self.device),
+            lanes=",".join(lane.name for lane in self.lanes),
+            shapes=sum(len(lane.shapes) for lane in self.lanes),
+            seconds=round(time.perf_counter() - start, 3),
+        )
 
     @property
     def tokenizer(self) -> Any:
@@ -279,7 +306,8 @@ class Engine:
     def step(self) -> list[Request]:
         """Run one batch and return the requests that received a token.
 
-        If the model fails, no request changes, and the next call repeats the step.
+        If the model fails, no request changes, and the next call repeats the step. With asynchronous
+        scheduling a call also launches the step after the one whose tokens it returns, if that can be.
 
         Raises:
             UsageError: A step of this engine is running: in another thread, or around this call.
@@ -291,7 +319,10 @@ class Engine:
             )
         self._is_stepping = True
         try:
-            return self._step()
+            return self._run_step(self)
+        except ContractError as error:
+            self._tell_breach(error)
+            raise
         finally:
             self._is_stepping = False
             while self._to_abort:
@@ -342,7 +373,10 @@ class Engine:
     def _run_in(self, lane: Lane, batch: ForwardBatch) -> StepOutputs:
         """Run a batch in a lane, with the number of its tokens if the lane's graphs read it."""
         is_read = lane.shapes and lane.runner.context.num_token_non_padded
-        return lane.run(_counted(batch) if is_read else batch)
+        outputs = lane.run(_counted(batch) if is_read else batch)
+        if len(lane.stats.eager) > self._num_reasons[lane]:
+            self._tell_reason(lane, batch)
+        return outputs
 
     def _lane_for(self, mode: LaneMode, batch: ForwardBatch) -> Lane:
         lanes = self._lanes_of[mode]
@@ -399,14 +433,98 @@ class Engine:
 
     # -- inside ----------------------------------------------------------------------------------
 
-    def _step(self) -> list[Request]:
-        """Run one batch; see `step`."""
-        scheduled = self.scheduler.schedule()
-        if scheduled is None:
-            return []
+    def _build_lanes(
+        self,
+        plans: Sequence[LanePlan],
+        runs: Mapping[ModelName, Any],
+        specs: Mapping[ModelName, ModelSpec],
+        observing: Sequence[Sequence[object]],
+        on_capture: OnCapture | None,
+    ) -> None:
+        """Build a lane for each plan, with its observers, without capturing."""
+        states = () if self.speculation is None else tuple(self.speculation.state.values())
+        for plan, observers in zip(plans, observing, strict=True):
+            lane, verifier = build_lane(
+                plan,
+                self.config,
+                model=runs[plan.model],
+                spec=specs[plan.model],
+                memory=self.memory,
+                states=states,
+                observers=observers,
+                on_capture=on_capture,
+            )
+            self.lanes.append(lane)
+            self._lanes_of.setdefault(plan.role, []).append(lane)
+            if verifier is not None:
+                self.verifiers.append(verifier)
+        for lanes in self._lanes_of.values():
+            require_each_can_run(lanes)
+
+    def _capture(self) -> None:
+        """Capture every shape of every lane."""
         with running_on(self.num_threads):
-            tokens = self._run(scheduled)
-        return self.scheduler.commit(scheduled, tokens, lambda request: self._read(request).is_stopped)
+            for lane in self.lanes:
+                lane.capture_all()
+
+    def _observe(self, watching: Sequence[object]) -> None:
+        """Wrap the phases around the lanes; begin to count."""
+        self.breaches: Counter[tuple[str, str]] = Counter()
+        self._num_reasons = dict.fromkeys(self.lanes, 0)  # of eager runs that were logged
+        self._flight: _Flight | None = None
+        self._schedule = observed(watching, "schedule", self.scheduler.schedule)
+        self._schedule_ahead = observed(watching, "schedule", self.scheduler.schedule_ahead)
+        self._wait = observed(watching, "wait", PendingTokens.read)
+        self._commit = observed(watching, "commit", self.scheduler.commit)
+        # No bound method: the engine would be in a cycle, and its memory would wait for the collector.
+        step: Callable[[Engine], list[Request]] = Engine._step
+        self._run_step = observed(watching, "step", step)
+
+    def _step(self) -> list[Request]:
+        """Run one batch, or with asynchronous scheduling a part of two; see `step`."""
+        flight, self._flight = self._flight, None
+        if flight is None or flight.is_vain:  # its requests may have been aborted since
+            scheduled = self._schedule()
+            if scheduled is None:
+                return []
+            if not self.is_async or not scheduled.batch.forward_mode.is_decode:
+                with running_on(self.num_threads):
+                    tokens = self._run(scheduled)
+                return self._commit(scheduled, tokens, lambda request: self._read(request).is_stopped)
+            flight = self._launch(scheduled)
+        return self._finish(flight)
+
+    def _launch(self, scheduled: ScheduledBatch, *, ahead: int = 0) -> "_Flight":
+        """Run a decode step and choose its tokens, without waiting for the device.
+
+        Args:
+            scheduled: The step.
+            ahead: The number of steps in flight before it.
+        """
+        with running_on(self.num_threads):
+            logits = self._run_in(self.lane_of(scheduled.batch), scheduled.batch).logits
+            tokens = self._start_sampling(logits, scheduled.requests, ahead=ahead)
+        return _Flight(scheduled, tokens)
+
+    def _finish(self, flight: "_Flight") -> list[Request]:
+        """Launch the step after the one in flight, if that can be; then wait for the latter and commit it."""
+        following = None
+        try:
+            if flight.tokens.is_free:
+                scheduled = self._schedule_ahead(flight.tokens.tokens)
+                following = None if scheduled is None else self._launch(scheduled, ahead=1)
+        except BaseException:  # the step in flight is sound
+            self.scheduler.forget(ahead_only=True)
+            self._flight = flight
+            raise
+        try:
+            tokens = [[token] for token in self._wait(flight.tokens)]
+            got = self._commit(flight.scheduled, tokens, lambda request: self._read(request).is_stopped)
+        except BaseException:
+            self.scheduler.forget()
+            raise
+        self._flight = None if following is None or following.is_vain else following
+        return got
 
     def _run(self, scheduled: ScheduledBatch) -> list[list[int]]:
         """Run a scheduled batch and return the tokens of each of its requests."""
@@ -415,10 +533,31 @@ class Engine:
             is_decode = scheduled.batch.forward_mode.is_decode
             return speculation.decode(scheduled) if is_decode else speculation.extend(scheduled)
         logits = self._run_in(self.lane_of(scheduled.batch), scheduled.batch).logits
-        rows = scheduled.sampled_indices
-        if len(rows) < len(scheduled.requests):
-            logits = logits[rows]
-        return scheduled.tokens_of(self._sampler.sample(logits, scheduled.sampled_requests))
+        if not scheduled.all_sample:
+            logits = logits[scheduled.sampled_indices]
+        return scheduled.tokens_of(self._sample(logits, scheduled.sampled_requests))
+
+    def _tell_reason(self, lane: Lane, batch: ForwardBatch) -> None:
+        """Log that a batch ran eagerly for a reason for which none did before in its lane and mode."""
+        (mode, reason) = [*lane.stats.eager][-1]
+        self._num_reasons[lane] = len(lane.stats.eager)
+        log_event(
+            _log,
+            logging.INFO,
+            "eager run",
+            lane=lane.name,
+            mode=mode.value,
+            reason=reason.name,
+            why=reason.text,
+            batch_size=batch.batch_size,
+            num_tokens=batch.num_tokens,
+        )
+
+    def _tell_breach(self, error: ContractError) -> None:
+        """Count and log an error of the contract, which ended a step."""
+        rule, kind = error.rule or "", type(error).__name__
+        self.breaches[rule, kind] += 1
+        log_event(_log, logging.ERROR, "pact breach", rule=rule, error=kind, message=error.message)
 
     def _load_draft_model(self) -> Any:
         """Load the draft model, if any; from now on the target returns the hidden states that it reads."""

@@ -155,6 +155,25 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def choose_async(config: EngineConfig, device: torch.device) -> bool:
+    """Return whether decode steps are scheduled asynchronously.
+
+    Raises:
+        ConfigError: It is asked for with speculation.
+    """
+    asked = config.engine.async_scheduling
+    drafts = config.speculative.algorithm is not None
+    if asked == "auto":
+        return device.type == "cuda" and not drafts
+    if asked and drafts:
+        raise ConfigError(
+            "engine.async_scheduling = true, but speculative.algorithm is set: how many tokens a verification"
+            " accepts decides the slots and lengths of the next step",
+            hint="leave engine.async_scheduling out, or remove [speculative]",
+        )
+    return asked
+
+
 def select_algorithm(config: EngineConfig, catalog: PluginCatalog) -> type[SpeculationAlgorithm] | None:
     """Look up the speculation algorithm of the configuration; None without speculation.
 

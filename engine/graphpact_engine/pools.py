@@ -124,11 +124,6 @@ class PagePool(_Ids):
         """Return the number of pages for ``num_tokens`` tokens of one request."""
         return -(-num_tokens // self.page_size)
 
-    def slots(self, pages: Sequence[int], start: int, end: int) -> list[int]:
-        """Return the slots of positions ``start`` to ``end - 1`` of the request that owns ``pages``."""
-        size = self.page_size
-        return [pages[at // size] * size + at % size for at in range(start, end)]
-
     def alloc(self, n: int) -> list[int] | None:
         """Allocate ``n`` pages; return None, and allocate nothing, if fewer are free."""
         return self._take(n)

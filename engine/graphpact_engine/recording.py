@@ -19,12 +19,13 @@ import json
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TextIO
+from typing import Any, Self
 
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.errors import GraphpactError, UsageError
+from graphpact.errors import GraphpactError
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane
+from graphpact_engine.output_file import OutputFile
 
 VERSION = 1
 
@@ -39,9 +40,8 @@ class Recorder:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
         self.num_steps = 0
-        self._file: TextIO | None = None
+        self._file = OutputFile(path, "recording", replaces=False)
         self._lanes: set[str] = set()
 
     def __enter__(self) -> Self:
@@ -50,16 +50,7 @@ class Recorder:
         Raises:
             UsageError: It exists, or cannot be written.
         """
-        try:
-            self._file = self.path.open("x", encoding="utf-8")
-        except FileExistsError as error:
-            hint = "name another file, or remove it"
-            raise UsageError(f"{self.path} exists; a recording replaces no file", hint=hint) from error
-        except OSError as error:
-            hint = "name a path that can be written"
-            raise UsageError(
-                f"{self.path} cannot be written: {error.strerror or error}", hint=hint
-            ) from error
+        self._file.open()
         return self
 
     def __exit__(
@@ -70,18 +61,15 @@ class Recorder:
         Raises:
             GraphpactError: The last lines cannot be written.
         """
-        file, self._file = self._file, None
-        if file is None:
-            return
         try:
-            file.close()
-        except OSError as fault:
+            self._file.close()
+        except GraphpactError:
             if kind is None:
-                raise self._fault(fault) from fault
+                raise
         finally:
             if not self.num_steps:
                 with contextlib.suppress(OSError):
-                    self.path.unlink()
+                    self._file.path.unlink()
 
     @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> Generator[None, Any, Any]:
@@ -96,17 +84,8 @@ class Recorder:
         return (yield)
 
     def _write(self, *lines: dict[str, Any]) -> None:
-        if self._file is None:
-            return
-        try:
-            for line in lines:
-                self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
-        except OSError as error:
-            raise self._fault(error) from error
-
-    def _fault(self, error: OSError) -> GraphpactError:
-        what = f"the recording {self.path} cannot be written: {error.strerror or error}"
-        return GraphpactError(what, hint="record to a disk with room, or fewer prompts")
+        for line in lines:
+            self._file.write(json.dumps(line, separators=(",", ":")) + "\n")
 
 
 def _about(lane: Lane) -> dict[str, Any]:

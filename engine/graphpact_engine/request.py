@@ -22,6 +22,7 @@ FinishReason = Literal["stop", "length", "abort"]
 """Why a request ended: an end token, stop token or stop string, a length limit, or `Engine.abort`."""
 
 _MAX_SEED = 2**64 - 1
+_UNIFORMS_AT_ONCE = 32
 
 
 class RequestState(enum.Enum):
@@ -219,7 +220,10 @@ class Request:
         finish_reason: Why it ended; None before.
         num_preemptions: How often it was preempted: its memory freed, its tokens computed again.
         arrival: Its index in the order of arrival; set by the scheduler.
-        generator: Its random number generator on the host, seeded once; preemption keeps its state.
+        end_tokens: Tokens that end it; set by the scheduler.
+        max_output_tokens: Number of tokens at which it ends; set by the scheduler.
+        generator: Its random number generator on the host, seeded once. Preemption keeps its state, which is
+            ahead of the numbers that tokens have used.
         text: The text of its output, as far as it was read; None before.
         changes_logits: Whether its parameters change logits before a token is chosen.
     """
@@ -236,6 +240,8 @@ class Request:
     finish_reason: FinishReason | None = field(default=None, init=False)
     num_preemptions: int = field(default=0, init=False)
     arrival: int = field(default=-1, init=False)
+    end_tokens: frozenset[int] = field(default=frozenset(), init=False, repr=False)
+    max_output_tokens: int = field(default=0, init=False, repr=False)
     generator: torch.Generator = field(init=False, repr=False)
     text: OutputText | None = field(default=None, init=False, repr=False)
     changes_logits: bool = field(init=False, repr=False)
@@ -286,8 +292,9 @@ class Request:
 
         It stays the same until `use_uniforms` counts it as used.
         """
-        while len(self._uniforms) <= ahead:
-            self._uniforms.append(torch.rand((), generator=self.generator, dtype=torch.float64).item())
+        while len(self._uniforms) <= ahead:  # many at once take as long as one, and are the same numbers
+            drawn = torch.rand(_UNIFORMS_AT_ONCE, generator=self.generator, dtype=torch.float64)
+            self._uniforms.extend(drawn.tolist())
         return self._uniforms[ahead]
 
     def use_uniforms(self, count: int = 1) -> None:

@@ -10,7 +10,8 @@ Does not: choose the rows that yield a token (the scheduler does), append tokens
 return probabilities or logprobs.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeAlias
 
 import torch
 
@@ -18,13 +19,23 @@ from graphpact.errors import EngineError
 from graphpact_engine.logits import change_logits
 from graphpact_engine.request import Request
 
+_Draw: TypeAlias = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
+"""Scores, weights, parameters and uniform numbers of some rows to their tokens."""
+
 _ONE = 2**36
 """The weight of the likeliest token. A token with less than 2**-36 of its probability is never drawn; a
 vocabulary of up to 2**27 tokens cannot overflow int64."""
 
 
+_SERIAL = 2**16
+"""Logits from which the likeliest tokens are found in blocks, on a CPU."""
+_BLOCK = 256
+
+
 class Sampler:
     """A sampler of one token per row of logits.
+
+    What follows from the parameters of the requests alone is kept until a call has other requests.
 
     Args:
         end_token_ids: The end tokens of the model, which no request gets before ``min_new_tokens``.
@@ -32,12 +43,13 @@ class Sampler:
 
     def __init__(self, end_token_ids: Collection[int] = ()) -> None:
         self._end_token_ids = end_token_ids
+        self._plan = _Plan([], 0, torch.device("cpu"))
 
     def sample(self, logits: torch.Tensor, requests: Sequence[Request]) -> list[int]:
         """Return a token for each row, with one transfer to the host after all device work.
 
-        Each request with a temperature above 0 takes exactly one number from its generator. Of equal
-        logits the lower token id ranks first.
+        Each request with a temperature above 0 uses up exactly one of its random numbers. Of equal logits
+        the lower token id ranks first.
 
         Args:
             logits: ``[bs, V]``, any float dtype and device; not written to.
@@ -47,13 +59,30 @@ class Sampler:
             EngineError: The number of requests is not the number of rows; or a row contains NaN or has no
                 finite maximum. Then the message names its request, and no random number is used up.
         """
-        tokens = self.sample_after(logits, requests, [()] * len(requests))
-        for request in requests:
-            request.use_uniforms()
-        return tokens
+        return self.start(logits, requests).read()
+
+    def start(self, logits: torch.Tensor, requests: Sequence[Request], *, ahead: int = 0) -> "PendingTokens":
+        """Choose tokens as `sample` does, without waiting for the device; `PendingTokens.read` waits.
+
+        Args:
+            logits: See `sample`.
+            requests: See `sample`.
+            ahead: How many tokens of each request are pending before this one. It must be 0 if the parameters
+                of a request change logits, since they depend on its tokens.
+
+        Raises:
+            EngineError: The number of requests is not the number of rows. `PendingTokens.read` raises the
+                other errors of `sample`.
+        """
+        tokens, not_finite = self._choose(logits, requests, None, ahead)
+        plan = self._plan
+        return PendingTokens(tokens, not_finite, plan.requests, plan.drawing, is_free=plan.changed is None)
 
     def sample_after(
-        self, logits: torch.Tensor, requests: Sequence[Request], drafts: Sequence[Sequence[int]]
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        drafts: Sequence[Sequence[int]] | None = None,
     ) -> list[int]:
         """Return for each row the token that the request would get if ``drafts`` were its next tokens.
 
@@ -63,80 +92,190 @@ class Sampler:
         Args:
             logits: ``[n, V]``, the model's after the drafts of each row.
             requests: The request of each row.
-            drafts: The drafts of each row; empty for the next token.
+            drafts: The drafts of each row; empty for the next token. None: empty for every row.
 
         Raises:
             EngineError: See `sample`.
         """
+        tokens, not_finite = self._choose(logits, requests, drafts)
+        return _read(tokens.masked_fill_(not_finite, -1), requests)
+
+    def _choose(
+        self,
+        logits: torch.Tensor,
+        requests: Sequence[Request],
+        drafts: Sequence[Sequence[int]] | None,
+        ahead: int = 0,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return ``[n]`` int64 tokens of the vocabulary, and ``[n]`` bool: whether logits were invalid."""
         if logits.dim() != 2 or logits.shape[0] != len(requests):
             raise EngineError(
                 f"cannot sample for {len(requests)} requests: expected logits [{len(requests)}, vocab], got"
                 f" {list(logits.shape)}"
             )
-        if not requests:
-            return []
-        changed = [at for at, request in enumerate(requests) if request.changes_logits]
-        if changed:
-            index = torch.tensor(changed, device=logits.device)
+        plan = self._plan
+        if plan.requests != requests or plan.vocab != logits.shape[1] or plan.device != logits.device:
+            plan = self._plan = _Plan(requests, logits.shape[1], logits.device)
+        if plan.changed is not None:
+            rows, changed = plan.changed
             scores = change_logits(
-                logits[index],
-                [requests[at] for at in changed],
+                logits[changed],
+                [requests[at] for at in rows],
                 self._end_token_ids,
-                [drafts[at] for at in changed],
+                None if drafts is None else [drafts[at] for at in rows],
             )
-            logits = logits.to(scores.dtype).index_copy(0, index, scores)
-        likeliest = logits.argmax(dim=-1)  # argmax returns a NaN if there is one
-        best = logits.gather(1, likeliest.unsqueeze(1))
-        tokens = likeliest
-        filtered = [at for at, request in enumerate(requests) if _is_filtered(request)]
-        plain = [
-            at
-            for at, request in enumerate(requests)
-            if request.sampling.temperature > 0 and not _is_filtered(request)
-        ]
-        for rows, draw in ((plain, _draw_any), (filtered, _draw_filtered)):
-            if rows:
-                index = torch.tensor(rows, device=logits.device)
-                chosen_by = [(requests[at], len(drafts[at])) for at in rows]
-                params = _params(chosen_by, logits.shape[1], logits.device)
-                scores = logits[index]
-                weights = _weights(scores, best[index], params[0])
-                tokens = tokens.index_copy(0, index, draw(scores, weights, params))
-        chosen: list[int] = tokens.masked_fill(~best.squeeze(1).isfinite(), -1).tolist()
-        if min(chosen) < 0:
-            bad = [requests[at].request_id for at, token in enumerate(chosen) if token < 0]
-            raise EngineError(
-                f"logits of request {', '.join(map(repr, bad))} contain NaN or have no finite maximum",
-                hint="the model or a kernel computed them wrongly: set verify.replay_against_eager = 1 to"
-                " compare replays with eager runs",
-            )
+            logits = logits.to(scores.dtype).index_copy(0, changed, scores)
+        best, tokens = _likeliest(logits)
+        not_finite = (best - best).ne(0)  # of NaN and infinity the difference is NaN
+        for draw, rows, index, params in plan.draws:
+            uniform = [requests[at].uniform(ahead if drafts is None else len(drafts[at])) for at in rows]
+            numbers = _to_device(torch.tensor(uniform, dtype=torch.float64), logits.device).unsqueeze(1)
+            scores, top = (logits, best) if index is None else (logits[index], best[index])
+            drawn = draw(scores, _weights(scores, top.unsqueeze(1), params[0]), params, numbers)
+            tokens = drawn if index is None else tokens.index_copy_(0, index, drawn)
+        return tokens, not_finite
+
+
+class PendingTokens:
+    """Tokens that the device chooses, before the host has read them.
+
+    Args:
+        tokens: ``[n]`` int64, on the device. Those of invalid logits have no meaning, and are in the
+            vocabulary.
+        not_finite: ``[n]`` bool: whether the logits were invalid.
+        requests: The request of each token.
+        drawing: The requests that use up a random number.
+        is_free: Whether the tokens after these can be chosen before these are read.
+    """
+
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        not_finite: torch.Tensor,
+        requests: Sequence[Request],
+        drawing: Sequence[Request],
+        *,
+        is_free: bool,
+    ) -> None:
+        self.tokens = tokens
+        self.is_free = is_free
+        self._requests = requests
+        self._drawing = drawing
+        self._event: torch.Event | None = None
+        self._host = tokens.masked_fill(not_finite, -1)
+        if tokens.device.type == "cuda":  # copied now: a later copy would wait for the steps after this one
+            pinned = torch.empty(tokens.shape, dtype=torch.int64, pin_memory=True)
+            self._host = pinned.copy_(self._host, non_blocking=True)
+            self._event = torch.Event(device=tokens.device)
+            self._event.record()
+
+    def read(self) -> list[int]:
+        """Wait for the tokens and return them; the requests use up their random numbers.
+
+        Raises:
+            EngineError: See `Sampler.sample`.
+        """
+        if self._event is not None:
+            self._event.synchronize()
+        tokens = _read(self._host, self._requests)
+        for request in self._drawing:
+            request.use_uniforms()
+        return tokens
+
+
+def _read(tokens: torch.Tensor, requests: Sequence[Request]) -> list[int]:
+    """Return the tokens; raise `EngineError` for those of invalid logits, which are -1.
+
+    A request that ended while its token was pending is not looked at: its token is dropped.
+    """
+    chosen: list[int] = tokens.tolist()
+    if not chosen or min(chosen) >= 0:
         return chosen
+    failed = [one for one, token in zip(requests, chosen, strict=True) if token < 0 and not one.is_finished]
+    if failed:
+        bad = [request.request_id for request in failed]
+        raise EngineError(
+            f"logits of request {', '.join(map(repr, bad))} contain NaN or have no finite maximum",
+            hint="the model or a kernel computed them wrongly: set verify.replay_against_eager = 1 to"
+            " compare replays with eager runs",
+        )
+    return chosen
+
+
+def _to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """Return host numbers on a device, without waiting for the work that was submitted to it."""
+    if device.type == "cuda":
+        return numbers.pin_memory().to(device, non_blocking=True)
+    return numbers.to(device)
+
+
+class _Plan:
+    """What the parameters of some requests say about their rows.
+
+    Args:
+        requests: The request of each row.
+        vocab: Tokens of the vocabulary.
+        device: The device of the logits.
+
+    Attributes:
+        changed: The rows whose logits are changed first, and the same as an index; None if there are none.
+        draws: How tokens are drawn, of which rows, these as an index (None if they are all), and
+            ``[4, n, 1]`` float64: their temperature, top_p, top_k and min_p.
+        drawing: The requests of all rows that are drawn.
+    """
+
+    def __init__(self, requests: Sequence[Request], vocab: int, device: torch.device) -> None:
+        self.requests = [*requests]
+        self.vocab = vocab
+        self.device = device
+        changed = [at for at, request in enumerate(requests) if request.changes_logits]
+        self.changed = (changed, torch.tensor(changed, device=device)) if changed else None
+        self.draws: list[tuple[_Draw, list[int], torch.Tensor | None, torch.Tensor]] = []
+        self.drawing = [request for request in requests if request.sampling.temperature > 0]
+        for draw, is_filtered in ((_draw_any, False), (_draw_filtered, True)):
+            rows = [
+                at
+                for at, request in enumerate(requests)
+                if request.sampling.temperature > 0 and _is_filtered(request) is is_filtered
+            ]
+            if rows:
+                params = _params([requests[at] for at in rows], vocab, device)
+                index = torch.tensor(rows, device=device) if len(rows) < len(requests) else None
+                self.draws.append((draw, rows, index, params))
+
+
+def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return ``[n]``: the maximum of each row, and ``[n]`` int64: its first column; NaN is a maximum.
+
+    On a CPU torch looks for a column one number at a time, and for a maximum with vectors. So the maximum of
+    each block of columns comes first, and the column is looked for in one block of each row.
+    """
+    vocab = logits.shape[1]
+    if logits.device.type != "cpu" or logits.numel() < _SERIAL or vocab < _BLOCK:
+        best, tokens = logits.max(dim=-1)
+        return best, tokens
+    even = vocab // _BLOCK * _BLOCK
+    tops = logits[:, :even].unflatten(1, (-1, _BLOCK)).amax(dim=-1)
+    if even < vocab:
+        tops = torch.cat([tops, logits[:, even:].amax(dim=-1, keepdim=True)], dim=1)
+    best, block = tops.max(dim=-1)
+    first = block * _BLOCK
+    columns = first.unsqueeze(1) + torch.arange(_BLOCK)
+    # Columns past the last one repeat it: it is then not the first of them.
+    inside = logits.gather(1, columns.clamp(max=vocab - 1)).argmax(dim=-1)
+    return best, first + inside
 
 
 def _is_filtered(request: Request) -> bool:
-    """Return whether top-k, top-p or min-p restrict the tokens of the request."""
+    """Return whether top-k, top-p or min-p restrict the tokens that the request draws from."""
     sampling = request.sampling
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    return sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
 
 
-def _params(rows: Sequence[tuple[Request, int]], vocab: int, device: torch.device) -> torch.Tensor:
-    """Return ``[5, n, 1]`` float64: temperature, top_p, top_k, min_p, and the uniform number in [0, 1).
-
-    Args:
-        rows: The request of each row, and how many drafts come before the row's token.
-        vocab: Tokens of the vocabulary.
-        device: Where to put the result.
-    """
-    values = [
-        (
-            request.sampling.temperature,
-            request.sampling.top_p,
-            request.sampling.top_k or vocab,
-            request.sampling.min_p,
-            request.uniform(ahead),
-        )
-        for request, ahead in rows
-    ]
+def _params(requests: Sequence[Request], vocab: int, device: torch.device) -> torch.Tensor:
+    """Return ``[4, n, 1]`` float64: temperature, top_p, top_k and min_p of each request."""
+    each = [request.sampling for request in requests]
+    values = [(params.temperature, params.top_p, params.top_k or vocab, params.min_p) for params in each]
     return torch.tensor(values, dtype=torch.float64, device=device).T.unsqueeze(2)
 
 
@@ -146,14 +285,18 @@ def _weights(scores: torch.Tensor, best: torch.Tensor, temperature: torch.Tensor
     return relative.mul_(_ONE).long()
 
 
-def _draw_any(_scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+def _draw_any(
+    _scores: torch.Tensor, weights: torch.Tensor, _params: torch.Tensor, uniform: torch.Tensor
+) -> torch.Tensor:
     """Return ``[n]`` int64: a token drawn by weight."""
-    return _pick(weights, params[4]).squeeze(1)
+    return _pick(weights, uniform).squeeze(1)
 
 
-def _draw_filtered(scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor) -> torch.Tensor:
+def _draw_filtered(
+    scores: torch.Tensor, weights: torch.Tensor, params: torch.Tensor, uniform: torch.Tensor
+) -> torch.Tensor:
     """Return ``[n]`` int64: a token drawn by weight from the top-p of the top-k tokens, if over min-p."""
-    _, top_p, top_k, min_p, uniform = params
+    _, top_p, top_k, min_p = params
     order = scores.sort(dim=-1, descending=True, stable=True).indices
     ranks = torch.arange(scores.shape[1], device=scores.device)
     ranked = weights.gather(1, order).masked_fill_(ranks >= top_k, 0)

@@ -22,8 +22,8 @@ not complete: chunks are given oldest first, and a younger request gets one only
 Does not: run the model, choose tokens, handle text or vocabulary, or lock: one thread calls it.
 """
 
-from array import array
-from collections import deque
+import logging
+from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -31,9 +31,13 @@ import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import ConfigError, EngineError
+from graphpact_engine.batches import BatchBuilder
 from graphpact_engine.errors import RequestError
+from graphpact_engine.logs import log_event
 from graphpact_engine.pools import PagePool, RequestPool
 from graphpact_engine.request import FinishReason, Request, RequestState
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +51,10 @@ class ScheduledBatch:
         step: Number of the step; only the newest step can be committed.
         cache_loc: ``[bs, num_reserved]`` int64: the KV slots that a decode reserved for each request, the one
             of its newest token first; None for a prefill step, in which nothing is drafted.
+        computed: The computed tokens of each request after a prefill step; None for a decode, after which it
+            is one for each of its tokens more.
+
+    The tensors of a decode hold it until the next step is scheduled.
     """
 
     batch: ForwardBatch
@@ -54,6 +62,12 @@ class ScheduledBatch:
     samples: list[bool]
     step: int
     cache_loc: torch.Tensor | None = None
+    computed: list[int] | None = None
+
+    @property
+    def all_sample(self) -> bool:
+        """Whether every request yields a token."""
+        return all(self.samples)
 
     @property
     def sampled_indices(self) -> list[int]:
@@ -62,13 +76,15 @@ class ScheduledBatch:
 
     def tokens_of(self, sampled: Iterable[int]) -> list[list[int]]:
         """Return the tokens of each request, one or none, from those of `sampled_requests`."""
+        if self.all_sample:
+            return [[token] for token in sampled]
         each = iter(sampled)
         return [[next(each)] if yields else [] for yields in self.samples]
 
     @property
     def sampled_requests(self) -> list[Request]:
         """The requests that yield a token, in batch order."""
-        return [self.requests[at] for at in self.sampled_indices]
+        return self.requests if self.all_sample else [self.requests[at] for at in self.sampled_indices]
 
 
 class Scheduler:
@@ -85,6 +101,13 @@ class Scheduler:
         num_reserved: KV slots that a decode step reserves for each request.
         max_prefill_chunk: Maximum number of prompt tokens in one batch; None: ``max_num_batched_tokens``.
         mixed: Whether running requests decode in prefill steps, whose batches then all have the mode mixed.
+
+    Attributes:
+        num_added: Requests that were queued.
+        num_finished: Requests that ended, by reason.
+        num_prefilled: Tokens computed in prefill, those computed again after a preemption too.
+        num_generated: Tokens that requests received.
+        num_preemptions: Preemptions.
 
     Raises:
         ConfigError: A limit is below 1, ``max_num_batched_tokens`` is below ``max_num_seqs`` or
@@ -136,17 +159,31 @@ class Scheduler:
         self.max_model_len = max_model_len
         self.num_reserved = num_reserved
         self.eos_token_ids = frozenset(eos_token_ids)
+        self.num_added = 0
+        self.num_finished: Counter[FinishReason] = Counter()
+        self.num_prefilled = 0
+        self.num_generated = 0
         self.num_preemptions = 0
         self._rows = request_pool
         self._pages = page_pool
-        self._device = torch.device(device)
+        self._builder = BatchBuilder(
+            request_pool,
+            page_pool,
+            torch.device(device),
+            num_reserved=num_reserved,
+            prefill_mode=ForwardMode.MIXED if mixed else ForwardMode.EXTEND,
+        )
         self._waiting: deque[Request] = deque()  # oldest first
         self._admitted: list[Request] = []  # oldest first, all older than _waiting
         self._alive: dict[str, Request] = {}
-        self._num_added = 0
         self._step = 0
-        self._to_commit: ScheduledBatch | None = None
+        self._in_flight: list[ScheduledBatch] = []  # scheduled and not committed, oldest first; at most two
         self._last_was_prefill = False
+        self._num_changes = 0  # of the admitted requests
+        self._changes_at_schedule = 0
+        self._steady: int | None = None
+        """The number of changes up to which the next decode has the requests of the last one."""
+        self._decoded: list[Request] = []
 
     @property
     def has_work(self) -> bool:
@@ -190,8 +227,13 @@ class Scheduler:
                 f"{self._pages.page_size}; there are {self._pages.num_pages}",
                 hint="lower max_new_tokens or give the KV cache more pages",
             )
-        request.arrival = self._num_added
-        self._num_added += 1
+        sampling = request.sampling
+        request.end_tokens = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else self.eos_token_ids
+        )
+        request.max_output_tokens = min(sampling.max_new_tokens, self.max_model_len - prompt_len)
+        request.arrival = self.num_added
+        self.num_added += 1
         self._alive[request.request_id] = request
         self._waiting.append(request)
 
@@ -204,15 +246,63 @@ class Scheduler:
             EngineError: Requests are alive and none can advance, because other code took from the pools.
         """
         self._step += 1
-        self._to_commit = self._plan()
-        if self._to_commit is None and self.has_work:
+        self._in_flight.clear()
+        planned = self._plan()
+        self._changes_at_schedule, self._steady = self._num_changes, None
+        if planned is not None:
+            self._in_flight.append(planned)
+        elif self.has_work:
             raise EngineError(
                 f"none of {len(self._alive)} requests can advance; free: "
                 f"{self._pages.num_free} of {self._pages.num_pages} KV pages and "
                 f"{self._rows.num_free} of {self._rows.max_requests} rows",
                 hint="use a pool in one scheduler only",
             )
-        return self._to_commit
+        return planned
+
+    def schedule_ahead(self, tokens: torch.Tensor) -> ScheduledBatch | None:
+        """Return the decode that follows the decode in flight, before that one is committed.
+
+        It has the same requests. One that ends with the step in flight takes part in vain: the commit of this
+        step skips it. Return None, and do nothing, if the next step depends on what is not known yet: if a
+        request ends by its length, if a prompt may be computed, if a page is missing, or if a request was
+        aborted; and if no decode is in flight, or two.
+
+        Args:
+            tokens: ``[bs]`` int64, on the device: the tokens of the step in flight.
+        """
+        if len(self._in_flight) != 1 or self.num_reserved > 1:
+            return None
+        (running,) = self._in_flight
+        requests, size = running.requests, self._pages.page_size
+        if (
+            running.computed is not None
+            or self._num_changes != self._changes_at_schedule
+            or self._is_prefilling()
+            or (self._waiting and len(self._admitted) < self.max_num_seqs and self._rows.num_free)
+            or any(len(one.output_token_ids) + 1 >= one.max_output_tokens for one in requests)
+        ):
+            return None
+        growing = [
+            requests[at]
+            for at in self._builder.crossing()
+            if requests[at].num_computed + 2 > len(requests[at].pages) * size
+        ]
+        pages = self._pages.alloc(len(growing))
+        if pages is None:
+            return None
+        for request, page in zip(growing, pages, strict=True):
+            request.pages.append(page)
+        self._step += 1
+        batch, cache_loc = self._builder.decode(requests, advances=True, tokens=tokens)
+        planned = ScheduledBatch(batch, requests, [True] * len(requests), self._step, cache_loc)
+        self._in_flight.append(planned)
+        return planned
+
+    def forget(self, *, ahead_only: bool = False) -> None:
+        """Drop the steps in flight, or only that which was scheduled ahead; they are planned again."""
+        del self._in_flight[1 if ahead_only else 0 :]
+        self._changes_at_schedule = -1  # the next decode is made anew
 
     def commit(
         self,
@@ -225,7 +315,8 @@ class Scheduler:
         A request that ends with one of its tokens does not get those after it.
 
         Args:
-            scheduled: The newest result of `schedule`.
+            scheduled: The oldest step in flight: the newest result of `schedule`, then what was scheduled
+                ahead of its commit.
             token_ids: The tokens of each request of the batch; empty for a request that yields none.
             is_stopped: Whether the text of a request has a stop string; asked after each token of requests
                 with stop strings.
@@ -235,10 +326,10 @@ class Scheduler:
             Requests that were aborted since `schedule` are skipped.
 
         Raises:
-            EngineError: The step is not the newest, was already committed, or ``token_ids`` does not
-                match ``scheduled.samples``. Nothing was changed.
+            EngineError: The step is not in flight or not the oldest, was already committed, or ``token_ids``
+                does not match ``scheduled.samples``. Nothing was changed.
         """
-        if scheduled is not self._to_commit:
+        if not self._in_flight or scheduled is not self._in_flight[0]:
             raise EngineError(
                 f"cannot commit step {scheduled.step}: step {self._step} is the newest, and a step is "
                 f"committed once"
@@ -248,20 +339,23 @@ class Scheduler:
                 f"step {scheduled.step} yields tokens at {scheduled.sampled_indices} of "
                 f"{len(scheduled.requests)} requests; got {list(token_ids)}"
             )
-        self._to_commit = None
+        del self._in_flight[0]
         self._last_was_prefill = not scheduled.batch.forward_mode.is_decode
         got: list[Request] = []
-        computed = scheduled.batch.seq_lens_cpu.tolist()
-        for request, tokens, num_computed in zip(scheduled.requests, token_ids, computed, strict=True):
-            if request.is_finished:
+        computed = scheduled.computed
+        for at, (request, tokens) in enumerate(zip(scheduled.requests, token_ids, strict=True)):
+            if request.state is RequestState.FINISHED:
                 continue
-            request.num_computed = num_computed
-            if not tokens:
-                continue
-            request.num_computed += len(tokens) - 1  # the keys of accepted drafts
-            request.state = RequestState.RUNNING
-            got.append(request)
-            self._append(request, tokens, is_stopped)
+            if computed is None:  # the keys of its newest token and of accepted drafts
+                request.num_computed += len(tokens)
+            else:
+                self._commit_chunk(request, computed[at], is_complete=len(tokens) > 0)
+            if tokens:
+                got.append(request)
+                self._append(request, tokens, is_stopped)
+        is_same = self._num_changes == self._changes_at_schedule and not self._in_flight
+        if computed is None and self.num_reserved == 1 and is_same:
+            self._steady, self._decoded = self._num_changes, scheduled.requests
         return got
 
     def abort(self, request: Request | str) -> bool:
@@ -273,6 +367,7 @@ class Scheduler:
         alive = self._find(request)
         if alive is not None:
             self._finish(alive, "abort")
+            self._tell_finished(alive)
         return alive is not None
 
     def is_alive(self, request: Request | str) -> bool:
@@ -330,16 +425,29 @@ class Scheduler:
         """Return the admitted requests of one state, oldest first."""
         return [request for request in self._admitted if request.state is state]
 
+    def _commit_chunk(self, request: Request, computed: int, *, is_complete: bool) -> None:
+        """Set the computed tokens of a request in a prefill step; if all are, it runs from now on."""
+        if request.state is RequestState.PREFILLING:
+            self.num_prefilled += computed - request.num_computed
+        request.num_computed = computed
+        if is_complete:
+            request.state = RequestState.RUNNING
+
     def _append(self, request: Request, tokens: Sequence[int], is_stopped: Callable[[Request], bool]) -> None:
         """Append tokens to a running request; finish it if it ends, or give back what it does not use."""
+        output, sampling = request.output_token_ids, request.sampling
         for token in tokens:
-            request.output_token_ids.append(token)
+            output.append(token)
+            self.num_generated += 1
+            if not (token in request.end_tokens or len(output) >= request.max_output_tokens or sampling.stop):
+                continue
             reason = self._reason_to_finish(request, token)
             if reason is not None:
                 self._finish(request, reason)
-            if request.sampling.stop and is_stopped(request):
+            if sampling.stop and is_stopped(request):
                 reason = self._stop(request)
             if reason is not None:
+                self._tell_finished(request)
                 return
         if self.num_reserved > 1:
             self._give_back(request)
@@ -372,7 +480,9 @@ class Scheduler:
             if chunks:
                 return self._prefill_batch([*((request, 1) for request in decodes), *chunks])
         decodes = decodes or self._reserve_decodes()
-        return self._decode_batch(decodes) if decodes else None
+        if not decodes:
+            return None
+        return self._decode_batch(decodes, advances=self._is_steady())
 
     def _take_chunks(self, num_free: int) -> list[tuple[Request, int]]:
         """Continue started prefills, oldest first, then admit requests while tokens and memory last.
@@ -383,6 +493,8 @@ class Scheduler:
         Returns:
             Each request with the number of its tokens to compute.
         """
+        if not self._waiting and not self._is_prefilling():
+            return []
         budget = min(self.max_prefill_chunk, num_free)
         chunks: list[tuple[Request, int]] = []
         prefilling = iter(self._in_state(RequestState.PREFILLING))
@@ -394,11 +506,26 @@ class Scheduler:
 
     def _reserve_decodes(self) -> list[Request]:
         """Give each running request the slots of its decode, oldest first; preempt if needed."""
+        if self._is_steady():
+            for at in self._builder.crossing():
+                self._grow(self._decoded[at])
+                if not self._is_steady():  # it preempted a request
+                    break
+            else:
+                return self._decoded
         return [
             request
             for request in self._in_state(RequestState.RUNNING)
             if request.state is RequestState.RUNNING and self._grow(request)  # an older one may preempt it
         ]
+
+    def _is_steady(self) -> bool:
+        """Return whether the next decode has the requests of the last step, each with one token more."""
+        return self._steady == self._num_changes
+
+    def _is_prefilling(self) -> bool:
+        """Return whether a request is prefilling: these are younger than all running ones."""
+        return bool(self._admitted) and self._admitted[-1].state is RequestState.PREFILLING
 
     def _admit(self) -> Request | None:
         """Admit the head of the queue with its row and pages; return None, and do nothing, without them."""
@@ -416,6 +543,7 @@ class Scheduler:
         request.row = self._rows.alloc()
         request.pages = pages
         request.state = RequestState.PREFILLING
+        self._num_changes += 1
         self._admitted.append(self._waiting.popleft())
         return request
 
@@ -448,9 +576,18 @@ class Scheduler:
         request.num_preemptions += 1
         self.num_preemptions += 1
         self._waiting.appendleft(request)
+        log_event(
+            _log,
+            logging.INFO,
+            "request preempted",
+            request=request.request_id,
+            tokens=request.num_tokens,
+            times=request.num_preemptions,
+        )
 
     def _release(self, request: Request) -> None:
         """Free the memory of an admitted request."""
+        self._num_changes += 1
         self._admitted.remove(request)
         self._pages.free(request.pages)
         request.pages = []
@@ -468,114 +605,35 @@ class Scheduler:
         request.state = RequestState.FINISHED
         request.finish_reason = reason
 
+    def _tell_finished(self, request: Request) -> None:
+        """Count and log a request that ended; its reason is final."""
+        reason = request.finish_reason or "abort"
+        self.num_finished[reason] += 1
+        log_event(
+            _log,
+            logging.INFO,
+            "request finished",
+            request=request.request_id,
+            reason=reason,
+            prompt_tokens=len(request.prompt_token_ids),
+            generated_tokens=len(request.output_token_ids),
+            preemptions=request.num_preemptions,
+        )
+
     def _reason_to_finish(self, request: Request, token: int) -> FinishReason | None:
         """Return why the request ends with its newest token, ``token``; None if it does not end."""
-        sampling = request.sampling
-        if token in sampling.stop_token_ids:
+        if token in request.end_tokens:
             return "stop"
-        if token in self.eos_token_ids and not sampling.ignore_eos:
-            return "stop"
-        if len(request.output_token_ids) >= sampling.max_new_tokens:
-            return "length"
-        return "length" if request.num_tokens >= self.max_model_len else None
+        return "length" if len(request.output_token_ids) >= request.max_output_tokens else None
 
-    def _decode_batch(self, requests: list[Request]) -> ScheduledBatch:
+    def _decode_batch(self, requests: list[Request], *, advances: bool) -> ScheduledBatch:
         """Build the batch whose input is the newest token of each request."""
-        size, count = self._pages.page_size, self.num_reserved
-        starts = [request.num_computed for request in requests]
-        rows = [_row(request) for request in requests]
-        reserved: list[list[int]] = []  # rows and columns of the slots, if there are several for a request
-        if count > 1:
-            reserved = [
-                [row for row in rows for _ in range(count)],
-                [at for start in starts for at in range(start, start + count)],
-            ]
-        slots = [
-            request.pages[at // size] * size + at % size
-            for request, start in zip(requests, starts, strict=True)
-            for at in range(start, start + count)
-        ]
-        fields = [
-            [request.output_token_ids[-1] for request in requests],
-            starts,
-            rows,
-            slots,
-            [start + 1 for start in starts],
-            *reserved,
-        ]
-        host, moved = _move(fields, self._device)
-        input_ids, positions, row, slot, seq_lens, *where = moved
-        self._rows.req_to_token[tuple(where) or (row, positions)] = slot.to(torch.int32)
-        cache_loc = slot.view(-1, count)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(requests),
-            input_ids=input_ids,
-            positions=positions,
-            out_cache_loc=slot if count == 1 else cache_loc[:, 0],
-            req_pool_indices=row,
-            seq_lens=seq_lens,
-            seq_lens_cpu=host[4],
-        )
+        batch, cache_loc = self._builder.decode(requests, advances=advances)
         return ScheduledBatch(batch, requests, [True] * len(requests), self._step, cache_loc)
 
     def _prefill_batch(self, chunks: list[tuple[Request, int]]) -> ScheduledBatch:
         """Build the batch whose input is the next ``length`` tokens of each request."""
         requests = [request for request, _ in chunks]
-        input_ids: list[int] = []
-        positions: list[int] = []
-        slots: list[int] = []
-        token_rows: list[int] = []
-        seq_lens: list[int] = []
-        for request, length in chunks:
-            start, end = request.num_computed, request.num_computed + length
-            input_ids += request.token_ids(start, end)
-            positions += range(start, end)
-            slots += self._pages.slots(request.pages, start, end)
-            token_rows += [_row(request)] * length
-            seq_lens.append(end)
-        rows = [_row(request) for request in requests]
-        lengths = [length for _, length in chunks]
-        host, on_device = _move(
-            [input_ids, positions, slots, token_rows, rows, lengths, seq_lens], self._device
-        )
-        token, position, slot, token_row, row, new, total = on_device
-        self._rows.req_to_token[token_row, position] = slot.to(torch.int32)
-        batch = ForwardBatch(
-            forward_mode=ForwardMode.MIXED if self.mixed else ForwardMode.EXTEND,
-            batch_size=len(requests),
-            input_ids=token,
-            positions=position,
-            out_cache_loc=slot,
-            req_pool_indices=row,
-            seq_lens=total,
-            seq_lens_cpu=host[6],
-            extend_seq_lens=new,
-            extend_seq_lens_cpu=host[5],
-        )
-        samples = [end == request.num_tokens for request, end in zip(requests, seq_lens, strict=True)]
-        return ScheduledBatch(batch, requests, samples, self._step)
-
-
-def _row(request: Request) -> int:
-    """Return the row of an admitted request."""
-    if request.row is None:
-        raise EngineError(f"request {request.request_id!r} is in a batch but owns no row")
-    return request.row
-
-
-def _move(
-    fields: list[list[int]], device: torch.device
-) -> tuple[tuple[torch.Tensor, ...], tuple[torch.Tensor, ...]]:
-    """Return the fields as int64 tensors on the host and on ``device``, moved by one copy.
-
-    Host and device tensors never share memory, even on a CPU: a write to one does not change the other.
-    """
-    sizes = [len(field) for field in fields]
-    flat = array("q", [number for field in fields for number in field])
-    host = torch.frombuffer(flat, dtype=torch.int64)  # twice as fast as torch.tensor
-    on_gpu = device.type == "cuda"
-    if on_gpu:
-        host = host.pin_memory()
-    moved = host.to(device, non_blocking=on_gpu, copy=True)
-    return host.split_with_sizes(sizes), moved.split_with_sizes(sizes)
+        batch, computed = self._builder.prefill(requests, [length for _, length in chunks])
+        samples = [end == request.num_tokens for request, end in zip(requests, computed, strict=True)]
+        return ScheduledBatch(batch, requests, samples, self._step, computed=computed)

@@ -16,8 +16,9 @@ Does not: schedule, commit tokens, or know an algorithm; or keep anything if a s
 
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 
@@ -33,8 +34,10 @@ from graphpact.speculation import (
 )
 from graphpact.step import StepOutputs
 from graphpact_engine.request import Request
-from graphpact_engine.sampler import Sampler
 from graphpact_engine.scheduler import ScheduledBatch
+
+SampleAfter: TypeAlias = Callable[[torch.Tensor, Sequence[Request], Sequence[Sequence[int]]], list[int]]
+"""`Sampler.sample_after`."""
 
 
 @dataclass(slots=True)
@@ -63,7 +66,7 @@ class Speculator:
     Args:
         algorithm: The algorithm.
         run: Runs steps of lanes.
-        sampler: Chooses tokens.
+        sample: Chooses tokens: `Sampler.sample_after`.
         draft: The largest draft.
         state: The request state of the algorithm.
         target_cache: The keys and values of every layer of the target, ``[slots, ...]`` each.
@@ -78,7 +81,7 @@ class Speculator:
         algorithm: SpeculationAlgorithm,
         *,
         run: RunLane,
-        sampler: Sampler,
+        sample: SampleAfter,
         draft: DraftLimits,
         state: dict[str, torch.Tensor],
         target_cache: Sequence[torch.Tensor],
@@ -86,7 +89,7 @@ class Speculator:
     ) -> None:
         self.stats = SpeculationStats()
         self.algorithm = algorithm
-        self.sampler = sampler
+        self.sample = sample
         self.draft = draft
         self.state = state
         self.target_cache = target_cache
@@ -114,9 +117,7 @@ class Speculator:
         batch, requests = scheduled.batch, scheduled.requests
         outputs = self.run("prefill", batch)
         rows = scheduled.sampled_indices
-        sampled = self.sampler.sample_after(
-            outputs.logits[rows], scheduled.sampled_requests, [()] * len(rows)
-        )
+        sampled = self.sample(outputs.logits[rows], scheduled.sampled_requests, [()] * len(rows))
         tokens = scheduled.tokens_of(sampled)
         following: list[int] = []
         ends = batch.seq_lens_cpu.tolist()
@@ -262,7 +263,7 @@ class _Round:
                 before.append([*before[parent[at]], token])
             ahead += before
         each = [request for request in self.requests for _ in range(width)]
-        chosen = self.owner.sampler.sample_after(logits, each, ahead)
+        chosen = self.owner.sample(logits, each, ahead)
         paths = []
         for number, (row, parent) in enumerate(zip(drafted, parent_of, strict=True)):
             path, tokens = accepted_path(row, parent, chosen[number * width : (number + 1) * width])

@@ -6,7 +6,6 @@ Does not: read the contents of tensors, so that tracing causes no synchronizatio
 """
 
 import sys
-from collections.abc import Generator
 from typing import Any, TextIO
 
 import torch
@@ -14,11 +13,10 @@ import torch
 from graphpact.batch import ForwardBatch
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
+from graphpact_engine.phases import Around, HookObserver
 
-_Around = Generator[None, Any, Any]
 
-
-class HookTrace:
+class HookTrace(HookObserver):
     """An observer that prints one line per hook call: hook, shape, batch size, and result.
 
     Args:
@@ -29,34 +27,20 @@ class HookTrace:
         self._file = file
 
     @hookimpl(wrapper=True)
-    def populate(self, batch: ForwardBatch, shape: GraphShape) -> _Around:
-        """Trace ``populate``."""
-        return (yield from self._around("populate", shape, f"{batch.batch_size} requests"))
-
-    @hookimpl(wrapper=True)
-    def prepare_replay(self, batch: ForwardBatch, shape: GraphShape) -> _Around:
-        """Trace ``prepare_replay``."""
-        return (yield from self._around("prepare_replay", shape, f"{batch.batch_size} requests"))
-
-    @hookimpl(wrapper=True)
-    def init_metadata_capture(self, shape: GraphShape) -> _Around:
-        """Trace ``init_metadata_capture``."""
-        return (yield from self._around("init_metadata_capture", shape, "dummy"))
-
-    @hookimpl(wrapper=True)
-    def init_metadata_replay(self, shape: GraphShape, captured: Any) -> _Around:
-        """Trace ``init_metadata_replay``."""
-        return (yield from self._around("init_metadata_replay", shape, _describe(captured)))
-
-    @hookimpl(wrapper=True)
-    def run_step(self, lane: Any, batch: ForwardBatch) -> _Around:
+    def run_step(self, lane: Any, batch: ForwardBatch) -> Around:
         """Trace a step, replayed or eager."""
         outputs = yield
         mode, count = batch.forward_mode.value, batch.batch_size
         self._print(f"step of lane {lane.name!r}: {mode} of {count} requests -> {outputs!r}")
         return outputs
 
-    def _around(self, hook: str, shape: GraphShape, what: str) -> _Around:
+    def around(
+        self, hook: str, shape: GraphShape, *, batch: ForwardBatch | None = None, captured: Any = None
+    ) -> Around:
+        """Print the call and its result."""
+        what = "dummy" if batch is None else f"{batch.batch_size} requests"
+        if hook == "init_metadata_replay":
+            what = _describe(captured)
         result = yield
         self._print(f"{hook} {shape} {what} -> {_describe(result)}")
         return result

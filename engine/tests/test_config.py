@@ -41,6 +41,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "engine.max_num_batched_tokens": st.integers(1, 2**24),
     "engine.max_prefill_chunk": st.integers(1, 2**24),
     "engine.mixed": st.booleans(),
+    "engine.async_scheduling": st.just("auto") | st.booleans(),
     "engine.max_model_len": st.integers(2, 2**40),
     "engine.page_size": st.integers(0, 12).map(lambda exponent: 2**exponent),
     "engine.num_pages": POSITIVE,

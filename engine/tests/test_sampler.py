@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from graphpact.errors import EngineError
 from graphpact_engine.errors import RequestError
 from graphpact_engine.request import Request, SamplingParams
-from graphpact_engine.sampler import Sampler, _pick
+from graphpact_engine.sampler import Sampler, _likeliest, _pick
 
 VOCAB = 37
 
@@ -84,6 +84,59 @@ def test_a_draw_does_not_depend_on_the_batch(params: list[SamplingParams], rng: 
         tokens = sampler.sample(logits[order], [together[at] for at in order])
         singly = [sampler.sample(logits[at : at + 1], [alone[at]])[0] for at in order]
         assert tokens == singly
+
+
+@settings(derandomize=True, max_examples=40)
+@given(params=st.lists(SAMPLING, min_size=2, max_size=6), rng=st.randoms(use_true_random=False))
+def test_what_a_sampler_keeps_of_a_batch_is_not_taken_for_another(
+    params: list[SamplingParams], rng: Any
+) -> None:
+    """One sampler gives batches that change in requests, order and vocabulary what new samplers give."""
+    kept = Sampler()
+    mine, theirs = ([Request(str(at), [1], one) for at, one in enumerate(params)] for _ in range(2))
+    rows: list[int] = []
+    for step in range(12):
+        if step % 3 == 0:
+            rows = rng.sample(range(len(params)), rng.randrange(1, len(params) + 1))
+        vocab = rng.choice([3, VOCAB])
+        source = torch.Generator().manual_seed(step)
+        logits = torch.randn(len(rows), vocab, generator=source) * 3
+        tokens = kept.sample(logits, [mine[at] for at in rows])
+        assert tokens == Sampler().sample(logits, [theirs[at] for at in rows])
+
+
+@settings(derandomize=True, max_examples=100)
+@given(
+    shape=st.sampled_from([(1, 70_000), (40, 2000), (300, 256), (257, 255), (5, 13_107), (70, 1025)]),
+    dtype=st.sampled_from([torch.float32, torch.float64, torch.bfloat16]),
+    seed=st.integers(0, 999),
+)
+def test_the_likeliest_token_is_the_first_of_the_largest_logits(
+    shape: tuple[int, int], dtype: torch.dtype, seed: int
+) -> None:
+    """In blocks or not: maximum and first column of ties, of infinities and of NaN are those of torch."""
+    source = torch.Generator().manual_seed(seed)
+    logits = torch.randint(-3, 3 + seed % 2, shape, generator=source).to(dtype)  # full of ties
+    rare = torch.rand(shape, generator=source) < 0.5 / shape[1]
+    odd = torch.tensor([math.nan, math.inf, -math.inf, 50.0])[torch.arange(shape[0]) % 4]
+    logits = torch.where(rare, odd.unsqueeze(1).to(dtype), logits)
+    logits[seed % shape[0]] = -math.inf
+    padded = torch.full((shape[0], shape[1] + 7), 99.0, dtype=dtype)[:, : shape[1]].copy_(logits)
+    for given_logits in (logits, padded):
+        best, tokens = _likeliest(given_logits)
+        assert torch.equal(tokens, logits.argmax(dim=-1))
+        assert torch.equal(best.nan_to_num(nan=77.0), logits.amax(dim=-1).nan_to_num(nan=77.0))
+
+
+def test_random_numbers_are_used_one_by_one_in_the_order_of_the_generator() -> None:
+    """However many are drawn at once, a request's numbers are those of single draws, ahead or not."""
+    source = torch.Generator().manual_seed(5)
+    expected = [torch.rand((), generator=source, dtype=torch.float64).item() for _ in range(200)]
+    one, at = request(temperature=1.0, seed=5), 0
+    for count in [1, 3, 30, 2, 40, 1] * 2:
+        assert [one.uniform(ahead) for ahead in range(count)] == expected[at : at + count]
+        one.use_uniforms(count)
+        at += count
 
 
 def test_seeds_decide_the_draws() -> None:

@@ -18,6 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, EngineError
+from graphpact_engine.batches import BatchBuilder
 from graphpact_engine.errors import RequestError
 from graphpact_engine.pools import PagePool, RequestPool
 from graphpact_engine.request import Request, RequestState, SamplingParams
@@ -629,6 +630,59 @@ def test_host_and_device_tensors_do_not_share_memory() -> None:
         scheduled.batch.seq_lens.fill_(99)
         assert 99 not in scheduled.batch.seq_lens_cpu
         bench.scheduler.commit(scheduled, [[1]])
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 16])
+def test_a_decode_of_the_same_requests_makes_nothing_again(
+    page_size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While the same requests decode, each step adds to the last one; a change makes all numbers again."""
+    filled: list[int] = []
+    fill = BatchBuilder._fill
+
+    def count(builder: BatchBuilder, decodes: Any, requests: Sequence[Request]) -> None:
+        filled.append(len(requests))
+        fill(builder, decodes, requests)
+
+    monkeypatch.setattr(BatchBuilder, "_fill", count)
+    bench = Bench(256, page_size, choose=lambda seen, _: len(seen) % 5 + 10)
+    for at, (name, length) in enumerate((("a", 40), ("b", 20), ("c", 30))):
+        bench.add(name, range(1, 2 + 3 * at), ignore_eos=True, max_new_tokens=length)
+    bench.step()
+    for _ in range(19):
+        bench.step()
+    assert filled == [3]  # and in none of the later steps, in whatever pages they were
+    bench.add("d", [1, 2], ignore_eos=True, max_new_tokens=2)  # its prefill, its decode, and without "b"
+    bench.drain()
+    assert filled == [3, 3, 2, 1]
+
+
+def test_a_decode_that_was_lost_is_planned_again() -> None:
+    """A decode step that failed comes again with the same numbers, after steps that added to each other."""
+    bench = Bench(64, 4, choose=lambda seen, _: len(seen) % 5 + 10)
+    bench.add("a", range(1, 4), ignore_eos=True)
+    bench.add("b", range(1, 8), ignore_eos=True)
+    for _ in range(5):
+        bench.step()
+    lost = bench.scheduler.schedule()
+    assert lost is not None
+    kept = {name: tensor.clone() for name, tensor in lost.batch.tensors().items()}
+    again = bench.scheduler.schedule()
+    assert again is not None
+    assert again.batch.tensors().keys() == kept.keys()
+    assert all(torch.equal(tensor, kept[name]) for name, tensor in again.batch.tensors().items())
+    bench.step()  # lost again, and then right
+    bench.drain()
+
+
+def test_steps_may_be_scheduled_in_and_out_of_inference_mode() -> None:
+    """A decode that was scheduled in inference mode is added to outside of it, and the other way round."""
+    bench = Bench(64, 4)
+    bench.add("a", range(1, 4), ignore_eos=True)
+    for step in range(12):
+        with torch.inference_mode(mode=step % 3 > 0):
+            bench.step()
+    bench.drain()
 
 
 class SchedulerMachine(RuleBasedStateMachine):

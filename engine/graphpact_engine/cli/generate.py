@@ -6,12 +6,13 @@ Does not: select plugins or run steps; it turns options into a configuration, wh
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from graphpact.cli.console import data, note, talk, warning
 from graphpact.errors import ContractError
+from graphpact_engine.cli.observing import Observation
 from graphpact_engine.cli.options import (
     ConfigOption,
     ModelOption,
@@ -150,6 +151,44 @@ def generate(
             show_default=False,
         ),
     ] = None,
+    trace: Annotated[
+        Path | None,
+        typer.Option(
+            "--trace",
+            metavar="FILE",
+            help="Write the phases of every step to FILE, a Chrome trace for https://ui.perfetto.dev.",
+            show_default=False,
+        ),
+    ] = None,
+    metrics: Annotated[
+        Path | None,
+        typer.Option(
+            "--metrics",
+            metavar="FILE",
+            help="Write Prometheus metrics to FILE, in the text format, before and after the run.",
+            show_default=False,
+        ),
+    ] = None,
+    metrics_port: Annotated[
+        int | None,
+        typer.Option(
+            "--metrics-port",
+            metavar="PORT",
+            min=0,
+            max=65535,
+            help="Serve Prometheus metrics to this machine while the run lasts; 0 takes any free port.",
+            show_default=False,
+        ),
+    ] = None,
+    log_format: Annotated[
+        Literal["text", "json"] | None,
+        typer.Option(
+            "--log-format",
+            help="Print the engine's events on stderr, one per line, and no progress; with json nothing else"
+            " but errors.",
+            show_default=False,
+        ),
+    ] = None,
     quiet: Annotated[
         bool, typer.Option("--quiet", "-q", help="Show no progress, and no table after the run.")
     ] = False,
@@ -161,7 +200,6 @@ def generate(
     """
     from graphpact_engine.cli.report import print_report  # noqa: PLC0415  slow: imports the engine
     from graphpact_engine.cli.writers import JsonWriter, TextWriter, Writer  # noqa: PLC0415
-    from graphpact_engine.recording import Recorder  # noqa: PLC0415
     from graphpact_engine.request import SamplingParams  # noqa: PLC0415
 
     sampling = SamplingParams(
@@ -182,10 +220,13 @@ def generate(
     if not temperature and (top_p != 1 or top_k != 0 or min_p != 0):
         warning("--top-p, --top-k and --min-p have no effect at --temperature 0")
 
+    quiet = quiet or log_format == "json"
+    observation = Observation(record, trace, metrics, metrics_port, log_format, quiet)
     with ExitStack() as stack:
-        recorder = None if record is None else stack.enter_context(Recorder(record))
-        observers = () if recorder is None else (recorder,)
-        engine = stack.enter_context(build_engine(settings, quiet=quiet, observers=observers))
+        observers = stack.enter_context(observation.observers(settings))
+        silent = quiet or log_format is not None
+        engine = stack.enter_context(build_engine(settings, quiet=silent, observers=observers))
+        stack.enter_context(observation.exported(engine))
         if temperature is None and engine.recommended_sampling and not quiet:
             options = (
                 f"--{name.replace('_', '-')} {value}" for name, value in engine.recommended_sampling.items()
@@ -215,8 +256,6 @@ def generate(
         finally:
             writer.close()
         report()
-    if recorder is not None and not quiet:
-        note(f"{recorder.num_steps} steps written to {record}")
 
 
 def _options(*, seed: int | None, threads: int | None, verify: bool) -> dict[str, str]:

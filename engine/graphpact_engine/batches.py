@@ -1,0 +1,242 @@
+"""`BatchBuilder`: the tensors of a step, from what its requests own.
+
+Everything that the host makes for a batch lies in one staging tensor, which one copy moves to the device. The
+staging of a decode is kept: while the same requests decode, each step adds 1 to positions, lengths and slots,
+and writes the new tokens; only requests whose next slot is in another page are looked at one by one.
+
+Does not: choose requests, or allocate pages; the scheduler does both.
+"""
+
+import ctypes
+from array import array
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.errors import EngineError
+from graphpact_engine.pools import PagePool, RequestPool
+from graphpact_engine.request import Request
+
+
+class BatchBuilder:
+    """Builds the batches of one scheduler, and writes the slots of their tokens to the table of request rows.
+
+    Args:
+        rows: The request rows.
+        pages: The KV pages.
+        device: Device of the batches and of ``rows``.
+        num_reserved: KV slots that a decode step reserves for each request.
+        prefill_mode: The mode of batches with prompt tokens: extend, or mixed.
+    """
+
+    def __init__(
+        self,
+        rows: RequestPool,
+        pages: PagePool,
+        device: torch.device,
+        *,
+        num_reserved: int,
+        prefill_mode: ForwardMode,
+    ) -> None:
+        self._size = pages.page_size
+        self._pages = pages
+        self._device = device
+        self._num_reserved = num_reserved
+        self._prefill_mode = prefill_mode
+        self._width = rows.max_context_len
+        self._table = rows.req_to_token.view(-1)
+        self._decodes: _DecodeStaging | None = None
+
+    def crossing(self) -> Sequence[int]:
+        """Return the indices of the last decode's requests whose next slot is the first one of a page."""
+        decodes = self._decodes
+        return () if decodes is None else decodes.crossing[(decodes.age + 1) % self._size]
+
+    def decode(
+        self, requests: Sequence[Request], *, advances: bool, tokens: torch.Tensor | None = None
+    ) -> tuple[ForwardBatch, torch.Tensor]:
+        """Return the batch whose input is the newest token of each request, and its slots.
+
+        The tensors hold the batch until the next call, those on the host until the next but one: a device
+        may copy them late.
+
+        Args:
+            requests: The requests. Each owns the pages of its slots.
+            advances: Whether they are those of the last call, and each got one token since. It must be False
+                if a request reserves more than one slot.
+            tokens: ``[bs]`` int64, on the device: the token of each request, if the host does not know it.
+
+        Returns:
+            The batch, and ``[bs, num_reserved]`` int64: the reserved slots of each request.
+        """
+        count = len(requests)
+        decodes = self._decodes
+        if decodes is None or decodes.count != count:
+            decodes = self._decodes = _DecodeStaging(count, self._num_reserved, self._device)
+        decodes.turn(keeping=advances)
+        numbers = decodes.numbers
+        if tokens is None:
+            numbers[:count] = [request.output_token_ids[-1] for request in requests]
+        if advances:
+            decodes.age += 1
+            decodes.advancing.add_(1)
+            size = self._size
+            for at in decodes.crossing[decodes.age % size]:
+                page = requests[at].pages[numbers[count + at] // size]
+                numbers[decodes.first_slot + at] = page * size
+        else:
+            self._fill(decodes, requests)
+        decodes.moved.copy_(decodes.host, non_blocking=True)
+        if tokens is not None:
+            decodes.batch.input_ids.copy_(tokens)
+        decodes.narrow_slots.copy_(decodes.slots)
+        self._table.put_(decodes.where, decodes.narrow_slots)
+        return decodes.batch, decodes.cache_loc
+
+    def prefill(self, requests: Sequence[Request], lengths: Sequence[int]) -> tuple[ForwardBatch, list[int]]:
+        """Return the batch whose input is the next tokens of each request, in new memory.
+
+        Args:
+            requests: The requests. Each owns the pages of its tokens.
+            lengths: The number of tokens of each request.
+
+        Returns:
+            The batch, and the number of computed tokens of each request after it.
+        """
+        count, size = len(requests), self._size
+        tokens, pages = array("q"), array("q")
+        rows = [_row_of(request) for request in requests]
+        ends: list[int] = []
+        ahead: list[int] = []  # how far the positions of each request are ahead of its tokens in the batch
+        first_pages: list[int] = []  # where its pages begin
+        for request, length in zip(requests, lengths, strict=True):
+            start = request.num_computed
+            ahead.append(start - len(tokens))
+            first_pages.append(len(pages))
+            ends.append(start + length)
+            tokens.extend(request.token_ids(start, start + length))
+            pages.extend(request.pages)
+        each = _tensor_of([*rows, *lengths, *ends])
+        of_request = _tensor_of([*ahead, *first_pages, *(row * self._width for row in rows)]).view(3, count)
+        owners = torch.repeat_interleave(each[count : 2 * count])
+        ahead_of, page_of, row_of = of_request.index_select(1, owners).unbind()
+        position = torch.arange(len(tokens)).add_(ahead_of)
+        page = torch.frombuffer(pages, dtype=torch.int64)[page_of + position // size]
+        slot = (position % size).add_(page, alpha=size)
+        token = torch.frombuffer(tokens, dtype=torch.int64)
+        host = torch.cat([token, position, slot, row_of + position, each])
+        if self._device.type == "cuda":
+            host = host.pin_memory()
+        moved = host.to(self._device, non_blocking=True, copy=True)
+        sizes = [len(tokens)] * 4 + [count] * 3
+        token, position, slot, where, row, new, total = moved.split_with_sizes(sizes)
+        *_, new_cpu, total_cpu = host.split_with_sizes(sizes)
+        self._table.put_(where, slot.to(torch.int32))
+        batch = ForwardBatch(
+            forward_mode=self._prefill_mode,
+            batch_size=len(requests),
+            input_ids=token,
+            positions=position,
+            out_cache_loc=slot,
+            req_pool_indices=row,
+            seq_lens=total,
+            seq_lens_cpu=total_cpu,
+            extend_seq_lens=new,
+            extend_seq_lens_cpu=new_cpu,
+        )
+        return batch, ends
+
+    def _fill(self, decodes: "_DecodeStaging", requests: Sequence[Request]) -> None:
+        """Write everything but the tokens, and note which request enters a page in which step."""
+        count, reserved, size = len(requests), self._num_reserved, self._size
+        starts = [request.num_computed for request in requests]
+        rows = [_row_of(request) for request in requests]
+        numbers, first, after = decodes.numbers, decodes.first_slot, decodes.first_where
+        numbers[count : 2 * count] = starts
+        numbers[2 * count : 3 * count] = [start + 1 for start in starts]
+        numbers[first:after] = [
+            request.pages[at // size] * size + at % size
+            for request, start in zip(requests, starts, strict=True)
+            for at in range(start, start + reserved)
+        ]
+        numbers[after : after + count * reserved] = [
+            at
+            for row, start in zip(rows, starts, strict=True)
+            for at in range(row * self._width + start, row * self._width + start + reserved)
+        ]
+        numbers[after + count * reserved :] = rows
+        decodes.age = 0
+        decodes.crossing = [[] for _ in range(size)]
+        for index, start in enumerate(starts):
+            decodes.crossing[-start % size].append(index)
+
+
+class _DecodeStaging:
+    """The memory of decode batches of one number of requests: on the host, on the device, and as a batch.
+
+    Args:
+        count: The number of requests.
+        reserved: The number of slots of each.
+        device: The device.
+
+    Attributes:
+        host: The numbers on the host: tokens, positions, lengths, slots, indices into the table, rows.
+        numbers: The same memory, to write single numbers.
+        advancing: The part of ``host`` that grows by 1 in each step.
+        batch: The batch.
+        age: Steps since all numbers were written.
+        crossing: The indices of the requests that enter a page at each age, modulo the size of a page.
+    """
+
+    def __init__(self, count: int, reserved: int, device: torch.device) -> None:
+        self.count = count
+        sizes = [count, count, count, count * reserved, count * reserved, count]
+        self.first_slot = 3 * count
+        self.first_where = self.first_slot + count * reserved
+        self.age = 0
+        self.crossing: list[list[int]] = []
+        with torch.inference_mode(mode=False):  # other steps may write it outside of the caller's mode
+            self.moved = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
+            self.narrow_slots = torch.zeros(count * reserved, dtype=torch.int32, device=device)
+            tokens, positions, lengths, self.slots, self.where, rows = self.moved.split_with_sizes(sizes)
+            self.cache_loc = self.slots.view(count, reserved)
+            sides = []
+            for _ in range(2):
+                on_gpu = device.type == "cuda"
+                host = torch.zeros(sum(sizes), dtype=torch.int64, pin_memory=on_gpu)
+                numbers: Any = (ctypes.c_int64 * sum(sizes)).from_address(host.data_ptr())
+                batch = ForwardBatch(
+                    forward_mode=ForwardMode.DECODE,
+                    batch_size=count,
+                    input_ids=tokens,
+                    positions=positions,
+                    out_cache_loc=self.cache_loc[:, 0],
+                    req_pool_indices=rows,
+                    seq_lens=lengths,
+                    seq_lens_cpu=host[2 * count : 3 * count],
+                )
+                sides.append((host, numbers, host[count : self.first_where + count * reserved], batch))
+        self._other, side = sides
+        self.host, self.numbers, self.advancing, self.batch = side
+
+    def turn(self, *, keeping: bool) -> None:
+        """Take the other memory of the host: a device may still copy this one. Copy the numbers if asked."""
+        before = self.host, self.numbers, self.advancing, self.batch
+        self.host, self.numbers, self.advancing, self.batch = self._other
+        self._other = before
+        if keeping:
+            self.host.copy_(before[0])
+
+
+def _tensor_of(numbers: Sequence[int]) -> torch.Tensor:
+    """Return the numbers as an int64 tensor on the host; twice as fast as torch.tensor."""
+    return torch.frombuffer(array("q", numbers), dtype=torch.int64)
+
+
+def _row_of(request: Request) -> int:
+    """Return the row of an admitted request."""
+    if request.row is None:
+        raise EngineError(f"request {request.request_id!r} is in a batch but owns no row")
+    return request.row

@@ -1,0 +1,204 @@
+"""`ChromeTrace`: writes the phases of every step to a file that Perfetto and chrome://tracing show.
+
+    with ChromeTrace(Path("trace.json")) as trace, Engine(config, observers=[trace]) as engine:
+        engine.generate(prompts)
+
+The file is a JSON object with ``traceEvents``: complete events (``"ph": "X"``) in microseconds since the
+trace was opened. They nest as the calls do:
+
+    capture                       one shape, while the engine is built
+    step
+      schedule
+      lane NAME                   one step of a lane; several with [speculative]
+        populate, prepare_replay, init_metadata_replay
+        pact check                from the end of the hooks to the launch, if a check was due
+        replay | eager run
+      sample
+      wait                        for the tokens, with asynchronous scheduling
+      commit
+
+``args`` have what is known: lane, shape, mode, batch_size, num_tokens, reason (of an eager run), and error
+(the type of what the phase raised).
+
+Does not: see a device. On a GPU, a launch lasts until its work is submitted, and sampling waits for the
+device.
+"""
+
+import json
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ParamSpec, Self, TypeVar
+
+from graphpact.batch import ForwardBatch
+from graphpact.errors import GraphpactError
+from graphpact.hookspecs import hookimpl
+from graphpact.lane import Lane, PreparedStep
+from graphpact.shapes import EagerReason, GraphShape
+from graphpact_engine.output_file import OutputFile
+from graphpact_engine.phases import Around, HookObserver, Phase
+from graphpact_engine.scheduler import ScheduledBatch
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_MOST_KEPT = 1024  # events that are kept before they are written
+
+
+class ChromeTrace(HookObserver):
+    """An observer that writes a Chrome trace; a context manager that opens and closes its file.
+
+    One serves every lane of an engine. Pass it as the first observer: its times include those after it.
+
+    Args:
+        path: The file, which is replaced if it exists.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.num_events = 0
+        self._file = OutputFile(path, "trace", replaces=True)
+        self._kept: list[dict[str, Any]] = []
+        self._start = 0
+        self._step: dict[str, Any] = {}  # arguments of the lane's step or capture, for the phases in it
+        self._checks = 0  # pact checks of the lane before its step
+        self._hooks_end: int | None = None  # when the last hook of a step ended, until its launch
+
+    def __enter__(self) -> Self:
+        """Open the file.
+
+        Raises:
+            UsageError: It cannot be written.
+        """
+        self._file.open()
+        self._file.write('{"displayTimeUnit": "ms", "traceEvents": [')
+        self._start = time.perf_counter_ns()
+        self._put({"name": "process_name", "ph": "M", "args": {"name": "graphpact"}})
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Write what is left and close the file, whatever ended the run.
+
+        Raises:
+            GraphpactError: The last events cannot be written.
+        """
+        try:
+            self._flush()
+            self._file.write("\n]}\n")
+            self._file.close()
+        except GraphpactError:
+            if kind is None:
+                raise
+
+    # -- what is observed ------------------------------------------------------------------------
+
+    def around(
+        self, hook: str, shape: GraphShape, *, batch: ForwardBatch | None = None, captured: Any = None
+    ) -> Around:
+        """Write one call of a hook."""
+        del batch, captured
+        with self._event(hook, **self._step, shape=str(shape)):
+            result = yield
+        self._hooks_end = time.perf_counter_ns()
+        return result
+
+    @hookimpl(wrapper=True)
+    def run_step(self, lane: Lane, batch: ForwardBatch) -> Around:
+        """Write a step of a lane, and the check of its pact even if that ended the step."""
+        self._checks = lane.stats.pact_checks
+        self._step = {
+            "lane": lane.name,
+            "mode": batch.forward_mode.value,
+            "batch_size": batch.batch_size,
+            "num_tokens": batch.num_tokens,
+        }
+        self._hooks_end = None
+        try:
+            with self._event(f"lane {lane.name}", **self._step):
+                try:
+                    return (yield)
+                except BaseException as error:
+                    if lane.stats.pact_checks > self._checks:
+                        self._put_check(error=type(error).__name__)
+                    raise
+        finally:
+            self._step = {}
+
+    def phase(self, name: Phase, call: Callable[P, T], lane: Lane | None) -> Callable[P, T]:
+        """Return ``call``, which then writes an event for each of its calls."""
+
+        def traced(*args: P.args, **kwargs: P.kwargs) -> T:
+            title, about = (name, {}) if lane is None else self._begin(name, lane, args[0])
+            with self._event(title, **about) as event:
+                result = call(*args, **kwargs)
+                event.update(_describe(name, result))
+            return result
+
+        return traced
+
+    # -- inside ----------------------------------------------------------------------------------
+
+    def _begin(self, name: str, lane: Lane, what: object) -> tuple[str, dict[str, Any]]:
+        """Return the name and the arguments of a capture or a launch that begins now."""
+        if not isinstance(what, PreparedStep):  # the shape of a capture
+            self._step = {"lane": lane.name}
+            return name, {**self._step, "shape": str(what)}
+        if lane.stats.pact_checks > self._checks:
+            self._put_check()
+        self._hooks_end = None
+        if isinstance(what.fit, EagerReason):
+            return "eager run", {**self._step, "reason": what.fit.name, "why": what.fit.text}
+        return "replay", {**self._step, "shape": str(what.fit)}
+
+    @contextmanager
+    def _event(self, name: str, **about: Any) -> Iterator[dict[str, Any]]:
+        """Write an event that lasts as long as the context; what the context adds to its arguments, too."""
+        start = time.perf_counter_ns()
+        try:
+            yield about
+        except BaseException as error:
+            about["error"] = type(error).__name__
+            raise
+        finally:
+            self._put_span(name, start, about)
+
+    def _put_check(self, **about: Any) -> None:
+        """Write the check of a pact, which began when the hooks ended."""
+        if self._hooks_end is not None:
+            self._put_span("pact check", self._hooks_end, {**self._step, **about})
+
+    def _put_span(self, name: str, start: int, about: dict[str, Any]) -> None:
+        times = {"ts": (start - self._start) / 1e3, "dur": (time.perf_counter_ns() - start) / 1e3}
+        self._put({"name": name, "ph": "X", **times, "args": about})
+
+    def _put(self, event: dict[str, Any]) -> None:
+        event |= {"pid": os.getpid(), "tid": threading.get_native_id()}
+        self._kept.append(event)
+        if len(self._kept) >= _MOST_KEPT:
+            self._flush()
+
+    def _flush(self) -> None:
+        kept, self._kept = self._kept, []
+        lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in kept)
+        if kept:
+            self._file.write((",\n" if self.num_events else "\n") + lines)
+        self.num_events += len(kept)
+
+
+def _describe(name: Phase, result: Any) -> dict[str, Any]:
+    """Return the arguments of an event that its phase's result tells."""
+    if isinstance(result, ScheduledBatch):
+        batch = result.batch
+        return {
+            "mode": batch.forward_mode.value,
+            "batch_size": batch.batch_size,
+            "num_tokens": batch.num_tokens,
+        }
+    if name in {"step", "commit"}:
+        return {"num_requests": len(result)}
+    return {"num_tokens": len(result)} if isinstance(result, list) else {}
