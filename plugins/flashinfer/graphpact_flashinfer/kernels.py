@@ -8,10 +8,11 @@ Does not: fill index tensors; the backend does, in the same way for both.
 """
 
 import abc
+import ctypes
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
@@ -90,13 +91,26 @@ class PortablePlan(Plan):
     o_indptr: torch.Tensor
 
 
-@dataclass(slots=True)
 class _Staged:
-    """Staging memory of a graph's plan, with the event of the last copy from it."""
+    """Staging memory of a graph's plan, with the event of the last copy from it.
 
-    source: torch.Tensor
-    target: torch.Tensor
-    copied: Event | None = None
+    Numbers are written to memory of their own first, which no copy reads late: so a step allocates nothing,
+    and a driver sees the write to the staging memory.
+    """
+
+    def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
+        self.source = source
+        self.target = target
+        self.copied: Event | None = None
+        self._made = torch.zeros(len(source), dtype=torch.int32, device=source.device)
+        self._numbers: Any = (ctypes.c_int32 * len(source)).from_address(self._made.data_ptr())
+
+    def write(self, numbers: Sequence[int]) -> int:
+        """Write numbers to the staging memory; return how many."""
+        count = len(numbers)
+        self._numbers[:count] = numbers
+        self.source[:count].copy_(self._made[:count])
+        return count
 
 
 class PortableKernels(FlashInferKernels):
@@ -158,10 +172,8 @@ class PortableKernels(FlashInferKernels):
             staged.copied = driver.event()
         else:
             staged.copied.synchronize()  # the last step's copy may still read the staging memory
-        count = len(numbers)  # all shapes share this memory, so it may be longer
-        source = staged.source[:count]
-        source.copy_(torch.tensor(numbers, dtype=torch.int32))
-        driver.copy_async(staged.target[:count], source)
+        count = staged.write(numbers)  # all shapes share this memory, so it may be longer
+        driver.copy_async(staged.target[:count], staged.source[:count])
         staged.copied.record()
 
     def attend(
