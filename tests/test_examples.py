@@ -41,7 +41,7 @@ def test_the_planted_bugs_are_silent_and_then_named(capsys: pytest.CaptureFixtur
     assert "NOT CAUGHT" not in out
     for error in (
         "PactBreach: decode[bs=4, tokens=4]: metadata.kv_indptr",
-        "PoisonError: graphpact.pack_kv_indices",
+        "PoisonError: graphpact.fill_paged_indices",
         "VerificationError: lane 'decode'",
     ):
         assert error in out

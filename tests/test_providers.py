@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, get_args
 
 import pytest
 import torch
@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from importlib_metadata import EntryPoint
 
+from graphpact import attention
 from graphpact.attention import (
     AttentionBackend,
     BackendContext,
@@ -34,7 +35,8 @@ from graphpact.cli import main
 from graphpact.errors import ConfigError, PluginError
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.shapes import GraphShape
-from graphpact_engine import Engine, SamplingParams
+from graphpact_conformance import targets
+from graphpact_engine import Engine, SamplingParams, config
 from graphpact_engine.capabilities import require_capabilities
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import UnsupportedModelError
@@ -650,3 +652,10 @@ def test_a_reason_is_a_line_of_text_or_none(value: Any) -> None:
     assert said == f"unavailable() returned {value!r}, not a line of text or None"
     assert why_unavailable(lambda _: None, CPU) is None
     assert why_unavailable(lambda _: "no\n device", CPU) == "no device"
+
+
+def test_the_names_of_providers_are_the_same_everywhere() -> None:
+    """Core, engine and suite know the same names; the latter two do not import torch for them."""
+    names = {"auto", "native", "compiled", "portable"}
+    assert {*get_args(attention.ProviderName)} == names
+    assert {*get_args(config.ProviderName)} == {*get_args(targets.Kernels)} == names

@@ -198,6 +198,7 @@ def test_checks_are_measured_from_the_pact_to_a_strict_lane(bench: Bench) -> Non
         "pact sampled, 1 of 100",
         "pact always",
         "a null observer",
+        "observer metrics",
         "observer trace",
     ]
     assert [lane for (lane,) in column(whole, "lane")] == [

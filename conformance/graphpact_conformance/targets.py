@@ -8,10 +8,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal, Protocol
 
-from graphpact.attention import ProviderName
 from graphpact_conformance.results import Result
 
 Size = Literal["quick", "normal", "thorough"]
+Kernels = Literal["auto", "native", "compiled", "portable"]
+"""The names of `graphpact.attention.ProviderName`: this module is imported where torch is not."""
 TargetKind = Literal["attention_backend", "runner", "graph_driver", "adapter"]
 
 TARGET_KINDS: tuple[TargetKind, ...] = ("attention_backend", "runner", "graph_driver")
@@ -47,7 +48,7 @@ class Options:
     shrink: bool = True
     all_findings: bool = False
     scenario: str | None = None
-    kernels: ProviderName = "auto"
+    kernels: Kernels = "auto"
 
 
 @dataclass(frozen=True, slots=True)

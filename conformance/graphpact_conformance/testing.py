@@ -21,7 +21,6 @@ from typing import Literal, get_args
 import pytest
 import torch
 
-from graphpact.attention import ProviderName
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance.report import digest
@@ -29,7 +28,7 @@ from graphpact_conformance.results import Outcome, PluginResults, Result
 from graphpact_conformance.rules import RULES, Rule
 from graphpact_conformance.subject.global_state import one_thread
 from graphpact_conformance.suite import examine, require_lanes, targets
-from graphpact_conformance.targets import Options, Size, Target
+from graphpact_conformance.targets import Kernels, Options, Size, Target
 from graphpact_conformance.xfails import Xfails
 
 Device = Literal["cpu", "cuda"]
@@ -46,7 +45,7 @@ def conformance(
     lanes: Collection[str] = (),
     device: Device = "cpu",
     scenario: str | Path | None = None,
-    kernels: ProviderName = "auto",
+    kernels: Kernels = "auto",
 ) -> pytest.MarkDecorator:
     """Return a decorator that parametrizes a test with ``check``: one per rule, and one for general checks.
 
@@ -152,7 +151,7 @@ class Examination:
     def __init__(self, names: tuple[str, ...], options: Options) -> None:
         _require_choice("size", options.size, get_args(Size))
         _require_choice("device", options.device, get_args(Device))
-        _require_choice("kernels", options.kernels, get_args(ProviderName))
+        _require_choice("kernels", options.kernels, get_args(Kernels))
         if not names:
             raise UsageError("there is nothing to check", hint='give a name: conformance("my_backend")')
         catalog = PluginCatalog.scan()

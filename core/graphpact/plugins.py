@@ -67,7 +67,7 @@ _OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributi
     "graphpact-flashinfer": {"attention_backend": "flashinfer"},
     "graphpact-fa3": {"attention_backend": "fa3"},
     "graphpact-trtllm-mla": {"attention_backend": "trtllm_mla"},
-    "graphpact-engine": {"observer": "trace", "command": "doctor generate pact"},
+    "graphpact-engine": {"observer": "metrics trace", "command": "doctor generate pact"},
     "graphpact-conformance": {"command": "check explain museum report"},
     "graphpact-adapters": {"adapter": "sglang vllm"},
     "graphpact-bench": {"command": "bench"},

@@ -31,6 +31,8 @@ import torch
 from torch import fx
 
 import graphpact
+from graphpact.errors import GraphpactError
+from graphpact.files import write_file
 from graphpact_kernels.compiled import cache_folder
 
 _log = logging.getLogger(__name__)
@@ -87,13 +89,12 @@ def keep(key: str, library: Path) -> Path:
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".new-") as name:
             new = Path(name, key)
             new.mkdir()
-            content = library.read_bytes()
-            (new / _LIBRARY).write_bytes(content)
-            facts = {"key": key, "sha256": hashlib.sha256(content).hexdigest()}
-            (new / _FACTS).write_text(json.dumps(facts), "utf-8")
+            shutil.copyfile(library, new / _LIBRARY)
+            facts = {"key": key, "sha256": hashlib.sha256((new / _LIBRARY).read_bytes()).hexdigest()}
+            write_file(new / _FACTS, json.dumps(facts))
             if not folder.exists():  # else another process was first
                 new.rename(folder)
-    except OSError as error:
+    except (OSError, GraphpactError) as error:
         if not folder.exists():
             _log.warning("a compiled graph is not kept: %s", error)
     kept = find(key)

@@ -102,7 +102,7 @@ class _Staged:
         self.source = source
         self.target = target
         self.copied: Event | None = None
-        self._made = torch.zeros(len(source), dtype=torch.int32, device=source.device)
+        self._made = torch.zeros(len(source), dtype=torch.int32)  # without a device: on the host
         self._numbers: Any = (ctypes.c_int32 * len(source)).from_address(self._made.data_ptr())
 
     def write(self, numbers: Sequence[int]) -> int:
