@@ -32,8 +32,7 @@ constexpr int64_t kRows = 8, kColumns = 3;  // 24 of 32 registers
 #else
 constexpr int64_t kRows = 4, kColumns = 2;  // 8 of 16
 #endif
-constexpr int64_t kWide = 8;                 // columns of a single row
-constexpr int64_t kAhead = 24 << 10;         // bytes of the weight that are fetched ahead of their use
+constexpr int64_t kAhead = 8 << 10;          // bytes of the weight that are fetched ahead of their use
 constexpr int64_t kPanel = 128 << 10;        // bytes of the weight that all rows are multiplied with in turn
 constexpr int64_t kMacsPerThread = 1 << 17;  // multiplications that are worth a thread
 
@@ -170,7 +169,7 @@ struct Product {
       switch (rows - row) {
         case 3: strip<3, kColumns>(row, at, last); break;
         case 2: strip<2, kColumns>(row, at, last); break;
-        case 1: strip<1, kWide>(row, at, last); break;
+        case 1: strip<1, 1>(row, at, last); break;
         default: break;
       }
     }
@@ -183,7 +182,7 @@ void run(const float* x, int64_t rows, const Tensor& weight, const OptTensor& bi
   const Tensor shift = bias.has_value() ? bias->contiguous() : Tensor();
   const Product<T> product{x, k, rows, k, weight.const_data_ptr<T>(),
                            bias.has_value() ? shift.const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(), n};
-  const int64_t step = rows == 1 ? kWide : kColumns, groups = (n + step - 1) / step;
+  const int64_t step = rows == 1 ? 1 : kColumns, groups = (n + step - 1) / step;
   const auto part = [&](int64_t begin, int64_t end) { product.run(begin * step, std::min(end * step, n)); };
   if (rows * n * k <= kMacsPerThread) {
     part(0, groups);
