@@ -59,6 +59,9 @@ MEASUREMENTS = {
     "mixed-load": Measurement(
         "latency while long prompts arrive", frozenset({"--chunk", "--prefill-runner"})
     ),
+    "long-run": Measurement(
+        "how decode step times vary while requests come and go, and why", _WAYS - _DEVICE
+    ),
 }
 """Every measurement, in the order in which they run; the module has the name, with underscores."""
 ALL = "all"
@@ -160,6 +163,7 @@ def bench(
     - `widths`: decode steps by model width, beside the matrix products alone, on cold weights
     - `speculation`: decoding with drafts, against plain decoding
     - `mixed-load`: latency while long prompts arrive
+    - `long-run`: how 2,000 decode steps vary while requests come and go, and what the slowest are
     - `all`: everything; takes long
 
     Whole steps are compared with other ways to run the same model:
