@@ -114,7 +114,7 @@ def _library() -> Any:
         UnavailableWayError: A package is missing.
     """
     try:
-        import gguf  # noqa: F401, PLC0415  an extra
+        import gguf  # noqa: F401, PLC0415  an extra, which llama_cpp does not bring
         import llama_cpp  # noqa: PLC0415  an extra
     except ModuleNotFoundError as missing:
         raise UnavailableWayError(
