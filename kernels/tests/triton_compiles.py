@@ -4,14 +4,19 @@ Does not: run them.
 """
 
 import itertools
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.runtime import driver
 
-from graphpact_kernels import triton_indices
+from graphpact_kernels import schedule_size, triton_indices
 
 TYPES = dict.fromkeys(("req_pool_indices", "kv_lens", "num_q", "seq_lens"), "*i64") | dict.fromkeys(
     (
@@ -44,8 +49,59 @@ def test_a_kernel_compiles(name: str, capability: int) -> None:
         assert len(made.asm["cubin"]) > 1000
 
 
-def test_batches_of_all_sizes_run_the_same_binary() -> None:
-    """No argument that changes with the batch is specialised on its value or its alignment."""
-    for name, (_, size) in OPTIONS.items():
-        by_value = [p.name for p in getattr(triton_indices, name).params if not p.do_not_specialize]
-        assert by_value == [size]
+class Driver:
+    """A stand-in for Triton's driver of a GPU: it compiles for one, and counts launches."""
+
+    def __init__(self) -> None:
+        self.launches = 0
+        self.utils = SimpleNamespace(
+            load_binary=lambda *_: (object(), 1, 32, 0, 1024),  # module, function, registers, spills, threads
+            get_device_properties=lambda _: {"max_shared_mem": 2**20},
+        )
+
+    def launcher_cls(self, *_: Any) -> Callable[..., None]:
+        """Return the launcher of a binary."""
+
+        def launch(*_: Any) -> None:
+            self.launches += 1
+
+        return launch
+
+    def get_current_device(self) -> int:
+        """Return the number of the GPU."""
+        return 0
+
+    def get_current_stream(self, _: int) -> int:
+        """Return the handle of the stream."""
+        return 0
+
+    def get_current_target(self) -> GPUTarget:
+        """Return what to compile for."""
+        return GPUTarget("cuda", 90, 32)
+
+
+@pytest.fixture
+def gpu() -> Driver:
+    """Give Triton a stand-in for a GPU, to the end of the process."""
+    made = Driver()
+    driver.set_active(made)
+    return made
+
+
+def test_every_call_is_one_launch_and_batches_of_all_sizes_run_the_same_binary(gpu: Driver) -> None:
+    """Only whether there are a window, query counts and key offsets makes another binary; no size does."""
+
+    def new(*shape: int) -> torch.Tensor:  # not aligned
+        return torch.ones(math.prod(shape) + 1, dtype=torch.int32)[1:].view(shape)
+
+    for bs in (1, 3, 16, 17, 64):
+        table, rows, lens = new(bs, 64), torch.arange(bs), torch.ones(bs, dtype=torch.int64)
+        for window, num_q in itertools.product((0, 9), (None, lens)):
+            outputs = new(bs + 1), new(64 * bs), new(bs)
+            triton_indices.fill_paged_indices(table, rows, lens, num_q, 1, window, 16, *outputs)
+        for offsets in (None, new(bs + 1)):
+            triton_indices.fill_page_table(table, rows, lens, bs, 16, new(bs), offsets, new(bs, 5))
+        triton_indices.schedule_attention(new(bs + 1), new(bs), new(schedule_size(bs)))
+    assert gpu.launches == 5 * (4 + 2 + 1)
+    binaries = {name: len(getattr(triton_indices, name).device_caches[0][0]) for name in OPTIONS}
+    assert binaries == {"_write_paged_indices": 4, "_write_page_table": 2, "_write_schedule": 1}
