@@ -6,7 +6,7 @@
     paged_cache             writes keys and values to their KV slots
     _library                defines a kernel; plugins define theirs with it too
     compiled                the same kernels in C++, for a CPU
-    triton_indices          the kernels of `indices` in Triton, for a GPU
+    _triton_indices         the kernels of `indices` in Triton, for a GPU
 
 Does not: know any backend's metadata object; arguments are plain tensors and numbers.
 """

@@ -41,7 +41,7 @@ def kernels() -> ModuleType | None:
     reason = missing()
     if reason is None:
         try:
-            return importlib.import_module("graphpact_kernels.triton_indices")
+            return importlib.import_module("graphpact_kernels._triton_indices")
         except ImportError as error:
             reason = f"triton cannot be imported: {error}"
     _log.warning("portable kernels fill index tensors on the GPU, with about ten launches each: %s", reason)

@@ -4,7 +4,7 @@
     fill_page_table       FlashAttention's and TensorRT-LLM's lengths and page table
     pack_kv_indices, write_indptr   the parts of the first, for backends that compute their own lengths
 
-On a GPU the first two are one launch each where Triton is installed (`graphpact_kernels.triton_indices`).
+On a GPU the first two are one launch each where Triton is installed (`graphpact_kernels._triton_indices`).
 
 Does not: know any backend's metadata object, or attend.
 """

@@ -89,7 +89,7 @@ def test_a_triton_that_cannot_be_imported_is_a_reason_too(
 ) -> None:
     """A broken installation leaves the portable kernels in use, with the error."""
     monkeypatch.setattr(_triton, "missing", lambda: None)
-    monkeypatch.delitem(sys.modules, "graphpact_kernels.triton_indices", raising=False)
+    monkeypatch.delitem(sys.modules, "graphpact_kernels._triton_indices", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
     assert _triton.kernels() is None
     assert "triton cannot be imported" in caplog.text

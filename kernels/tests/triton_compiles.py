@@ -16,7 +16,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime import driver
 
-from graphpact_kernels import schedule_size, triton_indices
+from graphpact_kernels import _triton_indices, schedule_size
 
 TYPES = dict.fromkeys(("req_pool_indices", "kv_lens", "num_q", "seq_lens"), "*i64") | dict.fromkeys(
     (
@@ -38,8 +38,8 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
 def test_a_kernel_compiles(name: str, capability: int) -> None:
     """Triton makes a binary of every form of a kernel, with and without its optional arguments."""
     optional, size = OPTIONS[name]
-    options = triton_indices._OPTIONS
-    kernel = getattr(triton_indices, name)
+    options = _triton_indices._OPTIONS
+    kernel = getattr(_triton_indices, name)
     for given in itertools.product((False, True), repeat=len(optional)):
         fixed: dict[str, Any] = {size: 16}
         fixed |= {arg: None for arg, there in zip(optional, given, strict=True) if not there}
@@ -98,10 +98,10 @@ def test_every_call_is_one_launch_and_batches_of_all_sizes_run_the_same_binary(g
         table, rows, lens = new(bs, 64), torch.arange(bs), torch.ones(bs, dtype=torch.int64)
         for window, num_q in itertools.product((0, 9), (None, lens)):
             outputs = new(bs + 1), new(64 * bs), new(bs)
-            triton_indices.fill_paged_indices(table, rows, lens, num_q, 1, window, 16, *outputs)
+            _triton_indices.fill_paged_indices(table, rows, lens, num_q, 1, window, 16, *outputs)
         for offsets in (None, new(bs + 1)):
-            triton_indices.fill_page_table(table, rows, lens, bs, 16, new(bs), offsets, new(bs, 5))
-        triton_indices.schedule_attention(new(bs + 1), new(bs), new(schedule_size(bs)))
+            _triton_indices.fill_page_table(table, rows, lens, bs, 16, new(bs), offsets, new(bs, 5))
+        _triton_indices.schedule_attention(new(bs + 1), new(bs), new(schedule_size(bs)))
     assert gpu.launches == 5 * (4 + 2 + 1)
-    binaries = {name: len(getattr(triton_indices, name).device_caches[0][0]) for name in OPTIONS}
+    binaries = {name: len(getattr(_triton_indices, name).device_caches[0][0]) for name in OPTIONS}
     assert binaries == {"_write_paged_indices": 4, "_write_page_table": 2, "_write_schedule": 1}

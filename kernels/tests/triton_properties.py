@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 import triton.language as tl
 
 from graphpact.errors import KernelRefusal
-from graphpact_kernels import _library, indices, schedule_size, triton_indices
+from graphpact_kernels import _library, _triton_indices, indices, schedule_size
 from graphpact_kernels.page_table_attention import _schedule_attention
 
 EXAMPLES = settings(
@@ -36,10 +36,10 @@ def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Let no portable kernel read on the host; make the blocks of the Triton kernels small, or leave them."""
     monkeypatch.setattr(_library, "may_read", lambda tensor: False)
     for name in ("_ROWS", "_WIDTH"):
-        monkeypatch.setattr(triton_indices, name, tl.constexpr(request.param))
+        monkeypatch.setattr(_triton_indices, name, tl.constexpr(request.param))
     if request.param == 4:
-        monkeypatch.setattr(triton_indices, "_MOST_PARTS", 2)
-        monkeypatch.setattr(triton_indices, "_MOST_CLEARING", 3)
+        monkeypatch.setattr(_triton_indices, "_MOST_PARTS", 2)
+        monkeypatch.setattr(_triton_indices, "_MOST_CLEARING", 3)
     return
 
 
@@ -91,7 +91,7 @@ def test_paged_indices_equal_the_portable_kernel(
     pages = sum(-(-n // page_size) for n in lens)
     capacity = max(0, pages + room)
     results = []
-    for fill in (indices._fill_paged_indices, triton_indices.fill_paged_indices):
+    for fill in (indices._fill_paged_indices, _triton_indices.fill_paged_indices):
         memory, outputs = zip(*(guarded(size) for size in (count + 1, capacity, count)), strict=True)
         fill(table, rows, torch.tensor(lens, dtype=torch.int64), num_q, width, window, page_size, *outputs)
         results.append([tensor.tolist() for tensor in memory])
@@ -116,7 +116,7 @@ def test_a_page_table_equals_the_portable_kernel(
     )
     rows = requests(data, bs)
     results = []
-    for fill in (indices._fill_page_table, triton_indices.fill_page_table):
+    for fill in (indices._fill_page_table, _triton_indices.fill_page_table):
         memory, outputs = zip(*(guarded(*shape) for shape in ((bs,), (bs + 1,), (bs, width))), strict=True)
         fill(
             *(table, rows, lens, uncounted, page_size, outputs[0]),
@@ -135,7 +135,7 @@ def test_a_schedule_equals_the_portable_kernel(queries: list[int], spare: int, d
     keys = data.draw(st.lists(st.integers(0, 300), min_size=bs, max_size=bs))
     offsets = torch.tensor([0, *queries], **INT).cumsum(0).to(**INT)
     results = []
-    for schedule in (_schedule_attention, triton_indices.schedule_attention):
+    for schedule in (_schedule_attention, _triton_indices.schedule_attention):
         memory, out = guarded(schedule_size(bs) + spare)
         schedule(offsets, torch.tensor(keys, **INT), out)
         results.append(memory.tolist())
@@ -149,7 +149,7 @@ def test_sizes_that_do_not_agree_are_refused() -> None:
     def new(size: int, step: int = 1) -> torch.Tensor:
         return torch.zeros(size * step, **INT)[::step]
 
-    fill = triton_indices.fill_paged_indices
+    fill = _triton_indices.fill_paged_indices
     with pytest.raises(KernelRefusal, match="2 rows of 2 requests: kv_indptr has 2 entries"):
         fill(table, rows, lens, None, 1, 0, 1, new(2), new(9), new(2))
     with pytest.raises(KernelRefusal, match=r"2 rows of 2 requests: .* num_q 1"):
@@ -157,6 +157,6 @@ def test_sizes_that_do_not_agree_are_refused() -> None:
     with pytest.raises(KernelRefusal, match=r"kv_indices has strides \(2,\)"):
         fill(table, rows, lens, None, 1, 0, 1, new(3), new(9, 2), new(2))
     with pytest.raises(KernelRefusal, match="page_table has 3 rows, req_pool_indices 2"):
-        triton_indices.fill_page_table(table, rows, lens, 0, 1, new(2), None, new(12).view(3, 4))
+        _triton_indices.fill_page_table(table, rows, lens, 0, 1, new(2), None, new(12).view(3, 4))
     with pytest.raises(KernelRefusal, match="cu_seqlens_q has 3 entries, the schedule 8; it needs 17"):
-        triton_indices.schedule_attention(new(3), new(2), new(8))
+        _triton_indices.schedule_attention(new(3), new(2), new(8))

@@ -13,7 +13,7 @@ from graphpact.attention import AttentionBackend
 from graphpact_conformance.world.lanes import Config, configs_of
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
-from graphpact_kernels import define_kernel, indices, triton_indices
+from graphpact_kernels import _triton_indices, define_kernel, indices
 from graphpact_kernels.page_table_attention import _SCHEDULE
 from graphpact_trtllm_mla import TRTLLMMLABackend
 from oracle_kit import hold_to_oracle
@@ -46,7 +46,7 @@ def _interpreted(name: str, schema: str) -> Any:
 
     def fill(*args: Any) -> None:
         calls.append(name)
-        getattr(triton_indices, name)(*args)
+        getattr(_triton_indices, name)(*args)
 
     return define_kernel(schema, fill, namespace="interpreted")
 
