@@ -1,4 +1,4 @@
-"""Kernels, one operator each, so that a graph records each as one node; torch alone but for `compiled`.
+"""Kernels, one operator each, so that a graph records each as one node; torch alone but for two modules.
 
     paged_attention         over FlashInfer's index tensors, mask and plan
     page_table_attention    over FlashAttention's page table and schedule, or latents
@@ -6,6 +6,7 @@
     paged_cache             writes keys and values to their KV slots
     _library                defines a kernel; plugins define theirs with it too
     compiled                the same kernels in C++, for a CPU
+    _triton_indices         the kernels of `indices` in Triton, for a GPU
 
 Does not: know any backend's metadata object; arguments are plain tensors and numbers.
 """

@@ -19,7 +19,11 @@ def _library(namespace: str) -> torch.library.Library:
 
 
 def define_kernel(
-    schema: str, function: Callable[..., Any], *, namespace: str = "graphpact"
+    schema: str,
+    function: Callable[..., Any],
+    *,
+    namespace: str = "graphpact",
+    on_cuda: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """Define operator ``<namespace>::<schema>`` with one implementation for every device, and return it.
 
@@ -31,8 +35,12 @@ def define_kernel(
         schema: A torch schema, such as ``"double(Tensor x, Tensor(a!) out) -> ()"``.
         function: The implementation.
         namespace: The plugin's own namespace, such as the name of its package.
+        on_cuda: Another implementation, for tensors of a CUDA device.
     """
-    return _declare(schema, namespace, function)
+    overload = _declare(schema, namespace, function)
+    if on_cuda is not None:
+        _library(namespace).impl(schema.split("(", 1)[0], on_cuda, "CUDA")
+    return overload
 
 
 def declare_compiled(schema: str) -> Callable[..., Any]:

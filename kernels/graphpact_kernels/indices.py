@@ -4,6 +4,8 @@
     fill_page_table       FlashAttention's and TensorRT-LLM's lengths and page table
     pack_kv_indices, write_indptr   the parts of the first, for backends that compute their own lengths
 
+On a GPU the first two are one launch each where Triton is installed (`graphpact_kernels._triton_indices`).
+
 Does not: know any backend's metadata object, or attend.
 """
 
@@ -13,6 +15,7 @@ from torch.nn import functional
 from graphpact.errors import KernelRefusal
 from graphpact_kernels import _library
 from graphpact_kernels._library import declare_compiled, define_kernel
+from graphpact_kernels._triton import prefer_triton
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
@@ -65,6 +68,7 @@ def _pack_padded(
 ) -> None:
     """Pack without host reads: every entry of ``out`` computes its own page."""
     if not len(req_pool_indices):
+        out.zero_()
         return
     at = torch.arange(out.shape[0], dtype=kv_indptr.dtype, device=out.device)
     request = torch.searchsorted(kv_indptr[1:], at, right=True)
@@ -154,7 +158,9 @@ _FILL_INDICES = (
     " int width, int sliding_window, int page_size, Tensor(a!) kv_indptr, Tensor(b!) kv_indices,"
     " Tensor(c!) kv_last_page_len) -> ()"
 )
-_portable_indices = define_kernel(_FILL_INDICES, _fill_paged_indices)
+_portable_indices = define_kernel(
+    _FILL_INDICES, _fill_paged_indices, on_cuda=prefer_triton(_fill_paged_indices, "fill_paged_indices")
+)
 _compiled_indices = declare_compiled(_FILL_INDICES)
 
 
@@ -251,7 +257,9 @@ _FILL_TABLE = (
     "fill_page_table(Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, int uncounted,"
     " int page_size, Tensor(a!) cache_seqlens, Tensor(b!)? cu_seqlens_k, Tensor(c!) page_table) -> ()"
 )
-_portable_table = define_kernel(_FILL_TABLE, _fill_page_table)
+_portable_table = define_kernel(
+    _FILL_TABLE, _fill_page_table, on_cuda=prefer_triton(_fill_page_table, "fill_page_table")
+)
 _compiled_table = declare_compiled(_FILL_TABLE)
 
 

@@ -24,6 +24,7 @@ from graphpact_kernels._attend import (
     own_slots,
 )
 from graphpact_kernels._library import declare_compiled, define_kernel
+from graphpact_kernels._triton import prefer_triton
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
@@ -57,7 +58,9 @@ def _schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor,
 
 
 _SCHEDULE = "schedule_attention(Tensor cu_seqlens_q, Tensor cache_seqlens, Tensor(a!) out) -> ()"
-_portable_schedule = define_kernel(_SCHEDULE, _schedule_attention)
+_portable_schedule = define_kernel(
+    _SCHEDULE, _schedule_attention, on_cuda=prefer_triton(_schedule_attention, "schedule_attention")
+)
 _compiled_schedule = declare_compiled(_SCHEDULE)
 
 

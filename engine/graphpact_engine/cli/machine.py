@@ -25,7 +25,7 @@ _EXTRAS = {
     "conformance": ("hypothesis", "pytest", "jinja2"),
 }
 _PACKAGES = dict.fromkeys(
-    ("torch", "pluggy", "pydantic", *(name for names in _EXTRAS.values() for name in names))
+    ("torch", "triton", "pluggy", "pydantic", *(name for names in _EXTRAS.values() for name in names))
 )
 _VARIABLES = (  # reported in addition to the variables of graphpact
     "CUDA_VISIBLE_DEVICES",

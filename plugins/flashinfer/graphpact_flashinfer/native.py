@@ -130,6 +130,8 @@ class NativeKernels(FlashInferKernels):
         """The event of a wrapper's last copy to the device."""
         self._free: dict[tuple[str, bool], list[Any]] = {}
         """Wrappers that no eager step uses now, by slot name prefix and whether there is a mask."""
+        self._eager_workspace: int | None = None
+        """The address of the workspace of these wrappers, which changes when a lane attaches the backend."""
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
@@ -178,6 +180,9 @@ class NativeKernels(FlashInferKernels):
         """Return a plan with a wrapper on these tensors; in a graph the wrapper keeps using them."""
         workspace = buffers(_FLOAT_WORKSPACE)
         if not buffers.in_graph:
+            if self._eager_workspace != workspace.data_ptr():
+                self._free = {}  # they would keep the memory of before
+                self._eager_workspace = workspace.data_ptr()
             free = self._free.setdefault((prefix, "mask" in tensors), [])
             wrapper = free.pop() if free else self._wrapper(workspace, "NHD")
             return NativePlan(arguments, _EagerWrapper(wrapper, tensors, free))

@@ -6,6 +6,7 @@ plan. It attends by plain loops over its buffers.
 
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
@@ -27,7 +28,7 @@ from graphpact import (
     PaddingPolicy,
 )
 from graphpact.attention import DraftLimits
-from graphpact.buffers import build_decode_registry
+from graphpact.buffers import CudaGraphBufferRegistry, build_decode_registry
 from graphpact.errors import ConfigError, PactBreach
 from graphpact.pact import Pact
 from graphpact_flashinfer import FlashInferBackend
@@ -359,8 +360,14 @@ class Allocations(TorchDispatchMode):
         return out
 
 
-def test_eager_steps_share_wrappers_and_workspaces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Eager steps of several modes and sizes share a wrapper per window and mask, and one workspace."""
+@pytest.mark.parametrize("attached_at", [None, 0, 3])
+def test_eager_steps_share_wrappers_and_workspaces(
+    attached_at: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eager steps of several modes and sizes share a wrapper per window and mask, and one workspace.
+
+    It is the registry's from the step on at which the backend is attached; what served before is freed.
+    """
     monkeypatch.setattr("graphpact_flashinfer.native._FLOAT_BYTES", 7919)
     context = _context(None, 5, draft=DraftLimits(1, 2, 3))
     native, portable = Backend(context), FlashInferBackend(context)
@@ -373,8 +380,14 @@ def test_eager_steps_share_wrappers_and_workspaces(monkeypatch: pytest.MonkeyPat
         (ForwardMode.TARGET_VERIFY, [13, 2], [3, 3], {"tree_mask": TREE}),
     ]
     generator = torch.Generator().manual_seed(1)
+    registry = CudaGraphBufferRegistry(device=CPU, max_bs=ROWS, max_num_tokens=16)
+    before: list[weakref.ref[torch.Tensor]] = []
     with Allocations(7919) as allocations:
-        for mode, lengths, new, more in steps:
+        for step, (mode, lengths, new, more) in enumerate([*steps, *steps]):
+            if step == attached_at:
+                before = [weakref.ref(wrapper.float_workspace) for wrapper in Wrapper.made]
+                native.attach(registry)
+                Wrapper.made.clear()
             batch = _batch(mode, lengths, new, **more)
             q, k, v = (torch.randn(sum(new), n, 4, generator=generator) for n in (2, 1, 1))
             for layer in context.layers:
@@ -383,10 +396,16 @@ def test_eager_steps_share_wrappers_and_workspaces(monkeypatch: pytest.MonkeyPat
                     for backend in (native, portable)
                 ]
                 torch.testing.assert_close(*given)
-    assert allocations.count == 1
+    assert allocations.count == (2 if attached_at else 1)
     assert len(Wrapper.made) == 4  # two windows, with and without a mask
     assert not any(wrapper.use_cuda_graph for wrapper in Wrapper.made)
-    assert {w.num_planned for w in Wrapper.made} == {2 * 4, 2 * 2}
+    workspaces = {wrapper.float_workspace.data_ptr() for wrapper in Wrapper.made}
+    if attached_at is None:
+        assert len(workspaces) == 1
+        assert {w.num_planned for w in Wrapper.made} == {2 * 4 * 2, 2 * 2 * 2}
+    else:
+        assert workspaces == {registry.get_slot("flashinfer.float_workspace").buffer.data_ptr()}
+        assert not any(ref() is not None for ref in before)
 
 
 def test_metadata_of_two_steps_may_be_alive_at_once() -> None:

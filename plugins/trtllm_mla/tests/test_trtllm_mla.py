@@ -30,6 +30,7 @@ from graphpact.errors import ConfigError, EngineError
 from graphpact.pact import Pact
 from graphpact_trtllm_mla import NativeKernels, TRTLLMMLABackend
 from graphpact_trtllm_mla.operators import attend_latents
+from graphpact_trtllm_mla.providers import WORKSPACE
 
 CPU = torch.device("cpu")
 EXAMPLES = settings(derandomize=True, max_examples=60)
@@ -623,6 +624,19 @@ def test_two_lanes_have_a_workspace_each(monkeypatch: pytest.MonkeyPatch) -> Non
     kept.clear()
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_eager_steps_of_a_lane_with_graphs_take_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once a lane has attached the backend, eager steps allocate no workspace: they take the registry's."""
+    backend = native_on_a_cpu(monkeypatch)
+    batch = RIGS[64].batch(ForwardMode.DECODE, [(3, 70, 1), (5, 9, 1)])
+    gone = weakref.ref(backend.init_metadata_eager(batch).workspace)  # of a step before
+    registry = CudaGraphBufferRegistry(device=CPU, max_bs=2, max_num_tokens=2)
+    backend.attach(registry)
+    assert gone() is None
+    made = {backend.init_metadata_eager(batch).workspace.data_ptr() for _ in range(3)}
+    assert made == {registry.get_slot(WORKSPACE).buffer.data_ptr()}
 
 
 @pytest.mark.usefixtures("gpu")

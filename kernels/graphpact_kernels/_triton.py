@@ -1,0 +1,58 @@
+"""Whether a kernel has its Triton form on this machine, and why not.
+
+Does not: import Triton before a kernel is called with tensors of a GPU.
+"""
+
+import functools
+import importlib
+import importlib.util
+import logging
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+_log = logging.getLogger(__name__)
+
+
+def missing() -> str | None:
+    """Return why Triton cannot compile kernels here, or None if nothing is known to be missing.
+
+    Triton builds a small launcher for each process's GPU driver, in C.
+    """
+    if importlib.util.find_spec("triton") is None:
+        return "triton is not installed: `pip install 'graphpact-kernels[triton]'`"
+    compiler = os.environ.get("CC") or "gcc"
+    if not (shutil.which(compiler) or shutil.which("clang")):
+        return f"Triton needs a C compiler: {compiler!r} is not found; install gcc, or name a compiler in CC"
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton takes it
+    headers = Path(sysconfig.get_path("include", scheme))
+    if not (headers / "Python.h").exists():
+        return f"Triton needs Python's headers: {headers} has no Python.h; install python3-dev"
+    return None
+
+
+@functools.cache
+def kernels() -> ModuleType | None:
+    """Return the module of the Triton kernels; None if they cannot run, with one warning that says why."""
+    reason = missing()
+    if reason is None:
+        try:
+            return importlib.import_module("graphpact_kernels._triton_indices")
+        except ImportError as error:
+            reason = f"triton cannot be imported: {error}"
+    _log.warning("portable kernels fill index tensors on the GPU, with about ten launches each: %s", reason)
+    return None
+
+
+def prefer_triton(portable: Callable[..., None], name: str) -> Callable[..., None]:
+    """Return an implementation for CUDA tensors: the Triton kernel ``name``, else ``portable``."""
+
+    def fill(*args: Any) -> None:
+        module = kernels()
+        (portable if module is None else getattr(module, name))(*args)
+
+    return fill
