@@ -16,6 +16,7 @@ import torch
 
 from graphpact_cpu_graph import inductor
 from graphpact_cpu_graph.inductor import missing_compiler
+from graphpact_kernels.compiled import cache_folder, load
 
 
 @pytest.fixture(scope="session")
@@ -32,7 +33,10 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
-        patch.setenv("GRAPHPACT_CACHE_DIR", str(tmp_path_factory.mktemp("graphpact")))
+        cache = tmp_path_factory.mktemp("graphpact")
+        if load() is None:  # kernels are the same for every session: those of this machine's cache
+            (cache / "kernels").symlink_to(cache_folder() / "kernels")
+        patch.setenv("GRAPHPACT_CACHE_DIR", str(cache))
         # Torch takes 15 s to find the vector instructions of the machine, which these tests do not need.
         patch.setattr(cpu_vec_isa, "valid_vec_isa_list", list)
         with config.patch(compile_threads=1):
