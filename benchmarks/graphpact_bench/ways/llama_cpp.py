@@ -7,6 +7,7 @@ Does not: use graphpact, or llama.cpp's sampler and tokenizer.
 """
 
 import ctypes
+import importlib.util
 import tempfile
 import time
 from pathlib import Path
@@ -113,13 +114,11 @@ def _library() -> Any:
     Raises:
         UnavailableWayError: A package is missing.
     """
-    try:
-        import gguf  # noqa: F401, PLC0415  an extra, which llama_cpp does not bring
-        import llama_cpp  # noqa: PLC0415  an extra
-    except ModuleNotFoundError as missing:
-        raise UnavailableWayError(
-            f'{missing.name} is not installed; pip install "graphpact-bench[llama]"'
-        ) from None
+    for package in ("llama_cpp", "gguf"):
+        if importlib.util.find_spec(package) is None:
+            raise UnavailableWayError(f'{package} is not installed; pip install "graphpact-bench[llama]"')
+    import llama_cpp  # noqa: PLC0415  an extra
+
     llama_cpp.llama_log_set(_drop, ctypes.c_void_p(0))
     llama_cpp.llama_backend_init()
     return llama_cpp
