@@ -1,5 +1,7 @@
 """A fixture with small checkpoints, which are written to disk once per session; hypothesis's profile.
 
+The compiled kernels are built before the first test: no test then waits for it, or sees what it says.
+
 Garbage collection leaves out the imported modules: it would look through them again and again.
 
 Does not: limit the time of an example: the machines that run the tests are shared.
@@ -14,9 +16,16 @@ import pytest
 from hypothesis import settings
 
 from checkpoints import save_random_checkpoint
+from graphpact_kernels.compiled import load
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Build the compiled kernels before any test, and any worker, needs them; tests say it if that fails."""
+    if not hasattr(config, "workerinput"):
+        load()
 
 
 def pytest_collection_finish() -> None:

@@ -40,6 +40,7 @@ NEEDS_AN_EXTRA = {
     "graphpact": ["graphpact.cli."],  # typer and rich
     "graphpact-conformance": ["graphpact_conformance.museum", "graphpact_conformance.cli.museum"],
     "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client
+    "graphpact-kernels": ["graphpact_kernels._triton_indices"],  # triton
 }
 COMMAND = """
 import sys
