@@ -165,12 +165,12 @@ def test_in_bfloat16_a_difference_is_a_tie_or_an_error(bench: Bench, tmp_path: P
     save_model(tmp_path / "model", shape.shapes[0], 16)
     setting = WaySetting(tmp_path / "model", shape.shapes[0], (1,), 8, 8, "bfloat16")
     judge = TieJudge(setting)
-    logits = judge.model(torch.tensor([[1, 2, 3]])).logits[0, -1]
+    logits = judge.exact(torch.tensor([[1, 2, 3]])).logits[0, -1]
     best, second, *_, worst = logits.argsort(descending=True).tolist()
     assert not judge([1, 2, 3], best, worst)
     assert judge([1, 2, 3], best, best)
     with torch.no_grad():
-        judge.model.lm_head.weight[second] = judge.model.lm_head.weight[best]
+        judge.exact.lm_head.weight[second] = judge.exact.lm_head.weight[best]
     assert judge([1, 2, 3], best, second)
 
 
