@@ -15,7 +15,7 @@ from graphpact_bench.options import BenchOptions, Dtype, saved_model
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.timing import Race, Spread, race
 from graphpact_bench.ways.base import WaySetting
-from graphpact_bench.ways.table import choose_ways, make_ways
+from graphpact_bench.ways.table import choose_ways, make_ways, tie_judge
 
 LEFT_OUT = "it compiles, and --quick does not; name it by --way"
 
@@ -88,11 +88,7 @@ def measure_shape(options: BenchOptions, scale: DecodeScale) -> Table:
         for way in ways:
             stack.callback(way.close)
         table.skipped += left_out(options, names)
-        judge = None
-        if options.dtype == "bfloat16":
-            from graphpact_bench.ways.ties import TieJudge  # noqa: PLC0415  loads a model
-
-            judge = TieJudge(setting)
+        judge = tie_judge(setting)
         for size in scale.batch_sizes:
             options.say(f"{shape}: decoding {size} at a time")
             prompts = random_prompts(size, scale.prompt, shape.vocab)

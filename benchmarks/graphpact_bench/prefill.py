@@ -22,7 +22,7 @@ from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns
 from graphpact_bench.timing import Race, Spread, Tokens, UnavailableWayError, Written, race
 from graphpact_bench.ways.base import Way, WaySetting
 from graphpact_bench.ways.engines import EngineWay, require_driver
-from graphpact_bench.ways.table import WAYS, make_ways
+from graphpact_bench.ways.table import WAYS, make_ways, tie_judge
 
 
 class PrefillScale(NamedTuple):
@@ -144,11 +144,7 @@ def measure_shape(options: BenchOptions, scale: PrefillScale) -> Table:
         ways, table.skipped = make_prefill_ways(options, scale, setting)
         for way in ways:
             stack.callback(way.close)
-        judge = None
-        if options.dtype == "bfloat16":
-            from graphpact_bench.ways.ties import TieJudge  # noqa: PLC0415  loads a model
-
-            judge = TieJudge(setting)
+        judge = tie_judge(setting)
         for length, count in scale.lengths.items():
             options.say(f"prefill: {length} tokens")
             prompts = random_prompts(1, length, scale.shape.vocab)

@@ -24,7 +24,7 @@ from graphpact_bench.options import BenchOptions, saved_model
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.timing import Spread, race
 from graphpact_bench.ways.base import WaySetting
-from graphpact_bench.ways.table import choose_ways, make_ways
+from graphpact_bench.ways.table import choose_ways, make_ways, tie_judge
 
 COLD, WARM = "matrix products, cold", "matrix products, warm"
 READ = "weights read, cold"
@@ -195,11 +195,7 @@ def add_shape(
         table.skipped += skipped
         for way in ways:
             stack.callback(way.close)
-        judge = None
-        if options.dtype == "bfloat16":
-            from graphpact_bench.ways.ties import TieJudge  # noqa: PLC0415  loads a model
-
-            judge = TieJudge(setting)
+        judge = tie_judge(setting)
         for size in scale.batch_sizes:
             options.say(f"widths: {shape}, {size} at a time")
             cold, warm = (

@@ -13,6 +13,7 @@ from graphpact.errors import UsageError, did_you_mean
 if TYPE_CHECKING:
     from graphpact_bench.report import Skipped
     from graphpact_bench.ways.base import Way, WaySetting
+    from graphpact_bench.ways.ties import TieJudge
 
 
 @dataclass(frozen=True)
@@ -104,3 +105,12 @@ def make_ways(
         except UnavailableWayError as error:
             skipped.append(Skipped(what=name, reason=error.message))
     return ways, skipped
+
+
+def tie_judge(setting: "WaySetting") -> "TieJudge | None":
+    """Return what judges the first difference between two ways in bfloat16; None in float32."""
+    if setting.dtype != "bfloat16":
+        return None
+    from graphpact_bench.ways.ties import TieJudge  # noqa: PLC0415  loads a model
+
+    return TieJudge(setting)

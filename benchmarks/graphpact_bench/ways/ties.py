@@ -8,6 +8,7 @@ grows with the layers. Tokens that are further apart are a fault of one of the w
 Does not: judge float32, in which every difference is a fault.
 """
 
+import copy
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ class TieJudge:
     def __init__(self, setting: WaySetting) -> None:
         self.device = setting.device
         self.narrow: Any = load_model(setting)
-        self.exact: Any = load_model(setting).float()
+        self.exact: Any = copy.deepcopy(self.narrow).float()
 
     @torch.inference_mode()
     def __call__(self, tokens: list[int], one: int, other: int) -> bool:
