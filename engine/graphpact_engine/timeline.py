@@ -111,12 +111,7 @@ class ChromeTrace(HookObserver):
     def run_step(self, lane: Lane, batch: ForwardBatch) -> Around:
         """Write a step of a lane, and the check of its pact even if that ended the step."""
         self._checks = lane.stats.pact_checks
-        self._step = {
-            "lane": lane.name,
-            "mode": batch.forward_mode.value,
-            "batch_size": batch.batch_size,
-            "num_tokens": batch.num_tokens,
-        }
+        self._step = {"lane": lane.name, **_about(batch)}
         self._hooks_end = None
         try:
             with self._event(f"lane {lane.name}", **self._step):
@@ -190,15 +185,19 @@ class ChromeTrace(HookObserver):
         self.num_events += len(kept)
 
 
+def _about(batch: ForwardBatch) -> dict[str, Any]:
+    """Return the arguments of an event that a batch tells."""
+    return {
+        "mode": batch.forward_mode.value,
+        "batch_size": batch.batch_size,
+        "num_tokens": batch.num_tokens,
+    }
+
+
 def _describe(name: Phase, result: Any) -> dict[str, Any]:
     """Return the arguments of an event that its phase's result tells."""
     if isinstance(result, ScheduledBatch):
-        batch = result.batch
-        return {
-            "mode": batch.forward_mode.value,
-            "batch_size": batch.batch_size,
-            "num_tokens": batch.num_tokens,
-        }
+        return _about(result.batch)
     if name in {"step", "commit"}:
         return {"num_requests": len(result)}
     return {"num_tokens": len(result)} if isinstance(result, list) else {}
