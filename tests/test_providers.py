@@ -36,6 +36,7 @@ from graphpact.errors import ConfigError, PluginError
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.shapes import GraphShape
 from graphpact_conformance import targets
+from graphpact_conformance.cli import check
 from graphpact_engine import Engine, SamplingParams, config
 from graphpact_engine.capabilities import require_capabilities
 from graphpact_engine.config import EngineConfig
@@ -655,7 +656,8 @@ def test_a_reason_is_a_line_of_text_or_none(value: Any) -> None:
 
 
 def test_the_names_of_providers_are_the_same_everywhere() -> None:
-    """Core, engine and suite know the same names; the latter two do not import torch for them."""
+    """Core, engine, suite and command know the same names; only the core imports torch for them."""
     names = {"auto", "native", "compiled", "portable"}
     assert {*get_args(attention.ProviderName)} == names
     assert {*get_args(config.ProviderName)} == {*get_args(targets.Kernels)} == names
+    assert {*check.KernelsOption} == names

@@ -51,6 +51,19 @@ def declare_compiled(schema: str) -> Callable[..., Any]:
     return _declare(schema, "graphpact_compiled")
 
 
+def define_forms(
+    schema: str, function: Callable[..., Any], *, on_cuda: Callable[..., Any] | None = None
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """Define a kernel with a compiled form; return the portable one and that: an index is ``compiled``.
+
+    Args:
+        schema: See `define_kernel`.
+        function: The portable implementation.
+        on_cuda: See `define_kernel`.
+    """
+    return define_kernel(schema, function, on_cuda=on_cuda), declare_compiled(schema)
+
+
 def _declare(schema: str, namespace: str, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
     name = schema.split("(", 1)[0]
     library = _library(namespace)

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from graphpact.errors import KernelRefusal
 from graphpact_kernels import _library
-from graphpact_kernels._library import declare_compiled, define_kernel
+from graphpact_kernels._library import define_forms, define_kernel
 from graphpact_kernels._triton import prefer_triton
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
@@ -158,10 +158,9 @@ _FILL_INDICES = (
     " int width, int sliding_window, int page_size, Tensor(a!) kv_indptr, Tensor(b!) kv_indices,"
     " Tensor(c!) kv_last_page_len) -> ()"
 )
-_portable_indices = define_kernel(
+_fill_indices = define_forms(
     _FILL_INDICES, _fill_paged_indices, on_cuda=prefer_triton(_fill_paged_indices, "fill_paged_indices")
 )
-_compiled_indices = declare_compiled(_FILL_INDICES)
 
 
 def first_page(
@@ -212,8 +211,7 @@ def fill_paged_indices(
         KernelRefusal: ``kv_indices`` is too small (checked on a CPU).
     """
     by_row, width = (num_q, 0) if isinstance(num_q, torch.Tensor) else (None, num_q)
-    fill = _compiled_indices if compiled else _portable_indices
-    fill(
+    _fill_indices[compiled](
         req_to_token,
         req_pool_indices,
         kv_lens,
@@ -257,10 +255,9 @@ _FILL_TABLE = (
     "fill_page_table(Tensor req_to_token, Tensor req_pool_indices, Tensor seq_lens, int uncounted,"
     " int page_size, Tensor(a!) cache_seqlens, Tensor(b!)? cu_seqlens_k, Tensor(c!) page_table) -> ()"
 )
-_portable_table = define_kernel(
+_fill_table = define_forms(
     _FILL_TABLE, _fill_page_table, on_cuda=prefer_triton(_fill_page_table, "fill_page_table")
 )
-_compiled_table = declare_compiled(_FILL_TABLE)
 
 
 def fill_page_table(
@@ -289,8 +286,7 @@ def fill_page_table(
         cu_seqlens_k: ``[bs + 1]`` int32, written: where each request's keys begin; None to skip it.
         compiled: Whether the C++ kernel fills, which `graphpact_kernels.compiled.load` has loaded.
     """
-    fill = _compiled_table if compiled else _portable_table
-    fill(
+    _fill_table[compiled](
         req_to_token,
         req_pool_indices,
         seq_lens,

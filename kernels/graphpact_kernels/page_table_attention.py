@@ -23,7 +23,7 @@ from graphpact_kernels._attend import (
     attend_ragged,
     own_slots,
 )
-from graphpact_kernels._library import declare_compiled, define_kernel
+from graphpact_kernels._library import define_forms
 from graphpact_kernels._triton import prefer_triton
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
@@ -58,10 +58,9 @@ def _schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor,
 
 
 _SCHEDULE = "schedule_attention(Tensor cu_seqlens_q, Tensor cache_seqlens, Tensor(a!) out) -> ()"
-_portable_schedule = define_kernel(
+_schedule = define_forms(
     _SCHEDULE, _schedule_attention, on_cuda=prefer_triton(_schedule_attention, "schedule_attention")
 )
-_compiled_schedule = declare_compiled(_SCHEDULE)
 
 
 def schedule_attention(
@@ -77,8 +76,7 @@ def schedule_attention(
             that no block of an earlier, larger step remains.
         compiled: Whether the C++ kernel writes it, which `graphpact_kernels.compiled.load` has loaded.
     """
-    schedule = _compiled_schedule if compiled else _portable_schedule
-    schedule(cu_seqlens_q, cache_seqlens, out)
+    _schedule[compiled](cu_seqlens_q, cache_seqlens, out)
 
 
 _steps = Steps()
@@ -209,8 +207,7 @@ _SCHEMA = (
     " bool causal, int sliding_window, float softcap, Tensor? sinks, Tensor? scheduler_metadata,"
     " Tensor(a!) out, Tensor(b!)? lse) -> ()"
 )
-_portable = define_kernel(_SCHEMA, _page_table_attention)
-_compiled = declare_compiled(_SCHEMA)
+_page_table = define_forms(_SCHEMA, _page_table_attention)
 
 
 def page_table_attention(
@@ -267,8 +264,7 @@ def page_table_attention(
     """
     if out is None:
         out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
-    attend = _compiled if compiled else _portable
-    attend(
+    _page_table[compiled](
         q,
         k_cache,
         v_cache,

@@ -24,7 +24,7 @@ from graphpact_kernels._attend import (
     attend_ragged,
     own_slots,
 )
-from graphpact_kernels._library import declare_compiled, define_kernel
+from graphpact_kernels._library import define_forms
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
@@ -239,8 +239,7 @@ _SCHEMA = (
     " float scaling, int sliding_window, float softcap, Tensor? sinks, Tensor? mask,"
     " Tensor? mask_indptr, Tensor? o_indptr, Tensor? kv_chunk_size, Tensor(a!) out) -> ()"
 )
-_portable = define_kernel(_SCHEMA, _paged_attention)
-_compiled = declare_compiled(_SCHEMA)
+_paged = define_forms(_SCHEMA, _paged_attention)
 
 
 def paged_attention(
@@ -297,8 +296,7 @@ def paged_attention(
         KernelRefusal: The index tensors contradict each other or the bounds (checked on a CPU).
     """
     out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
-    attend = _compiled if compiled else _portable
-    attend(
+    _paged[compiled](
         q,
         k_cache,
         v_cache,

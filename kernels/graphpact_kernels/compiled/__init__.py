@@ -1,6 +1,7 @@
 """Compiled kernels for a CPU: C++ with the schemas, arguments and checks of the portable kernels.
 
     attend.h          attention over the pages of requests: tiles, blocks of keys, vectors, threads
+    index.h           what kernels that read and that fill index tensors share
     attention.cpp     its index tensors: FlashInfer's, and FlashAttention's page table; their checks
     indices.cpp       index tensors of a step
     linear.cpp        the product of a few rows with a weight
@@ -12,6 +13,8 @@ torch's own. `CompiledProvider` makes them a provider of a backend.
 
 Does not: run on a GPU; there, the vendors' kernels are the compiled ones.
 """
+
+from typing import ClassVar
 
 import torch
 
@@ -43,8 +46,12 @@ def is_faster(rows: int, dtype: torch.dtype) -> bool:
 class CompiledProvider(KernelProvider):
     """Base class of the providers ``compiled``: they run on a CPU, where a C++ compiler is.
 
-    The kernels are built when a model is first served; later, and in other processes, they are loaded.
+    The kernels are built when a model is first served; later, and in other processes, they are loaded. A
+    subclass names it before the portable provider, and sets the name.
     """
+
+    compiled: ClassVar[bool] = True
+    """Whether the provider's kernels are the C++ ones; False for the other providers of a backend."""
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:

@@ -5,6 +5,7 @@
 //
 // Does not: multiply anything itself; see attend.h.
 #include "attend.h"
+#include "index.h"
 
 #include <ATen/Dispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
@@ -16,14 +17,6 @@ namespace {
 
 using at::Tensor;
 using OptTensor = std::optional<Tensor>;
-
-constexpr int64_t kScheduleBlock = 16;  // BLOCK of graphpact_kernels.page_table_attention
-
-// Return int32 numbers of an index tensor, one after another; `kept` keeps a copy alive where one is needed.
-const int32_t* numbers(const Tensor& tensor, Tensor& kept) {
-  kept = tensor.scalar_type() == at::kInt && tensor.is_contiguous() ? tensor : tensor.to(at::kInt).contiguous();
-  return kept.const_data_ptr<int32_t>();
-}
 
 // Return a tensor whose last dimension is dense.
 Tensor dense(const Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
@@ -112,7 +105,8 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                      double softcap, const OptTensor& sinks, const OptTensor& mask, const OptTensor& mask_indptr,
                      const OptTensor& o_indptr, const OptTensor& kv_chunk_size, Tensor& out) {
   Tensor kept[6];
-  std::vector<Request> requests;
+  static thread_local std::vector<Request> requests;  // its memory is kept, so that a step allocates nothing
+  requests.clear();
   const bool is_right = fits(q, k_cache, v_cache, sinks, out, std::nullopt) &&
                         find_paged(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, page_size, max_q_len,
                                    max_kv_len, mask, mask_indptr, o_indptr, kv_chunk_size, kept, requests);
@@ -136,7 +130,7 @@ bool find_table(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
                 int64_t page_size, int64_t max_seqlen_q, const OptTensor& schedule, Tensor (&kept)[4],
                 std::vector<Request>& requests) {
   if (page_table.dim() != 2) return false;
-  const int64_t bs = page_table.size(0), num_pages = page_table.size(1), width = (bs + 3) / 4 * 4;
+  const int64_t bs = page_table.size(0), num_pages = page_table.size(1), width = schedule_width(bs);
   if (cu_seqlens_q.size(0) != bs + 1 || cache_seqlens.size(0) != bs) return false;
   const int32_t* q_at = numbers(cu_seqlens_q, kept[0]);
   const int32_t* lens = numbers(cache_seqlens, kept[1]);
@@ -171,7 +165,8 @@ void page_table_attention(const Tensor& q, const Tensor& k_cache, const Tensor& 
                           const OptTensor& sinks, const OptTensor& scheduler_metadata, Tensor& out,
                           const OptTensor& lse) {
   Tensor kept[4];
-  std::vector<Request> requests;
+  static thread_local std::vector<Request> requests;  // its memory is kept, so that a step allocates nothing
+  requests.clear();
   const bool is_right =
       fits(q, k_cache, v_cache, sinks, out, lse) && find_table(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q,
                                                    scheduler_metadata, kept, requests);

@@ -30,7 +30,10 @@ _log = logging.getLogger(__name__)
 
 _NAME = "graphpact_compiled"
 _HERE = Path(__file__).parent
-_HEADERS, _SOURCES = ("attend.h",), ("attention.cpp", "indices.cpp", "linear.cpp", "paged_cache.cpp")
+_HEADERS, _SOURCES = (
+    ("attend.h", "index.h"),
+    ("attention.cpp", "indices.cpp", "linear.cpp", "paged_cache.cpp"),
+)
 _SECONDS = 600  # a build takes ten seconds to a minute
 
 _FLAGS = ("-O3", "-fopenmp", "-fno-math-errno")

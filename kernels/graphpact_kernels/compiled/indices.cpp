@@ -4,6 +4,8 @@
 // which raises the error.
 //
 // Does not: attend.
+#include "index.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
@@ -121,14 +123,12 @@ void fill_page_table(const Tensor& req_to_token, const Tensor& req_pool_indices,
   }
 }
 
-constexpr int64_t kScheduleBlock = 16;  // BLOCK of graphpact_kernels.page_table_attention
-
 void schedule_attention(const Tensor& cu_seqlens_q, const Tensor& cache_seqlens, const Tensor& out) {
-  const Tensor offsets = cu_seqlens_q.to(at::kInt).contiguous(), lens = cache_seqlens.to(at::kInt).contiguous();
-  const int64_t bs = lens.size(0), width = (bs + 3) / 4 * 4, size = out.size(0);
-  TORCH_CHECK(offsets.size(0) == bs + 1 && size >= 1 + 4 * width, bs, " requests: cu_seqlens_q has ",
-              offsets.size(0), " entries, the schedule ", size, "; it needs ", 1 + 4 * width);
-  const int32_t *at = offsets.const_data_ptr<int32_t>(), *len = lens.const_data_ptr<int32_t>();
+  Tensor kept[2];
+  const int32_t *at = numbers(cu_seqlens_q, kept[0]), *len = numbers(cache_seqlens, kept[1]);
+  const int64_t bs = cache_seqlens.size(0), width = schedule_width(bs), size = out.size(0);
+  TORCH_CHECK(cu_seqlens_q.size(0) == bs + 1 && size >= 1 + 4 * width, bs, " requests: cu_seqlens_q has ",
+              cu_seqlens_q.size(0), " entries, the schedule ", size, "; it needs ", 1 + 4 * width);
   int32_t* schedule = written(out, "the schedule");
   std::fill_n(schedule, size, 0);
   for (int64_t i = 0; i < bs; i++) {

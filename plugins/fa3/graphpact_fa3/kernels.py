@@ -135,7 +135,6 @@ class CompiledKernels(CompiledProvider, PortableKernels):
     """The portable kernels' compiled form, on a CPU."""
 
     name = "compiled"
-    compiled = True
 
 
 _FLASH_ATTENTION = Capabilities(

@@ -215,7 +215,6 @@ class CompiledKernels(CompiledProvider, PortableKernels):
     """The portable kernels' compiled form, on a CPU."""
 
     name = "compiled"
-    compiled = True
 
 
 def max_chunks(num_requests: int) -> int:

@@ -63,7 +63,6 @@ class CompiledKernels(CompiledProvider, PortableKernels):
     """The portable kernels with attention in C++, on a CPU."""
 
     name = "compiled"
-    compiled = True
     _attend = attend_latents_compiled
 
 
