@@ -18,12 +18,13 @@ from graphpact_kernels.page_table_attention import _SCHEDULE
 from graphpact_trtllm_mla import TRTLLMMLABackend
 from oracle_kit import hold_to_oracle
 
+# Where each kernel's forms are, the portable one first, and its schema.
 KERNELS = {
-    "fill_paged_indices": (indices, "_portable_indices", indices._FILL_INDICES),
-    "fill_page_table": (indices, "_portable_table", indices._FILL_TABLE),
+    "fill_paged_indices": (indices, "_fill_indices", indices._FILL_INDICES),
+    "fill_page_table": (indices, "_fill_table", indices._FILL_TABLE),
     "schedule_attention": (
         sys.modules["graphpact_kernels.page_table_attention"],
-        "_portable_schedule",
+        "_schedule",
         _SCHEDULE,
     ),
 }
@@ -58,7 +59,8 @@ OPERATORS = {name: _interpreted(name, schema) for name, (_, _, schema) in KERNEL
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the Triton kernels fill, as on a GPU."""
     for name, (module, attribute, _) in KERNELS.items():
-        monkeypatch.setattr(module, attribute, OPERATORS[name])
+        _, compiled = getattr(module, attribute)
+        monkeypatch.setattr(module, attribute, (OPERATORS[name], compiled))
     calls.clear()
 
 
