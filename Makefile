@@ -5,6 +5,7 @@ PINS   ?= constraints.txt
 BIN    := $(VENV)/bin
 DISTS  := core kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins/flashinfer plugins/fa3 plugins/trtllm_mla \
           plugins/speculative engine conformance adapters benchmarks
+CPP    := $(wildcard kernels/graphpact_kernels/compiled/*.cpp kernels/graphpact_kernels/compiled/*.h)
 STAMP  := $(VENV)/.installed
 
 .PHONY: demo break test test-all bench models peers check docs format clean
@@ -39,6 +40,7 @@ peers: $(STAMP)       ## check builders of released engines, whose wheels it dow
 check: $(STAMP)       ## lint, format, types, imports, docstrings
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/clang-format --dry-run --Werror $(CPP)
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 	$(BIN)/interrogate -q .
@@ -51,6 +53,7 @@ docs:                 ## build the pages as a site, build/docs/index.html
 format: $(STAMP)      ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+	$(BIN)/clang-format -i $(CPP)
 
 clean:                ## forget the environment and every cache
 	rm -rf $(VENV) $(VENV)-docs build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -110,13 +110,19 @@ def tolerance(dtype: torch.dtype) -> dict[str, float]:
 
 
 @EXAMPLES
-@given(problem=problems(), threads=st.sampled_from([1, 2]), planned=st.sampled_from([None, 16, 64]))
+@given(
+    problem=problems(),
+    threads=st.sampled_from([1, 2]),
+    planned=st.sampled_from([None, 16, 64]),
+    mask=st.sampled_from([None, None, "dense", "strided"]),
+)
 def test_paged_attention_equals_the_portable_kernel(
     problem: tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, Any]],
     threads: int,
     planned: int | None,
+    mask: str | None,
 ) -> None:
-    """Any number of keys, queries, heads and threads, any strides, and a plan that covers only some keys."""
+    """Any keys, queries, heads, threads, strides and masks, and a plan that covers only some keys."""
     tensors, index, options = problem
     arguments = {
         "qo_indptr": index["offsets"],
@@ -129,6 +135,14 @@ def test_paged_attention_equals_the_portable_kernel(
     if planned is not None:  # one chunk of each request
         arguments["kv_chunk_size"] = torch.tensor([planned], **INT)
         arguments["o_indptr"] = torch.arange(len(index["lengths"]) + 1, **INT)
+    if mask is not None:
+        num_q = index["offsets"].diff().tolist()
+        sizes = [-(-q * kv // 8) for q, kv in zip(num_q, index["lengths"].tolist(), strict=True)]
+        arguments["mask_indptr"] = torch.tensor([0, *itertools.accumulate(sizes)], **INT)
+        bits = torch.randint(256, (sum(sizes), 2), generator=torch.Generator().manual_seed(sum(sizes)))
+        arguments["mask"] = (
+            bits.to(torch.uint8)[:, 0].clone() if mask == "dense" else bits.to(torch.uint8)[:, 0]
+        )
     expected = paged_attention(*tensors, **arguments)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -300,6 +314,43 @@ def test_an_index_that_is_too_small_is_refused_with_the_portable_error() -> None
     assert memory[3:].tolist() == [-7, -7]
 
 
+def test_a_page_of_no_keys_is_refused() -> None:
+    """A page size of 0 is an error, not a crash of the process."""
+    kinds = {"page_size": 16, "heads": (4, 2), "dims": (32, 32), "dtype": torch.float32, "by_head": False}
+    tensors, index = paged_problem([1], [50], **kinds, seed=5)
+    options = {"page_size": 0, "scaling": 0.2, "compiled": True}
+    with pytest.raises((RuntimeError, ZeroDivisionError)):  # the portable kernel's
+        paged_attention(
+            *tensors,
+            qo_indptr=index["offsets"],
+            **{name: index[name] for name in ("kv_indptr", "kv_indices", "kv_last_page_len")},
+            max_q_len=300,
+            max_kv_len=300,
+            **options,
+        )
+    with pytest.raises((RuntimeError, ZeroDivisionError)):
+        page_table_attention(
+            *tensors,
+            cu_seqlens_q=index["offsets"],
+            cache_seqlens=index["lengths"],
+            max_seqlen_q=300,
+            page_table=index["page_table"],
+            **options,
+        )
+    with pytest.raises(RuntimeError, match="page_size is 0"):
+        fill_paged_indices(
+            torch.ones(2, 8, **INT),
+            torch.tensor([0]),
+            torch.tensor([2]),
+            num_q=1,
+            page_size=0,
+            kv_indptr=torch.zeros(2, **INT),
+            kv_indices=torch.zeros(8, **INT),
+            kv_last_page_len=torch.zeros(1, **INT),
+            compiled=True,
+        )
+
+
 def test_a_slot_outside_the_cache_is_refused() -> None:
     """A KV slot past the end of the cache is refused before anything is written."""
     cache = torch.zeros(4, 1, 2)
@@ -362,6 +413,7 @@ def test_a_row_of_a_product_does_not_depend_on_other_rows(dtype: torch.dtype) ->
         (((2, 4), (3, 5), (2, 3)), r"x \[2, 4\] \* weight \[3, 5\] does not give out \[2, 3\]"),
         (((2, 5), (3, 5), (2, 4)), r"does not give out \[2, 4\]"),
         (((1, 2, 5), (3, 5), (2, 3)), r"x \[1, 2, 5\]"),
+        (((2, 0), (3, 0), (2, 3)), r"weight is \[3, 0\]"),
     ],
 )
 def test_shapes_of_a_product_that_do_not_agree_are_refused(
@@ -418,7 +470,7 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 
 
 def test_the_library_is_built_anew_for_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A change of a source or of the instructions changes the folder of the library."""
+    """A change of a source or of the instructions changes the key of the library."""
     keys = {build._key()}
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
     keys.add(build._key())
@@ -448,3 +500,23 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
     assert [out.strip() for out, _ in said] == ["None", "None"], said
     assert sum("building the compiled kernels" in err for _, err in said) == 1
     assert len(list(tmp_path.rglob("*.so"))) == 1
+
+
+@pytest.mark.sweep
+def test_a_library_that_cannot_be_loaded_is_built_again(tmp_path: Path) -> None:
+    """As one of a machine with another C library: a warning says why, and the new library is loaded."""
+    entry = tmp_path / "kernels" / build._key()
+    (tmp_path / "built.so").write_bytes(b"no library")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRAPHPACT_CACHE_DIR", str(tmp_path))
+        build._KERNELS.keep(entry.name, tmp_path / "built.so")
+    done = subprocess.run(
+        [sys.executable, "-c", LOAD],
+        env=os.environ | {"GRAPHPACT_CACHE_DIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.strip() == "None"
+    assert f"{entry} is not used and compiled again" in done.stderr
+    assert (entry / "library.so").stat().st_size > 10**5

@@ -7,6 +7,7 @@
     linear.cpp        the product of a few rows with a weight
     paged_cache.cpp   writes to a paged KV cache
     build             builds the library once, with torch's extension builder, and loads it
+    cache             compiled libraries on disk, of these kernels and of compiled graphs
 
 The functions of `graphpact_kernels` call them with ``compiled=True``; the portable form of `linear` is
 torch's own. `CompiledProvider` makes them a provider of a backend.
@@ -21,9 +22,10 @@ import torch
 from graphpact import BackendContext
 from graphpact.attention import KernelProvider
 from graphpact_kernels._library import declare_compiled
-from graphpact_kernels.compiled.build import cache_folder, load, missing
+from graphpact_kernels.compiled.build import load, missing
+from graphpact_kernels.compiled.cache import LibraryCache, cache_folder
 
-__all__ = ["CompiledProvider", "cache_folder", "is_faster", "linear", "load", "missing"]
+__all__ = ["CompiledProvider", "LibraryCache", "cache_folder", "is_faster", "linear", "load", "missing"]
 
 linear = declare_compiled("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()")
 """``(x, weight, bias, out)``: write ``x @ weight.T + bias`` to ``out``, an operator.

@@ -39,9 +39,9 @@ struct Options {
   bool causal;
 };
 
-constexpr int64_t kBlock = 64;  // keys in a block
-constexpr int64_t kTile = 64;   // rows in a tile
-constexpr int64_t kMicro = 4;   // rows that are multiplied at once
+constexpr int64_t kBlock = 64;               // keys in a block
+constexpr int64_t kTile = 64;                // rows in a tile
+constexpr int64_t kMicro = 4;                // rows that are multiplied at once
 constexpr int64_t kMacsPerThread = 1 << 16;  // multiplications that are worth a thread
 
 template <typename A>
@@ -55,8 +55,8 @@ struct Scratch {
   const A* value[kBlock];
 
   Scratch(int64_t dim, int64_t v_dim) {
-    const int64_t sizes[] = {kTile * dim, kTile * v_dim, kTile * kBlock, kBlock * dim, kBlock * dim,
-                             kBlock * v_dim, kTile, kTile};
+    const int64_t sizes[] = {kTile * dim,  kTile * v_dim,  kTile * kBlock, kBlock * dim,
+                             kBlock * dim, kBlock * v_dim, kTile,          kTile};
     A** parts[] = {&q, &out, &scores, &keys, &turned, &values, &most, &sum};
     int64_t total = 0;
     for (auto size : sizes) total += size;
@@ -114,7 +114,8 @@ void dot_few(const Scratch<A>& s, int64_t rows, int64_t begin, int64_t end, int6
     for (; j < end; j++) {
       Vec sum(A(0));
       int64_t d = 0;
-      for (; d + Vec::size() <= dim; d += Vec::size()) sum = at::vec::fmadd(Vec::loadu(q + d), Vec::loadu(s.key[j] + d), sum);
+      for (; d + Vec::size() <= dim; d += Vec::size())
+        sum = at::vec::fmadd(Vec::loadu(q + d), Vec::loadu(s.key[j] + d), sum);
       A total = at::vec::vec_reduce_all<A>(add, sum);
       for (; d < dim; d++) total += q[d] * s.key[j][d];
       scores[j] = total;
@@ -198,7 +199,7 @@ inline void weigh(const Scratch<A>& s, int64_t row, int64_t v_dim) {
   const A before = s.most[row];
   A most = at::vec::vec_reduce_all<A>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, block);
   most = before > most ? before : most;  // NaN if the block has one
-  if (most == kNone<A>) {  // no key was seen yet
+  if (most == kNone<A>) {                // no key was seen yet
     std::fill_n(scores, kBlock, A(0));
     return;
   }
@@ -349,12 +350,30 @@ void attend_all(const std::vector<Request>& requests, const at::Tensor& q, const
                 const std::optional<at::Tensor>& lse) {
   using A = std::conditional_t<std::is_same_v<T, double>, double, float>;
   const int64_t kv_heads = k.size(1);
-  Call<T, A> call{
-      q.const_data_ptr<T>(), k.const_data_ptr<T>(), v.const_data_ptr<T>(), out.mutable_data_ptr<T>(),
-      lse ? lse->mutable_data_ptr<A>() : nullptr, sinks ? sinks->const_data_ptr<A>() : nullptr,
-      q.stride(0), q.stride(1), k.stride(0), k.stride(1), k.stride(2), v.stride(0), v.stride(1), v.stride(2),
-      out.stride(0), out.stride(1), lse ? lse->stride(0) : 0, lse ? lse->stride(1) : 0,
-      q.size(2), v.size(2), q.size(1) / kv_heads, options};
+  const Call<T, A> call{
+      .q = q.const_data_ptr<T>(),
+      .k = k.const_data_ptr<T>(),
+      .v = v.const_data_ptr<T>(),
+      .out = out.mutable_data_ptr<T>(),
+      .lse = lse ? lse->mutable_data_ptr<A>() : nullptr,
+      .sinks = sinks ? sinks->const_data_ptr<A>() : nullptr,
+      .q_row = q.stride(0),
+      .q_head = q.stride(1),
+      .k_slot = k.stride(0),
+      .k_head = k.stride(1),
+      .k_last = k.stride(2),
+      .v_slot = v.stride(0),
+      .v_head = v.stride(1),
+      .v_last = v.stride(2),
+      .out_row = out.stride(0),
+      .out_head = out.stride(1),
+      .lse_row = lse ? lse->stride(0) : 0,
+      .lse_head = lse ? lse->stride(1) : 0,
+      .dim = q.size(2),
+      .v_dim = v.size(2),
+      .group = q.size(1) / kv_heads,
+      .options = options,
+  };
   struct Item {
     int64_t request, head, first, rows;
   };

@@ -4,13 +4,13 @@
 // the same arguments: it raises the error, so that its text is written once.
 //
 // Does not: multiply anything itself; see attend.h.
-#include "attend.h"
-#include "index.h"
-
 #include <ATen/Dispatch.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/util/SmallVector.h>
 #include <torch/library.h>
+
+#include "attend.h"
+#include "index.h"
 
 namespace graphpact {
 namespace {
@@ -26,12 +26,13 @@ bool fits(const Tensor& q, const Tensor& k, const Tensor& v, const OptTensor& si
           const OptTensor& lse) {
   const auto wide = q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
   const bool has_sinks = !sinks.has_value() || (sinks->dim() == 1 && sinks->size(0) == q.size(1));
-  const bool has_lse = !lse.has_value() || (lse->dim() == 2 && lse->size(0) == q.size(0) &&
-                                            lse->size(1) == q.size(1) && lse->scalar_type() == wide);
-  return has_sinks && has_lse && q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k.size(1) > 0 && q.size(1) % k.size(1) == 0 &&
-         k.size(1) == v.size(1) && q.size(2) == k.size(2) && out.dim() == 3 && out.size(0) == q.size(0) &&
-         out.size(1) == q.size(1) && out.size(2) == v.size(2) && k.scalar_type() == q.scalar_type() &&
-         v.scalar_type() == q.scalar_type() && out.scalar_type() == q.scalar_type() && out.stride(2) == 1;
+  const bool has_lse = !lse.has_value() || (lse->dim() == 2 && lse->size(0) == q.size(0) && lse->size(1) == q.size(1) &&
+                                            lse->scalar_type() == wide);
+  return has_sinks && has_lse && q.dim() == 3 && k.dim() == 3 && v.dim() == 3 && k.size(1) > 0 &&
+         q.size(1) % k.size(1) == 0 && k.size(1) == v.size(1) && q.size(2) == k.size(2) && out.dim() == 3 &&
+         out.size(0) == q.size(0) && out.size(1) == q.size(1) && out.size(2) == v.size(2) &&
+         k.scalar_type() == q.scalar_type() && v.scalar_type() == q.scalar_type() &&
+         out.scalar_type() == q.scalar_type() && out.stride(2) == 1;
 }
 
 // Raise an IndexError if a page of a request is outside the caches. Pages that no request owns may hold any number.
@@ -50,9 +51,8 @@ void attend(const std::vector<Request>& requests, const Tensor& q, const Tensor&
   Tensor into = out;
   OptTensor its_sinks;
   if (sinks.has_value()) its_sinks = sinks->to(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, q.scalar_type(), "compiled attention", [&] {
-    attend_all<scalar_t>(requests, rows, k, v, its_sinks, options, into, lse);
-  });
+  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, q.scalar_type(), "compiled attention",
+                                  [&] { attend_all<scalar_t>(requests, rows, k, v, its_sinks, options, into, lse); });
 }
 
 // -- over FlashInfer's index tensors --------------------------------------------------------------------------------
@@ -61,24 +61,26 @@ using Paged = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, c
                    const Tensor&, int64_t, int64_t, int64_t, double, int64_t, double, const OptTensor&,
                    const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, Tensor&);
 
-bool find_paged(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& qo_indptr, const Tensor& kv_indptr, const Tensor& kv_indices,
-                const Tensor& kv_last_page_len, int64_t page_size, int64_t max_q_len, int64_t max_kv_len,
-                const OptTensor& mask, const OptTensor& mask_indptr, const OptTensor& o_indptr,
-                const OptTensor& kv_chunk_size, Tensor (&kept)[6], std::vector<Request>& requests) {
+bool find_paged(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& qo_indptr, const Tensor& kv_indptr,
+                const Tensor& kv_indices, const Tensor& kv_last_page_len, int64_t page_size, int64_t max_q_len,
+                int64_t max_kv_len, const OptTensor& mask, const OptTensor& mask_indptr, const OptTensor& o_indptr,
+                const OptTensor& kv_chunk_size, Tensor (&kept)[7], std::vector<Request>& requests) {
   const int64_t bs = kv_last_page_len.size(0);
-  if (qo_indptr.size(0) != bs + 1 || kv_indptr.size(0) != bs + 1) return false;
+  if (page_size < 1 || qo_indptr.size(0) != bs + 1 || kv_indptr.size(0) != bs + 1) return false;
   if (o_indptr.has_value() && o_indptr->size(0) < bs + 1) return false;
   if (mask_indptr.has_value() && mask_indptr->size(0) < bs + 1) return false;
   const int32_t* q_at = numbers(qo_indptr, kept[0]);
   const int32_t* kv_at = numbers(kv_indptr, kept[1]);
   const int32_t* last = numbers(kv_last_page_len, kept[2]);
   const int32_t* pages = numbers(kv_indices, kept[3]);
+  if (kv_chunk_size.has_value() && kv_chunk_size->numel() == 0) return false;
   const bool planned = o_indptr.has_value() && kv_chunk_size.has_value();
   const int32_t* chunks = planned ? numbers(*o_indptr, kept[4]) : nullptr;
   const int64_t chunk = planned ? numbers(*kv_chunk_size, kept[5])[0] : 0;
   const bool masked = mask.has_value() && mask_indptr.has_value();
   Tensor mask_at_kept;
   const int32_t* mask_at = masked ? numbers(*mask_indptr, mask_at_kept) : nullptr;
+  if (masked) kept[6] = mask->contiguous();
   if (q_at[0] != 0 || q_at[bs] != q.size(0) || kv_at[0] != 0 || kv_at[bs] > kv_indices.size(0)) return false;
   requests.reserve(bs);
   for (int64_t i = 0; i < bs; i++) {
@@ -91,7 +93,7 @@ bool find_paged(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
     const uint8_t* bits = nullptr;
     if (masked) {
       if (mask_at[i] < 0 || mask_at[i] + (num_q * keys + 7) / 8 > mask->size(0)) return false;
-      bits = mask->const_data_ptr<uint8_t>() + mask_at[i];
+      bits = kept[6].const_data_ptr<uint8_t>() + mask_at[i];
     }
     requests.push_back({q_at[i], num_q, pages + kv_at[i], keys, seen, bits});
     require_pages(requests.back(), page_size, k, v);
@@ -104,12 +106,12 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
                      int64_t page_size, int64_t max_q_len, int64_t max_kv_len, double scaling, int64_t sliding_window,
                      double softcap, const OptTensor& sinks, const OptTensor& mask, const OptTensor& mask_indptr,
                      const OptTensor& o_indptr, const OptTensor& kv_chunk_size, Tensor& out) {
-  Tensor kept[6];
+  Tensor kept[7];
   static thread_local std::vector<Request> requests;  // its memory is kept, so that a step allocates nothing
   requests.clear();
   const bool is_right = fits(q, k_cache, v_cache, sinks, out, std::nullopt) &&
-                        find_paged(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, page_size, max_q_len,
-                                   max_kv_len, mask, mask_indptr, o_indptr, kv_chunk_size, kept, requests);
+                        find_paged(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, page_size,
+                                   max_q_len, max_kv_len, mask, mask_indptr, o_indptr, kv_chunk_size, kept, requests);
   if (!is_right) {
     static const auto portable =
         c10::Dispatcher::singleton().findSchemaOrThrow("graphpact::paged_attention", "").typed<Paged>();
@@ -126,10 +128,10 @@ using PageTable = void(const Tensor&, const Tensor&, const Tensor&, const Tensor
                        int64_t, int64_t, double, bool, int64_t, double, const OptTensor&, const OptTensor&, Tensor&,
                        const OptTensor&);
 
-bool find_table(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q, const Tensor& cache_seqlens, const Tensor& page_table,
-                int64_t page_size, int64_t max_seqlen_q, const OptTensor& schedule, Tensor (&kept)[4],
-                std::vector<Request>& requests) {
-  if (page_table.dim() != 2) return false;
+bool find_table(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
+                const Tensor& cache_seqlens, const Tensor& page_table, int64_t page_size, int64_t max_seqlen_q,
+                const OptTensor& schedule, Tensor (&kept)[4], std::vector<Request>& requests) {
+  if (page_size < 1 || page_table.dim() != 2) return false;
   const int64_t bs = page_table.size(0), num_pages = page_table.size(1), width = schedule_width(bs);
   if (cu_seqlens_q.size(0) != bs + 1 || cache_seqlens.size(0) != bs) return false;
   const int32_t* q_at = numbers(cu_seqlens_q, kept[0]);
@@ -167,9 +169,9 @@ void page_table_attention(const Tensor& q, const Tensor& k_cache, const Tensor& 
   Tensor kept[4];
   static thread_local std::vector<Request> requests;  // its memory is kept, so that a step allocates nothing
   requests.clear();
-  const bool is_right =
-      fits(q, k_cache, v_cache, sinks, out, lse) && find_table(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q,
-                                                   scheduler_metadata, kept, requests);
+  const bool is_right = fits(q, k_cache, v_cache, sinks, out, lse) &&
+                        find_table(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, page_size,
+                                   max_seqlen_q, scheduler_metadata, kept, requests);
   if (!is_right) {
     static const auto portable =
         c10::Dispatcher::singleton().findSchemaOrThrow("graphpact::page_table_attention", "").typed<PageTable>();

@@ -1,18 +1,15 @@
 """Build the C++ kernels with torch's extension builder, once, and load them.
 
-The library lies in a folder of the cache that is named by all that it depends on: sources, flags, compiler,
-torch, and the vector instructions of the CPU. So a change of one of them builds another library, and machines
-that share a home directory do not take each other's. The cache is ``$GRAPHPACT_CACHE_DIR``, by default
-``$XDG_CACHE_HOME/graphpact`` or ``~/.cache/graphpact``.
+The library is kept under a key of all that it depends on: sources, flags, compiler, torch, and the vector
+instructions of the CPU. So a change of one of them builds another library, and machines that share a home
+directory do not take each other's. A build runs in a process of its own, and a lock lets one process build
+while the others wait.
 
-A build runs in a process of its own, in a temporary folder. The finished library is moved to its place in one
-step, so no process ever loads half of one, and a lock lets one process build while the others wait.
-
-Does not: decide who uses the kernels; see `graphpact_kernels.compiled`.
+Does not: decide who uses the kernels, see `graphpact_kernels.compiled`; keep libraries, see
+`graphpact_kernels.compiled.cache`.
 """
 
 import functools
-import hashlib
 import logging
 import os
 import platform
@@ -25,6 +22,8 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock
+
+from graphpact_kernels.compiled import cache
 
 _log = logging.getLogger(__name__)
 
@@ -46,6 +45,8 @@ _FLAGS_OF = {
 }
 """By torch's name of the CPU's vector instructions; torch's own kernels are built with these."""
 
+
+_KERNELS = cache.LibraryCache("kernels", "the library of compiled kernels")
 
 _failed: str | None = None
 """Why `load` failed in this process."""
@@ -79,26 +80,26 @@ def load() -> str | None:
     if reason is not None:
         return reason
     try:
-        folder = cache_folder() / "kernels" / _key()
-        library = folder / f"{_NAME}.so"
-        if not library.exists():
-            folder.mkdir(parents=True, exist_ok=True)
-            with FileLock(folder / "lock"):
-                if not library.exists():
-                    _build(library)
-        torch.ops.load_library(str(library))
+        _load(_key())
     except (OSError, subprocess.SubprocessError) as error:
         global _failed  # noqa: PLW0603  a fact of the process
         _failed = f"they cannot be built and loaded: {_first_line(error)}"
     return _failed
 
 
-def cache_folder() -> Path:
-    """Return the folder of everything that is built once and kept."""
-    named = os.environ.get("GRAPHPACT_CACHE_DIR")
-    if named:
-        return Path(named)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphpact"
+def _load(key: str) -> None:
+    library = _KERNELS.find(key)
+    if library is not None:
+        try:
+            torch.ops.load_library(str(library))
+        except OSError as error:  # for example of a machine with another C library
+            _KERNELS.discard(key, _first_line(error))
+        else:
+            return
+    _KERNELS.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    with FileLock(_KERNELS.folder / f"{key}.lock"):
+        library = _KERNELS.find(key) or _build(key)
+    torch.ops.load_library(str(library))
 
 
 def _flags() -> tuple[str, ...]:
@@ -106,12 +107,10 @@ def _flags() -> tuple[str, ...]:
 
 
 def _key() -> str:
-    """Return the name of the library's folder, from all that the library depends on."""
+    """Return the key of the library, from all that it depends on."""
     compiler = _compiler()
-    version = subprocess.run([compiler, "--version"], capture_output=True, check=True, text=True).stdout
-    parts = [torch.__version__, platform.machine(), compiler, version, *_flags()]
-    parts += [(_HERE / name).read_text("utf-8") for name in (*_HEADERS, *_SOURCES)]
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:20]
+    parts = [torch.__version__, platform.machine(), compiler, cache.version_of(compiler), *_flags()]
+    return cache.key_of([*parts, *((_HERE / name).read_text("utf-8") for name in (*_HEADERS, *_SOURCES))])
 
 
 def _compiler() -> str:
@@ -124,19 +123,19 @@ def _search_path() -> str:
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
 
-def _build(library: Path) -> None:
-    """Build ``library`` in a temporary folder beside it, and move it to its place."""
-    _log.warning("building the compiled kernels, once for this machine and torch: %s", library)
-    with tempfile.TemporaryDirectory(dir=library.parent) as folder:
+def _build(key: str) -> Path:
+    """Build the library in a temporary folder, keep it, and return its path in the cache."""
+    _log.warning("building the compiled kernels, once for this machine and torch: %s", _KERNELS.folder / key)
+    with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", __name__, folder]
         environment = os.environ | {"PATH": _search_path()}
         done = subprocess.run(
             command, env=environment, timeout=_SECONDS, capture_output=True, text=True, check=False
         )
-        built = Path(folder, library.name)
+        built = Path(folder, f"{_NAME}.so")
         if done.returncode or not built.exists():
             raise OSError(_fault(done.stdout + done.stderr))
-        built.replace(library)
+        return _KERNELS.keep(key, built)
 
 
 def _fault(output: str) -> str:

@@ -4,13 +4,13 @@
 // which raises the error.
 //
 // Does not: attend.
-#include "index.h"
-
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>
 
 #include <algorithm>
+
+#include "index.h"
 
 namespace graphpact {
 namespace {
@@ -30,6 +30,8 @@ int32_t* written(const Tensor& tensor, const char* name) {
   return tensor.mutable_data_ptr<int32_t>();
 }
 
+void require_page_size(int64_t page_size) { TORCH_CHECK(page_size > 0, "page_size is ", page_size, ", not positive"); }
+
 // The KV slots of the positions of every request row.
 struct Slots {
   const Tensor kept;
@@ -37,8 +39,12 @@ struct Slots {
   int64_t rows, columns, row, column;
 
   explicit Slots(const Tensor& table)
-      : kept(table.scalar_type() == at::kInt ? table : table.to(at::kInt)), data(kept.const_data_ptr<int32_t>()),
-        rows(table.size(0)), columns(table.size(1)), row(kept.stride(0)), column(kept.stride(1)) {}
+      : kept(table.scalar_type() == at::kInt ? table : table.to(at::kInt)),
+        data(kept.const_data_ptr<int32_t>()),
+        rows(table.size(0)),
+        columns(table.size(1)),
+        row(kept.stride(0)),
+        column(kept.stride(1)) {}
 
   const int32_t* of(int64_t request) const {
     TORCH_CHECK_INDEX(request >= -rows && request < rows, "index ", request, " is out of bounds: req_to_token has ",
@@ -53,13 +59,14 @@ using FillIndices = void(const Tensor&, const Tensor&, const Tensor&, const OptT
 void fill_paged_indices(const Tensor& req_to_token, const Tensor& req_pool_indices, const Tensor& kv_lens,
                         const OptTensor& num_q, int64_t width, int64_t sliding_window, int64_t page_size,
                         const Tensor& kv_indptr, const Tensor& kv_indices, const Tensor& kv_last_page_len) {
+  require_page_size(page_size);
   const Tensor requests = wide(req_pool_indices), lens = wide(kv_lens);
   const Tensor queries = num_q.has_value() ? wide(*num_q) : lens;
   const int64_t real = requests.size(0), rows = lens.size(0), capacity = kv_indices.size(0);
-  TORCH_CHECK(real <= rows && kv_indptr.size(0) == rows + 1 && kv_last_page_len.size(0) == rows &&
-                  queries.size(0) == rows,
-              rows, " rows of ", real, " requests: kv_indptr has ", kv_indptr.size(0), " entries, kv_last_page_len ",
-              kv_last_page_len.size(0), ", num_q ", queries.size(0));
+  TORCH_CHECK(
+      real <= rows && kv_indptr.size(0) == rows + 1 && kv_last_page_len.size(0) == rows && queries.size(0) == rows,
+      rows, " rows of ", real, " requests: kv_indptr has ", kv_indptr.size(0), " entries, kv_last_page_len ",
+      kv_last_page_len.size(0), ", num_q ", queries.size(0));
   const Slots slots(req_to_token);
   const int64_t *request = requests.const_data_ptr<int64_t>(), *len = lens.const_data_ptr<int64_t>(),
                 *its_q = queries.const_data_ptr<int64_t>();
@@ -97,6 +104,7 @@ void fill_paged_indices(const Tensor& req_to_token, const Tensor& req_pool_indic
 void fill_page_table(const Tensor& req_to_token, const Tensor& req_pool_indices, const Tensor& seq_lens,
                      int64_t uncounted, int64_t page_size, const Tensor& cache_seqlens, const OptTensor& cu_seqlens_k,
                      const Tensor& page_table) {
+  require_page_size(page_size);
   const Tensor requests = wide(req_pool_indices), lens = wide(seq_lens);
   const int64_t bs = lens.size(0);
   TORCH_CHECK(requests.size(0) == bs && cache_seqlens.size(0) == bs && page_table.size(0) == bs &&

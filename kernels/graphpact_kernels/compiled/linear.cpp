@@ -50,8 +50,8 @@ inline __m512 sums_of(const __m512 (&v)[16]) {
     a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
   for (int i = 0; i < 4; i++) {
     const __m512d low = _mm512_castps_pd(a[2 * i]), high = _mm512_castps_pd(a[2 * i + 1]);
-    b[i] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)),
-                         _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
+    b[i] =
+        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
   }
   const __m512 c = _mm512_add_ps(_mm512_shuffle_f32x4(b[0], b[1], 0x44), _mm512_shuffle_f32x4(b[0], b[1], 0xEE));
   const __m512 d = _mm512_add_ps(_mm512_shuffle_f32x4(b[2], b[3], 0x44), _mm512_shuffle_f32x4(b[2], b[3], 0xEE));
@@ -102,7 +102,8 @@ inline void multiply(const float* x, int64_t stride, const T* weight, int64_t k,
     for (; d + 2 * Vec::size() <= k; d += 2 * Vec::size()) {
       Vec low[C], high[C];
       for (int64_t c = 0; c < C; c++) __builtin_prefetch(weight + (c + ahead) * k + d);
-      for (int64_t c = 0; c < C; c++) std::tie(low[c], high[c]) = at::vec::convert_to_float<T>(at::vec::Vectorized<T>::loadu(weight + c * k + d));
+      for (int64_t c = 0; c < C; c++)
+        std::tie(low[c], high[c]) = at::vec::convert_to_float<T>(at::vec::Vectorized<T>::loadu(weight + c * k + d));
 #pragma GCC unroll 8
       for (int64_t r = 0; r < R; r++) {
         const Vec first = in_register(Vec::loadu(x + r * stride + d));
@@ -180,8 +181,16 @@ template <typename T>
 void run(const float* x, int64_t rows, const Tensor& weight, const OptTensor& bias, const Tensor& out) {
   const int64_t n = weight.size(0), k = weight.size(1);
   const Tensor shift = bias.has_value() ? bias->contiguous() : Tensor();
-  const Product<T> product{x, k, rows, k, weight.const_data_ptr<T>(),
-                           bias.has_value() ? shift.const_data_ptr<T>() : nullptr, out.mutable_data_ptr<T>(), n};
+  const Product<T> product{
+      .x = x,
+      .x_stride = k,
+      .rows = rows,
+      .k = k,
+      .weight = weight.const_data_ptr<T>(),
+      .bias = bias.has_value() ? shift.const_data_ptr<T>() : nullptr,
+      .out = out.mutable_data_ptr<T>(),
+      .out_stride = n,
+  };
   const int64_t step = rows == 1 ? 1 : kColumns, groups = (n + step - 1) / step;
   const auto part = [&](int64_t begin, int64_t end) { product.run(begin * step, std::min(end * step, n)); };
   if (rows * n * k <= kMacsPerThread) {
@@ -194,9 +203,9 @@ void run(const float* x, int64_t rows, const Tensor& weight, const OptTensor& bi
 void linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, Tensor& out) {
   const auto type = x.scalar_type();
   TORCH_CHECK(type == at::kFloat || type == at::kBFloat16, "compiled linear takes float32 and bfloat16, not ", type);
-  TORCH_CHECK(weight.dim() == 2 && weight.is_contiguous() && weight.scalar_type() == type, "weight is ",
-              weight.sizes(), " ", weight.scalar_type(), " with strides ", weight.strides(), "; give ", type,
-              " [out_features, in_features], dense");
+  TORCH_CHECK(weight.dim() == 2 && weight.size(1) > 0 && weight.is_contiguous() && weight.scalar_type() == type,
+              "weight is ", weight.sizes(), " ", weight.scalar_type(), " with strides ", weight.strides(), "; give ",
+              type, " [out_features, in_features], dense and not empty");
   const int64_t n = weight.size(0), k = weight.size(1);
   TORCH_CHECK(x.dim() == 2 && x.size(1) == k && out.dim() == 2 && out.size(0) == x.size(0) && out.size(1) == n &&
                   out.is_contiguous() && out.scalar_type() == type,

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from graphpact.errors import CaptureError
 from graphpact.tensors import extent_of, storage_id
-from graphpact_cpu_graph.artifacts import layout_of
+from graphpact_cpu_graph.keys import layout_of
 from graphpact_cpu_graph.opaque import OPAQUE
 from graphpact_cpu_graph.products import product_of
 from graphpact_kernels.compiled import linear

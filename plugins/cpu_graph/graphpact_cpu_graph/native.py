@@ -24,7 +24,8 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
-from graphpact_cpu_graph import artifacts
+from graphpact_cpu_graph.keys import key_of
+from graphpact_kernels.compiled import LibraryCache
 
 _log = logging.getLogger(__name__)
 
@@ -39,6 +40,8 @@ OPTIONS: dict[str, Any] = {
 _ENTRY = "inductor_entry_cpp"
 _POINTER = "_torchinductor_pyobject_tensor_data_ptr"
 
+_GRAPHS = LibraryCache("inductor", "the compiled graph")
+
 _loaded: dict[str, Callable[[Any], object]] = {}
 """The programs of this process by key. A loaded library stays in memory."""
 
@@ -50,7 +53,7 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
         module: Its placeholders are the inputs; it writes them in place and returns nothing.
         inputs: The tensors, each in memory of its own.
     """
-    key = artifacts.key_of(module.graph, inputs, OPTIONS)
+    key = key_of(module.graph, inputs, OPTIONS)
     entry = _loaded.get(key) or _from_cache(key)
     if entry is None:
         try:
@@ -62,7 +65,7 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
                 "a region runs as inductor's Python program, there is no C++ program of it: %s", fault
             )
             return _python_program(module, inputs)
-        entry = _load(key, artifacts.keep(key, library))
+        entry = _load(key, _kept(key, library))
     _loaded[key] = entry
     return functools.partial(_call, entry, inputs)
 
@@ -73,14 +76,23 @@ def _call(entry: Callable[[Any], object], inputs: list[torch.Tensor]) -> None:
 
 
 def _from_cache(key: str) -> Callable[[Any], object] | None:
-    library = artifacts.find(key)
+    library = _GRAPHS.find(key)
     if library is None:
         return None
     try:
         return _load(key, library)
     except (ImportError, OSError, AttributeError) as error:
-        artifacts.discard(key, _first_line(error))
+        _GRAPHS.discard(key, _first_line(error))
         return None
+
+
+def _kept(key: str, library: Path) -> Path:
+    """Return where the library lies in the cache, or ``library``, with a warning, if it cannot be kept."""
+    try:
+        return _GRAPHS.keep(key, library)
+    except OSError as error:
+        _log.warning("a compiled graph is not kept: %s", error)
+        return library
 
 
 def _load(key: str, library: Path) -> Callable[[Any], object]:
