@@ -471,14 +471,15 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
 
 def test_the_library_is_built_anew_for_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of a source or of the instructions changes the key of the library."""
-    keys = {build._key()}
-    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "DEFAULT")
-    keys.add(build._key())
+    keys = set()
+    for instructions in ("DEFAULT", "AVX2", "AVX512"):
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda of=instructions: of)
+        keys.add(build._key())
     for name in (*build._HEADERS, *build._SOURCES):
         (tmp_path / name).write_text((build._HERE / name).read_text() + "//")
     monkeypatch.setattr(build, "_HERE", tmp_path)
     keys.add(build._key())
-    assert len(keys) == 3
+    assert len(keys) == 4
 
 
 @pytest.mark.sweep
@@ -520,3 +521,29 @@ def test_a_library_that_cannot_be_loaded_is_built_again(tmp_path: Path) -> None:
     assert done.stdout.strip() == "None"
     assert f"{entry} is not used and compiled again" in done.stderr
     assert (entry / "library.so").stat().st_size > 10**5
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("instructions", ["DEFAULT", "AVX2", "AVX512"])
+def test_kernels_for_other_instructions_compute_the_same(instructions: str, tmp_path: Path) -> None:
+    """The tests of this file hold for the library of a CPU with older vector instructions, or with none."""
+    have = torch.backends.cpu.get_cpu_capability()
+    if instructions not in ("DEFAULT", "AVX2", have):
+        pytest.skip(f"this CPU has {have}")
+    program = f"""
+import sys, pytest, torch
+torch.backends.cpu.get_cpu_capability = lambda: {instructions!r}
+torch.cpu._is_avx512_bf16_supported = lambda: False
+sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-m", "not sweep", {__file__!r}]))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"GRAPHPACT_CACHE_DIR": str(tmp_path)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert not done.returncode, done.stdout + done.stderr
+    assert " skipped" not in done.stdout
+    assert len(list(tmp_path.rglob("*.so"))) == 1

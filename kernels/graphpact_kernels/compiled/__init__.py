@@ -22,7 +22,7 @@ import torch
 from graphpact import BackendContext
 from graphpact.attention import KernelProvider
 from graphpact_kernels._library import declare_compiled
-from graphpact_kernels.compiled.build import load, missing
+from graphpact_kernels.compiled.build import load, missing, multiplies_pairs
 from graphpact_kernels.compiled.cache import LibraryCache, cache_folder
 
 __all__ = ["CompiledProvider", "LibraryCache", "cache_folder", "is_faster", "linear", "load", "missing"]
@@ -35,6 +35,7 @@ linear = declare_compiled("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(
 weight and out dense. `load` has to be called before."""
 
 _MOST_ROWS = {torch.float32: 64, torch.bfloat16: 4}
+_MOST_ROWS_IN_PAIRS = {**_MOST_ROWS, torch.bfloat16: 16}
 
 
 def is_faster(rows: int, dtype: torch.dtype) -> bool:
@@ -42,7 +43,8 @@ def is_faster(rows: int, dtype: torch.dtype) -> bool:
 
     Torch multiplies by MKL or oneDNN, made for many rows. Few rows take the time of reading the weight.
     """
-    return rows <= _MOST_ROWS.get(dtype, 0)
+    most = _MOST_ROWS_IN_PAIRS if multiplies_pairs() else _MOST_ROWS
+    return rows <= most.get(dtype, 0)
 
 
 class CompiledProvider(KernelProvider):

@@ -102,8 +102,15 @@ def _load(key: str) -> None:
     torch.ops.load_library(str(library))
 
 
+def multiplies_pairs() -> bool:
+    """Return whether the CPU multiplies bfloat16 numbers in pairs, and the kernels are built to do so."""
+    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return is_wide and torch.cpu._is_avx512_bf16_supported()  # noqa: SLF001  no public name before torch 2.13
+
+
 def _flags() -> tuple[str, ...]:
-    return _FLAGS + _FLAGS_OF.get(torch.backends.cpu.get_cpu_capability(), ())
+    of_pairs = ("-mavx512bf16",) if multiplies_pairs() else ()
+    return (*_FLAGS, *_FLAGS_OF.get(torch.backends.cpu.get_cpu_capability(), ()), *of_pairs)
 
 
 def _key() -> str:
@@ -127,7 +134,7 @@ def _build(key: str) -> Path:
     """Build the library in a temporary folder, keep it, and return its path in the cache."""
     _log.warning("building the compiled kernels, once for this machine and torch: %s", _KERNELS.folder / key)
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", __name__, folder]
+        command = [sys.executable, "-m", __name__, folder, *_flags()]
         environment = os.environ | {"PATH": _search_path()}
         done = subprocess.run(
             command, env=environment, timeout=_SECONDS, capture_output=True, text=True, check=False
@@ -148,14 +155,14 @@ def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-def main(folder: str) -> None:
-    """Build the library in ``folder``."""
+def main(folder: str, *flags: str) -> None:
+    """Build the library in ``folder``, with the flags of the compiler."""
     from torch.utils import cpp_extension  # noqa: PLC0415  heavy, and needed to build only
 
     cpp_extension.load(
         _NAME,
         [str(_HERE / name) for name in _SOURCES],
-        extra_cflags=list(_flags()),
+        extra_cflags=list(flags),
         build_directory=folder,
         is_python_module=False,
     )

@@ -5,7 +5,8 @@
 // can go stale when weights are changed in place. Rows of x are multiplied in groups of `kRows` with `kColumns` rows of
 // the weight; sums stay in registers.
 //
-// The result of a row does not depend on the other rows, nor on the number of threads.
+// The result of a row does not depend on the other rows, nor on the number of threads. Numbers of bfloat16 are
+// multiplied in pairs where the CPU can (AVX512_BF16), elsewhere widened; sums are float32 in both.
 //
 // Does not: replace a matrix product of many rows.
 #include <ATen/Parallel.h>
@@ -76,54 +77,124 @@ inline void sum_each(const Vec (&parts)[N], float (&sums)[N]) {
 #endif
 }
 
-// sums[r * C + c] = x[r] . weight[c] for `R` rows and `C` columns. x has rows of `stride` numbers, zeros after `k`.
-template <typename T, int64_t R, int64_t C>
-inline void multiply(const float* x, int64_t stride, const T* weight, int64_t k, float (&sums)[R * C]) {
+// Add the products of the numbers from `d` on, that fill no vector. Each is rounded once, for any `R` and `C`.
+template <int64_t R, int64_t C, typename X, typename T>
+inline void add_rest(const X* x, int64_t stride, const T* weight, int64_t d, int64_t k, float (&sums)[R * C]) {
+  for (; d < k; d++)
+    for (int64_t r = 0; r < R; r++)
+      for (int64_t c = 0; c < C; c++)
+        sums[r * C + c] =
+            std::fma(static_cast<float>(x[r * stride + d]), static_cast<float>(weight[c * k + d]), sums[r * C + c]);
+}
+
+// The numbers of x as they are multiplied with a weight of `T`.
+template <typename T>
+struct InputOf {
+  using type = float;
+};
+#ifdef __AVX512BF16__
+template <>
+struct InputOf<at::BFloat16> {
+  using type = at::BFloat16;
+};
+#endif
+template <typename T>
+using Input = typename InputOf<T>::type;
+
+// How many rows of the weight ahead of those in use memory is fetched.
+template <typename T>
+inline int64_t rows_ahead(int64_t k, int64_t columns) {
+  return std::max<int64_t>(columns, kAhead / (k * static_cast<int64_t>(sizeof(T))));
+}
+
+// sums[r * C + c] = x[r] . weight[c] for `R` rows and `C` columns. x has rows of `stride` numbers.
+template <int64_t R, int64_t C>
+inline void multiply(const float* x, int64_t stride, const float* weight, int64_t k, float (&sums)[R * C]) {
   Vec parts[R * C];
   for (auto& part : parts) part = Vec(0.f);
+  const int64_t ahead = rows_ahead<float>(k, C);
   int64_t d = 0;
-  const int64_t ahead = std::max<int64_t>(C, kAhead / (k * static_cast<int64_t>(sizeof(T))));
-  if constexpr (std::is_same_v<T, float>) {
-    for (; d + Vec::size() <= k; d += Vec::size()) {
-      Vec of[C];
+  for (; d + Vec::size() <= k; d += Vec::size()) {
+    Vec of[C];
 #pragma GCC unroll 8
-      for (int64_t c = 0; c < C; c++) {
-        of[c] = Vec::loadu(weight + c * k + d);
-        __builtin_prefetch(weight + (c + ahead) * k + d);
-      }
-#pragma GCC unroll 8
-      for (int64_t r = 0; r < R; r++) {
-        const Vec its = in_register(Vec::loadu(x + r * stride + d));
-#pragma GCC unroll 8
-        for (int64_t c = 0; c < C; c++) parts[r * C + c] = at::vec::fmadd(its, of[c], parts[r * C + c]);
-      }
+    for (int64_t c = 0; c < C; c++) {
+      of[c] = Vec::loadu(weight + c * k + d);
+      __builtin_prefetch(weight + (c + ahead) * k + d);
     }
-  } else {
-    for (; d + 2 * Vec::size() <= k; d += 2 * Vec::size()) {
-      Vec low[C], high[C];
-      for (int64_t c = 0; c < C; c++) __builtin_prefetch(weight + (c + ahead) * k + d);
-      for (int64_t c = 0; c < C; c++)
-        std::tie(low[c], high[c]) = at::vec::convert_to_float<T>(at::vec::Vectorized<T>::loadu(weight + c * k + d));
 #pragma GCC unroll 8
-      for (int64_t r = 0; r < R; r++) {
-        const Vec first = in_register(Vec::loadu(x + r * stride + d));
-        const Vec second = in_register(Vec::loadu(x + r * stride + d + Vec::size()));
+    for (int64_t r = 0; r < R; r++) {
+      const Vec its = in_register(Vec::loadu(x + r * stride + d));
 #pragma GCC unroll 8
-        for (int64_t c = 0; c < C; c++)
-          parts[r * C + c] = at::vec::fmadd(second, high[c], at::vec::fmadd(first, low[c], parts[r * C + c]));
-      }
+      for (int64_t c = 0; c < C; c++) parts[r * C + c] = at::vec::fmadd(its, of[c], parts[r * C + c]);
     }
   }
   sum_each(parts, sums);
-  for (; d < k; d++)  // rounded once, in each form of this function
-    for (int64_t r = 0; r < R; r++)
-      for (int64_t c = 0; c < C; c++)
-        sums[r * C + c] = std::fma(x[r * stride + d], static_cast<float>(weight[c * k + d]), sums[r * C + c]);
+  add_rest<R, C>(x, stride, weight, d, k, sums);
 }
+
+#ifdef __AVX512BF16__
+inline __m512bh pairs_at(const at::BFloat16* numbers) { return (__m512bh)_mm512_loadu_si512(numbers); }
+
+// The same of bfloat16, by instructions that multiply pairs of numbers and add both products in float32.
+template <int64_t R, int64_t C>
+inline void multiply(const at::BFloat16* x, int64_t stride, const at::BFloat16* weight, int64_t k,
+                     float (&sums)[R * C]) {
+  constexpr int64_t kStep = 32;
+  __m512 parts[R * C];
+  for (auto& part : parts) part = _mm512_setzero_ps();
+  const int64_t ahead = rows_ahead<at::BFloat16>(k, C);
+  int64_t d = 0;
+  for (; d + kStep <= k; d += kStep) {
+    __m512bh of[C];
+#pragma GCC unroll 8
+    for (int64_t c = 0; c < C; c++) {
+      of[c] = pairs_at(weight + c * k + d);
+      __builtin_prefetch(weight + (c + ahead) * k + d);
+    }
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < R; r++) {
+      const __m512bh its = pairs_at(x + r * stride + d);
+#pragma GCC unroll 8
+      for (int64_t c = 0; c < C; c++) parts[r * C + c] = _mm512_dpbf16_ps(parts[r * C + c], its, of[c]);
+    }
+  }
+  Vec wide[R * C];
+  for (int64_t i = 0; i < R * C; i++) wide[i] = parts[i];
+  sum_each(wide, sums);
+  add_rest<R, C>(x, stride, weight, d, k, sums);
+}
+#else
+// The same of bfloat16, whose numbers are widened.
+template <int64_t R, int64_t C>
+inline void multiply(const float* x, int64_t stride, const at::BFloat16* weight, int64_t k, float (&sums)[R * C]) {
+  using Narrow = at::vec::Vectorized<at::BFloat16>;
+  Vec parts[R * C];
+  for (auto& part : parts) part = Vec(0.f);
+  const int64_t ahead = rows_ahead<at::BFloat16>(k, C);
+  int64_t d = 0;
+  for (; d + Narrow::size() <= k; d += Narrow::size()) {
+    Vec low[C], high[C];
+    for (int64_t c = 0; c < C; c++) {
+      std::tie(low[c], high[c]) = at::vec::convert_to_float<at::BFloat16>(Narrow::loadu(weight + c * k + d));
+      __builtin_prefetch(weight + (c + ahead) * k + d);
+    }
+#pragma GCC unroll 8
+    for (int64_t r = 0; r < R; r++) {
+      const Vec first = in_register(Vec::loadu(x + r * stride + d));
+      const Vec second = in_register(Vec::loadu(x + r * stride + d + Vec::size()));
+#pragma GCC unroll 8
+      for (int64_t c = 0; c < C; c++)
+        parts[r * C + c] = at::vec::fmadd(second, high[c], at::vec::fmadd(first, low[c], parts[r * C + c]));
+    }
+  }
+  sum_each(parts, sums);
+  add_rest<R, C>(x, stride, weight, d, k, sums);
+}
+#endif
 
 template <typename T>
 struct Product {
-  const float* x;
+  const Input<T>* x;
   int64_t x_stride, rows, k;
   const T *weight, *bias;
   T* out;
@@ -132,7 +203,7 @@ struct Product {
   template <int64_t R, int64_t C>
   void block(int64_t row, int64_t column) const {
     float sums[R * C];
-    multiply<T, R, C>(x + row * x_stride, x_stride, weight + column * k, k, sums);
+    multiply<R, C>(x + row * x_stride, x_stride, weight + column * k, k, sums);
     for (int64_t r = 0; r < R; r++)
       for (int64_t c = 0; c < C; c++) {
         const float shift = bias == nullptr ? 0.f : static_cast<float>(bias[column + c]);
@@ -177,12 +248,27 @@ struct Product {
   }
 };
 
+// Return the numbers of x as they are multiplied: widened, if they are to be.
 template <typename T>
-void run(const float* x, int64_t rows, const Tensor& weight, const OptTensor& bias, const Tensor& out) {
-  const int64_t n = weight.size(0), k = weight.size(1);
-  const Tensor shift = bias.has_value() ? bias->contiguous() : Tensor();
+const Input<T>* input_of(const Tensor& x) {
+  const T* numbers = x.const_data_ptr<T>();
+  if constexpr (std::is_same_v<Input<T>, T>) {
+    return numbers;
+  } else {
+    static thread_local std::vector<float> wide;  // its memory is kept, so that a step allocates nothing
+    const int64_t count = x.numel();
+    if (static_cast<int64_t>(wide.size()) < count) wide.resize(count);
+    for (int64_t i = 0; i < count; i++) wide[i] = static_cast<float>(numbers[i]);
+    return wide.data();
+  }
+}
+
+template <typename T>
+void run(const Tensor& x, const Tensor& weight, const OptTensor& bias, const Tensor& out) {
+  const int64_t rows = x.size(0), n = weight.size(0), k = weight.size(1);
+  const Tensor dense = x.contiguous(), shift = bias.has_value() ? bias->contiguous() : Tensor();
   const Product<T> product{
-      .x = x,
+      .x = input_of<T>(dense),
       .x_stride = k,
       .rows = rows,
       .k = k,
@@ -213,17 +299,7 @@ void linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, Tensor
               out.scalar_type());
   TORCH_CHECK(!bias.has_value() || (bias->numel() == n && bias->scalar_type() == type), "bias must be ", type, " [", n,
               "]");
-  const Tensor dense = x.contiguous();
-  const int64_t rows = x.size(0);
-  if (type == at::kFloat) {
-    run<float>(dense.const_data_ptr<float>(), rows, weight, bias, out);
-    return;
-  }
-  static thread_local std::vector<float> wide;  // its memory is kept, so that a step allocates nothing
-  if (static_cast<int64_t>(wide.size()) < rows * k) wide.resize(rows * k);
-  const at::BFloat16* narrow = dense.const_data_ptr<at::BFloat16>();
-  for (int64_t i = 0; i < rows * k; i++) wide[i] = static_cast<float>(narrow[i]);
-  run<at::BFloat16>(wide.data(), rows, weight, bias, out);
+  (type == at::kFloat ? run<float> : run<at::BFloat16>)(x, weight, bias, out);
 }
 
 }  // namespace
