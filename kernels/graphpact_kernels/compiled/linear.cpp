@@ -3,7 +3,8 @@
 // A decode step multiplies a few rows with every weight of the model, so its time is that of reading the weights once.
 // They are read as a checkpoint has them, [out_features, in_features], row by row: nothing is packed, so no second copy
 // can go stale when weights are changed in place. Rows of x are multiplied in groups of `kRows` with `kColumns` rows of
-// the weight; sums stay in registers.
+// the weight; sums stay in registers. Rows of x that do not fit the first cache are multiplied in chunks; the sums of
+// the chunks before are kept in memory.
 //
 // The result of a row does not depend on the other rows, nor on the number of threads. Numbers of bfloat16 are
 // multiplied in pairs where the CPU can (AVX512_BF16), elsewhere widened; sums are float32 in both.
@@ -33,6 +34,7 @@ constexpr int64_t kRows = 8, kColumns = 3;  // 24 of 32 registers
 #else
 constexpr int64_t kRows = 4, kColumns = 2;  // 8 of 16
 #endif
+constexpr int64_t kChunk = 24 << 10;         // bytes of rows of x that stay in the first cache
 constexpr int64_t kAhead = 8 << 10;          // bytes of the weight that are fetched ahead of their use
 constexpr int64_t kPanel = 128 << 10;        // bytes of the weight that all rows are multiplied with in turn
 constexpr int64_t kMacsPerThread = 1 << 17;  // multiplications that are worth a thread
@@ -77,16 +79,6 @@ inline void sum_each(const Vec (&parts)[N], float (&sums)[N]) {
 #endif
 }
 
-// Add the products of the numbers from `d` on, that fill no vector. Each is rounded once, for any `R` and `C`.
-template <int64_t R, int64_t C, typename X, typename T>
-inline void add_rest(const X* x, int64_t stride, const T* weight, int64_t d, int64_t k, float (&sums)[R * C]) {
-  for (; d < k; d++)
-    for (int64_t r = 0; r < R; r++)
-      for (int64_t c = 0; c < C; c++)
-        sums[r * C + c] =
-            std::fma(static_cast<float>(x[r * stride + d]), static_cast<float>(weight[c * k + d]), sums[r * C + c]);
-}
-
 // The numbers of x as they are multiplied with a weight of `T`.
 template <typename T>
 struct InputOf {
@@ -107,14 +99,16 @@ inline int64_t rows_ahead(int64_t k, int64_t columns) {
   return std::max<int64_t>(columns, kAhead / (k * static_cast<int64_t>(sizeof(T))));
 }
 
-// sums[r * C + c] = x[r] . weight[c] for `R` rows and `C` columns. x has rows of `stride` numbers.
+// parts[r * C + c] += the products of x[r] and weight[c], each a row of `k` numbers, from `begin` to `end`, which are
+// multiples of the numbers in `kStep<T>`.
+template <typename T>
+constexpr int64_t kStep = at::vec::Vectorized<T>::size();
+
 template <int64_t R, int64_t C>
-inline void multiply(const float* x, int64_t stride, const float* weight, int64_t k, float (&sums)[R * C]) {
-  Vec parts[R * C];
-  for (auto& part : parts) part = Vec(0.f);
+inline void add_products(const float* x, const float* weight, int64_t k, int64_t begin, int64_t end,
+                         Vec (&parts)[R * C]) {
   const int64_t ahead = rows_ahead<float>(k, C);
-  int64_t d = 0;
-  for (; d + Vec::size() <= k; d += Vec::size()) {
+  for (int64_t d = begin; d < end; d += kStep<float>) {
     Vec of[C];
 #pragma GCC unroll 8
     for (int64_t c = 0; c < C; c++) {
@@ -123,13 +117,11 @@ inline void multiply(const float* x, int64_t stride, const float* weight, int64_
     }
 #pragma GCC unroll 8
     for (int64_t r = 0; r < R; r++) {
-      const Vec its = in_register(Vec::loadu(x + r * stride + d));
+      const Vec its = in_register(Vec::loadu(x + r * k + d));
 #pragma GCC unroll 8
       for (int64_t c = 0; c < C; c++) parts[r * C + c] = at::vec::fmadd(its, of[c], parts[r * C + c]);
     }
   }
-  sum_each(parts, sums);
-  add_rest<R, C>(x, stride, weight, d, k, sums);
 }
 
 #ifdef __AVX512BF16__
@@ -137,14 +129,10 @@ inline __m512bh pairs_at(const at::BFloat16* numbers) { return (__m512bh)_mm512_
 
 // The same of bfloat16, by instructions that multiply pairs of numbers and add both products in float32.
 template <int64_t R, int64_t C>
-inline void multiply(const at::BFloat16* x, int64_t stride, const at::BFloat16* weight, int64_t k,
-                     float (&sums)[R * C]) {
-  constexpr int64_t kStep = 32;
-  __m512 parts[R * C];
-  for (auto& part : parts) part = _mm512_setzero_ps();
+inline void add_products(const at::BFloat16* x, const at::BFloat16* weight, int64_t k, int64_t begin, int64_t end,
+                         Vec (&parts)[R * C]) {
   const int64_t ahead = rows_ahead<at::BFloat16>(k, C);
-  int64_t d = 0;
-  for (; d + kStep <= k; d += kStep) {
+  for (int64_t d = begin; d < end; d += kStep<at::BFloat16>) {
     __m512bh of[C];
 #pragma GCC unroll 8
     for (int64_t c = 0; c < C; c++) {
@@ -153,26 +141,20 @@ inline void multiply(const at::BFloat16* x, int64_t stride, const at::BFloat16* 
     }
 #pragma GCC unroll 8
     for (int64_t r = 0; r < R; r++) {
-      const __m512bh its = pairs_at(x + r * stride + d);
+      const __m512bh its = pairs_at(x + r * k + d);
 #pragma GCC unroll 8
       for (int64_t c = 0; c < C; c++) parts[r * C + c] = _mm512_dpbf16_ps(parts[r * C + c], its, of[c]);
     }
   }
-  Vec wide[R * C];
-  for (int64_t i = 0; i < R * C; i++) wide[i] = parts[i];
-  sum_each(wide, sums);
-  add_rest<R, C>(x, stride, weight, d, k, sums);
 }
 #else
 // The same of bfloat16, whose numbers are widened.
 template <int64_t R, int64_t C>
-inline void multiply(const float* x, int64_t stride, const at::BFloat16* weight, int64_t k, float (&sums)[R * C]) {
+inline void add_products(const float* x, const at::BFloat16* weight, int64_t k, int64_t begin, int64_t end,
+                         Vec (&parts)[R * C]) {
   using Narrow = at::vec::Vectorized<at::BFloat16>;
-  Vec parts[R * C];
-  for (auto& part : parts) part = Vec(0.f);
   const int64_t ahead = rows_ahead<at::BFloat16>(k, C);
-  int64_t d = 0;
-  for (; d + Narrow::size() <= k; d += Narrow::size()) {
+  for (int64_t d = begin; d < end; d += kStep<at::BFloat16>) {
     Vec low[C], high[C];
     for (int64_t c = 0; c < C; c++) {
       std::tie(low[c], high[c]) = at::vec::convert_to_float<at::BFloat16>(Narrow::loadu(weight + c * k + d));
@@ -180,30 +162,52 @@ inline void multiply(const float* x, int64_t stride, const at::BFloat16* weight,
     }
 #pragma GCC unroll 8
     for (int64_t r = 0; r < R; r++) {
-      const Vec first = in_register(Vec::loadu(x + r * stride + d));
-      const Vec second = in_register(Vec::loadu(x + r * stride + d + Vec::size()));
+      const Vec first = in_register(Vec::loadu(x + r * k + d));
+      const Vec second = in_register(Vec::loadu(x + r * k + d + Vec::size()));
 #pragma GCC unroll 8
       for (int64_t c = 0; c < C; c++)
         parts[r * C + c] = at::vec::fmadd(second, high[c], at::vec::fmadd(first, low[c], parts[r * C + c]));
     }
   }
-  sum_each(parts, sums);
-  add_rest<R, C>(x, stride, weight, d, k, sums);
 }
 #endif
+
+// Add the products of the numbers from `d` on, that fill no vector. Each is rounded once, for any `R` and `C`.
+template <int64_t R, int64_t C, typename X, typename T>
+inline void add_rest(const X* x, const T* weight, int64_t d, int64_t k, float (&sums)[R * C]) {
+  for (; d < k; d++)
+    for (int64_t r = 0; r < R; r++)
+      for (int64_t c = 0; c < C; c++)
+        sums[r * C + c] =
+            std::fma(static_cast<float>(x[r * k + d]), static_cast<float>(weight[c * k + d]), sums[r * C + c]);
+}
 
 template <typename T>
 struct Product {
   const Input<T>* x;
-  int64_t x_stride, rows, k;
+  int64_t rows, k;
   const T *weight, *bias;
   T* out;
   int64_t out_stride;
 
+  // Numbers of a row that fill vectors.
+  int64_t whole() const { return k / kStep<T> * kStep<T>; }
+
+  // The products of the numbers from `from` to `to`; `kept` has the sums of those before, and gets these.
   template <int64_t R, int64_t C>
-  void block(int64_t row, int64_t column) const {
+  void block(int64_t row, int64_t column, int64_t from, int64_t to, Vec* kept) const {
+    const Input<T>* its = x + row * k;
+    const T* of = weight + column * k;
+    Vec parts[R * C];
+    for (int64_t i = 0; i < R * C; i++) parts[i] = from == 0 ? Vec(0.f) : kept[i];
+    add_products<R, C>(its, of, k, from, to, parts);
+    if (to < whole()) {
+      for (int64_t i = 0; i < R * C; i++) kept[i] = parts[i];
+      return;
+    }
     float sums[R * C];
-    multiply<R, C>(x + row * x_stride, x_stride, weight + column * k, k, sums);
+    sum_each(parts, sums);
+    add_rest<R, C>(its, of, to, k, sums);
     for (int64_t r = 0; r < R; r++)
       for (int64_t c = 0; c < C; c++) {
         const float shift = bias == nullptr ? 0.f : static_cast<float>(bias[column + c]);
@@ -214,16 +218,25 @@ struct Product {
   // `R` rows from `row` on, with the columns from `begin` to `end`.
   template <int64_t R, int64_t C>
   void strip(int64_t row, int64_t begin, int64_t end) const {
-    int64_t column = begin;
-    for (; column + C <= end; column += C) block<R, C>(row, column);
-    for (; column < end; column++) block<R, 1>(row, column);
+    const int64_t fits = kChunk / (R * static_cast<int64_t>(sizeof(Input<T>))) / kStep<T> * kStep<T>;
+    const int64_t chunk = k <= fits + fits / 2 ? whole() : fits;
+    static thread_local std::vector<Vec> kept;
+    if (chunk < whole() && static_cast<int64_t>(kept.size()) < R * (end - begin)) kept.resize(R * (end - begin));
+    int64_t from = 0;
+    do {
+      const int64_t to = std::min(from + chunk, whole());
+      int64_t column = begin;
+      for (; column + C <= end; column += C) block<R, C>(row, column, from, to, kept.data() + R * (column - begin));
+      for (; column < end; column++) block<R, 1>(row, column, from, to, kept.data() + R * (column - begin));
+      from = to;
+    } while (from < whole());
   }
 
   // All rows with the columns from `begin` to `end`: a part of the weight that stays in the second cache, while the
   // rows that are multiplied with it stay in the first.
   void run(int64_t begin, int64_t end) const {
     const int64_t most = kPanel / (k * static_cast<int64_t>(sizeof(T)));
-    const int64_t panel = std::max(kColumns, most / kColumns * kColumns);
+    const int64_t panel = std::max(16 * kColumns, most / kColumns * kColumns);
     for (int64_t at = begin; at < end; at += panel) {
       const int64_t last = std::min(at + panel, end);
       int64_t row = 0;
@@ -269,7 +282,6 @@ void run(const Tensor& x, const Tensor& weight, const OptTensor& bias, const Ten
   const Tensor dense = x.contiguous(), shift = bias.has_value() ? bias->contiguous() : Tensor();
   const Product<T> product{
       .x = input_of<T>(dense),
-      .x_stride = k,
       .rows = rows,
       .k = k,
       .weight = weight.const_data_ptr<T>(),
