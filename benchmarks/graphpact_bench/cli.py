@@ -55,6 +55,10 @@ MEASUREMENTS = {
     "prefill": Measurement("prompts end to end, beside other ways", _WAYS),
     "capture": Measurement("time and memory of a capture, by shape", _WAYS | _BATCH),
     "widths": Measurement("decode steps by model width, beside the matrix products", _WAYS | _BATCH),
+    "products": Measurement(
+        "products of a few rows with a weight: the compiled kernel against torch's",
+        _BATCH | {"--dtype", "--model-shape"},
+    ),
     "speculation": Measurement("decoding with drafts, against plain decoding", _BATCH),
     "mixed-load": Measurement(
         "latency while long prompts arrive", frozenset({"--chunk", "--prefill-runner"})
@@ -161,6 +165,7 @@ def bench(
     - `prefill`: prompts end to end, beside other ways
     - `capture`: time and memory of a capture, by shape
     - `widths`: decode steps by model width, beside the matrix products alone, on cold weights
+    - `products`: products of a few rows with a weight, compiled and torch's
     - `speculation`: decoding with drafts, against plain decoding
     - `mixed-load`: latency while long prompts arrive
     - `long-run`: how 2,000 decode steps vary while requests come and go, and what the slowest are
@@ -178,7 +183,7 @@ def bench(
     Ways that are compared write the same greedy tokens before anything is timed; a difference ends the run
     with both rows. They take turns in one process. Tables have the median, the quartiles and the best.
 
-    Exit status: 0 done, 1 two ways write different tokens, 2 usage.
+    Exit status: 0 done, 1 what is compared gives different results, 2 usage.
     """
     given = {
         "--dtype": dtype,
@@ -288,7 +293,7 @@ def run_all(
 
     Raises:
         UsageError: A file cannot be written, or a picture not be drawn.
-        DifferentTokensError: Two ways write different tokens; tables before it are printed.
+        DifferentResultsError: What is compared gives different results; tables before it are printed.
     """
     from graphpact_bench.machine import describe_machine  # noqa: PLC0415  slow
     from graphpact_bench.report import BenchReport, draw, require_picture  # noqa: PLC0415  slow

@@ -18,10 +18,14 @@ Tokens = list[list[int]]
 """The tokens of each prompt."""
 
 
-class DifferentTokensError(GraphpactError):
-    """Two ways write different tokens for one prompt; nothing was timed."""
+class DifferentResultsError(GraphpactError):
+    """What is compared gives different results; nothing was timed."""
 
     code = 1
+
+
+class DifferentTokensError(DifferentResultsError):
+    """Two ways write different tokens for one prompt."""
 
 
 class UnavailableWayError(GraphpactError):

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from graphpact_bench.decode import agreement, left_out
-from graphpact_bench.machine import cache_bytes
+from graphpact_bench.machine import cold_copies
 from graphpact_bench.models import PRESETS, ModelShape, random_prompts
 from graphpact_bench.options import BenchOptions, saved_model
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
@@ -28,8 +28,6 @@ from graphpact_bench.ways.table import choose_ways, make_ways, tie_judge
 
 COLD, WARM = "matrix products, cold", "matrix products, warm"
 READ = "weights read, cold"
-_CACHES = 4  # how many times the last-level cache the copies of the weights are
-_CACHE = 32 * 2**20  # where the system does not say its size
 _SLOW = {
     "tape-strict": "it is many times slower than a step",
     "compile": "it compiles for minutes",
@@ -92,8 +90,7 @@ class MatrixProducts:
         repeats: int = 3,
     ) -> None:
         nbytes = shape.num_weights * dtype.itemsize
-        cache = cache_bytes() or _CACHE
-        copies = max(1, -(-_CACHES * cache // nbytes)) if is_cold else 1
+        copies = cold_copies(nbytes) if is_cold else 1
         self._synchronize: Callable[[], None] = (
             functools.partial(torch.cuda.synchronize, device) if device.type == "cuda" else _nothing
         )

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_kernels import COMPILED
 from compiling import compiler  # noqa: F401  a fixture
 from graphpact.cli import main
-from graphpact_bench import cli, examples
+from graphpact_bench import cli, examples, products
 from graphpact_bench.report import BenchReport
 from graphpact_bench.ways import gguf_file
 from graphpact_bench.ways.base import WaySetting
@@ -311,6 +312,29 @@ def test_without_the_examples_a_measurement_is_skipped(
     assert table["rows"] == []
     assert "installed without them" in reasons(table)[name]
     assert f"{name} is skipped: its model is among the examples" in out
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_products_are_measured_by_weight_and_rows(dtype: str, bench: Bench) -> None:
+    """Each weight of a model has a row for each number of rows, which says what `cpu_graph` takes."""
+    if not COMPILED:
+        pytest.skip("compiled kernels need a C++ compiler and ninja")
+    sizes = ("--model-shape", SHAPE, "--batch", "2", "--batch", "65")
+    (table,), _ = bench("products", "--quick", "--dtype", dtype, *sizes)
+    weights = ["64 x 64", "32 x 64", "96 x 64", "64 x 96", "256 x 64"]
+    taken = {2: "compiled", 65: "torch"}
+    assert column(table, "weight", "rows", "taken") == [(w, n, taken[n]) for w in weights for n in taken]
+
+
+def test_products_that_differ_are_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel that leaves out the last input ends the run with the difference."""
+    if not COMPILED:
+        pytest.skip("compiled kernels need a C++ compiler and ninja")
+    right = products.linear
+    monkeypatch.setattr(
+        products, "linear", lambda x, w, bias, out: right(x[:, :-1], w[:, :-1].contiguous(), bias, out)
+    )
+    assert main(["bench", "products", "--quick"]) == 1
 
 
 def test_without_a_name_the_first_five_are_measured(bench: Bench, tmp_path: Path) -> None:
