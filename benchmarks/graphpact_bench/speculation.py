@@ -1,13 +1,14 @@
-"""Decoding with speculation against plain decoding, with and without graphs.
+"""Decoding with speculation against plain decoding: graphs of the tape, graphs of inductor, no graphs.
 
 The target is the ``tiny-llama`` of the repository's examples, the draft models are its two heads, and the
 prompts are those of ``examples/prompts.txt``: one after the other, and eight at once, of which two occur
 twice. Prefill is not included.
 
 With speculation there are fewer steps, and each takes longer. Both factors are reported, relative to plain
-decoding with graphs; speculation wins if their product is below 1. Beside them: ``accepted``, the tokens of a
-request that one verification yields, and the parts of a step: the lanes ``draft``, ``verify`` and
-``draft_extend``, and the rest, which is the host work of algorithm, acceptance, sampling and scheduler.
+decoding through the same kind of graphs; speculation wins if their product is below 1. Beside them:
+``accepted``, the tokens of a request that one verification yields, and the parts of a step: the lanes
+``draft``, ``verify`` and ``draft_extend``, and the rest, which is the host work of algorithm, acceptance,
+sampling and scheduler.
 
 Does not: run on a GPU, train heads, or measure prefill.
 """
@@ -25,23 +26,29 @@ import torch
 from graphpact.errors import EngineError
 from graphpact_bench.examples import examples_folder
 from graphpact_bench.options import BenchOptions
-from graphpact_bench.report import Chart, Column, Table, spread_columns, spread_values
+from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.timing import Agreement, Spread, Tokens
+from graphpact_cpu_graph.inductor import missing_compiler
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.speculation import SpeculationStats
 
 HEADS = {"eagle": "tiny-llama-eagle", "frozen_kv_mtp": "tiny-llama-mtp"}
 CHAIN, TREE = "chain", "tree"
+TOPK = 4
+"""The branches of a tree."""
 SHAPES = {
     CHAIN: ("num_steps=3", "topk=1"),
-    TREE: ("num_steps=3", "topk=4", "num_draft_tokens=8"),
+    TREE: ("num_steps=3", f"topk={TOPK}", "num_draft_tokens=8"),
 }
 LANES = {
     "plain": ("decode",),
     "eagle": ("draft", "verify", "draft_extend"),
     "frozen_kv_mtp": ("draft", "verify"),
 }
+NONE = "none"
+GRAPHS = ("tape", "inductor", NONE)
+"""The driver of the graphs of decode steps, in every lane but those of prefill."""
 PARTS = ("draft", "verify", "draft_extend")
 REST = "rest"
 
@@ -93,13 +100,13 @@ class SpeculationVariant:
     Args:
         algorithm: The speculation algorithm; "plain": none.
         shape: A chain or a tree; empty without speculation.
-        graphs: Whether the lanes of decode steps replay graphs.
+        graphs: The kind of graphs of decode steps, one of `GRAPHS`.
         scale: The size of the measurement.
         examples: The folder of the examples.
     """
 
     def __init__(
-        self, algorithm: str, shape: str, scale: SpeculationScale, examples: Path, *, graphs: bool
+        self, algorithm: str, shape: str, scale: SpeculationScale, examples: Path, *, graphs: str
     ) -> None:
         self.name = f"{algorithm}, {shape}" if shape else algorithm
         self.graphs = graphs
@@ -117,8 +124,12 @@ class SpeculationVariant:
                 f"speculative.draft_model='{examples / 'models' / HEADS[algorithm]}'",
                 *(f"speculative.{key}" for key in SHAPES[shape]),
             ]
-        if not graphs:
-            options += [f"lanes.{lane}.capture=false" for lane in LANES[algorithm]]
+        for lane in LANES[algorithm]:
+            is_wide = (algorithm, shape, lane) == ("frozen_kv_mtp", TREE, "draft")
+            rows = TOPK if is_wide else 1  # of a request, which the sizes count
+            sizes = sorted({size * rows for size in scale.sizes})
+            key, value = ("capture", "false") if graphs == NONE else ("graph_driver", f'"{graphs}"')
+            options += [f"lanes.{lane}.{key}={value}", f"lanes.{lane}.batch_sizes={sizes}"]
         self.engine = Engine(EngineConfig.load(None, env={}, overrides=options))
 
     def write(self, prompts: Sequence[str], size: int, count: int) -> SpeculationRound:
@@ -173,24 +184,25 @@ def add_rows(
 
     Args:
         table: The table.
-        variants: The first is the one that the others are compared with.
+        variants: Each is compared with the first of its kind of graphs, which is plain decoding.
         rounds: The rounds of each.
         size: Requests at a time.
     """
     spreads = [Spread.of([each.seconds for each in its_rounds]) for its_rounds in rounds]
+    first = {variant.graphs: at for at, variant in reversed(list(enumerate(variants)))}
     for variant, its_rounds, spread in zip(variants, rounds, spreads, strict=True):
-        one, plain = its_rounds[0], rounds[0][0]  # the counts of every round are the same
+        at = first[variant.graphs]
+        one, plain = its_rounds[0], rounds[at][0]  # the counts of every round are the same
         steps = one.steps / plain.steps
-        x_time = spread.median / spreads[0].median
+        x_time = spread.median / spreads[at].median
         drafts = one.verifications > 0
         shares = {p: statistics.median(r.lanes[p] / r.seconds for r in its_rounds) for p in PARTS}
         shares[REST] = 1 - sum(shares.values())
         tokens = sum(len(each) - 1 for each in one.tokens)
-        graphs = "yes" if variant.graphs else "no"
         table.add(
             batch=size,
             way=variant.name,
-            graphs=graphs,
+            graphs=variant.graphs,
             tokens_per_s=tokens / spread.median,
             **spread_values("seconds", spread),
             x_plain=1 / x_time,
@@ -202,8 +214,8 @@ def add_rows(
         if drafts and x_time > 1:
             parts = ", ".join(f"{p} {shares[p] * x_time / steps:.2f}" for p in (*PARTS, REST) if shares[p])
             table.notes.append(
-                f"batch {size}, {variant.name}, graphs {graphs}: loses. {steps:.2f} x the steps, and each"
-                f" takes {x_time / steps:.2f} x as long as a plain one: {parts}"
+                f"batch {size}, {variant.name}, graphs {variant.graphs}: loses. {steps:.2f} x the steps, and"
+                f" each takes {x_time / steps:.2f} x as long as a plain one: {parts}"
             )
 
 
@@ -228,14 +240,22 @@ def measure(options: BenchOptions) -> Iterator[Table]:
             Column(key="x_step_time", heading="x step time", format=".2f"),
             *(Column(key=part, heading=part, format=".0%") for part in (*PARTS, REST)),
         ],
-        notes=["all ways generate the same tokens; x plain: a factor of speed"],
+        notes=[
+            "all ways generate the same tokens",
+            "x plain: a factor of speed, against plain decoding through the same graphs",
+        ],
         chart=Chart(value="tokens_per_s", label=["batch", "way", "graphs"]),
     )
+    kinds = list(GRAPHS)
+    fault = "it compiles, which --quick leaves out" if options.quick else missing_compiler()
+    if fault is not None:
+        kinds.remove("inductor")
+        table.skipped.append(Skipped(what="graphs inductor", reason=fault))
     variants = []
     for algorithm, shapes in (("plain", [""]), *((name, SHAPES) for name in HEADS)):
         for shape in shapes:
-            for graphs in (True, False):
-                options.say(f"speculation: building {algorithm} {shape}")
+            for graphs in kinds:
+                options.say(f"speculation: building {algorithm} {shape}, graphs {graphs}")
                 variants.append(SpeculationVariant(algorithm, shape, scale, examples, graphs=graphs))
     lines = (examples / "prompts.txt").read_text(encoding="utf-8").splitlines()
     prompts = [line for line in lines if line]
