@@ -7,7 +7,7 @@ import torch
 import transformers
 
 from graphpact.errors import UsageError
-from graphpact_bench import widths
+from graphpact_bench import machine, widths
 from graphpact_bench.models import PRESETS, ModelShape, parse_shape, save_model
 from graphpact_bench.ways.gguf_file import gguf_name, in_pairs
 
@@ -51,7 +51,7 @@ def test_the_matrices_of_a_shape_are_those_of_its_model(tmp_path: Path) -> None:
 
 def test_cold_weights_are_more_than_the_caches_hold(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every matrix of a step is multiplied once per copy, and the copies exceed the cache several times."""
-    monkeypatch.setattr(widths, "cache_bytes", lambda: 3 * SMALL.num_weights)
+    monkeypatch.setattr(machine, "cache_bytes", lambda: 3 * SMALL.num_weights)
     cpu = torch.device("cpu")
     multiplied: list[int] = []
     mm = torch.mm
