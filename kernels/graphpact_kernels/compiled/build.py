@@ -23,6 +23,7 @@ from pathlib import Path
 import torch
 from filelock import FileLock
 
+from graphpact.errors import GraphpactError
 from graphpact_kernels.compiled import cache
 
 _log = logging.getLogger(__name__)
@@ -81,7 +82,7 @@ def load() -> str | None:
         return reason
     try:
         _load(_key())
-    except (OSError, subprocess.SubprocessError) as error:
+    except (OSError, subprocess.SubprocessError, GraphpactError) as error:
         global _failed  # noqa: PLW0603  a fact of the process
         _failed = f"they cannot be built and loaded: {_first_line(error)}"
     return _failed

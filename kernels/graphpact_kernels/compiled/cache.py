@@ -24,6 +24,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+from graphpact.files import write_file
+
 _log = logging.getLogger(__name__)
 
 DAYS = 90
@@ -94,6 +96,7 @@ class LibraryCache:
 
         Raises:
             OSError: The cache cannot be written.
+            GraphpactError: The same, of the file beside the library.
         """
         entry = self.folder / key
         self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -102,7 +105,7 @@ class LibraryCache:
             new.mkdir()
             shutil.copyfile(library, new / _LIBRARY)
             facts = {"key": key, "sha256": _hash_of(new / _LIBRARY)}
-            (new / _FACTS).write_text(json.dumps(facts), "utf-8")
+            write_file(new / _FACTS, json.dumps(facts))
             try:
                 new.rename(entry)
             except OSError:

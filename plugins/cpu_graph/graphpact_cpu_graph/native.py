@@ -24,6 +24,7 @@ import torch
 from torch import fx
 from torch._subclasses import FakeTensorMode
 
+from graphpact.errors import GraphpactError
 from graphpact_cpu_graph.keys import key_of
 from graphpact_kernels.compiled import LibraryCache
 
@@ -90,7 +91,7 @@ def _kept(key: str, library: Path) -> Path:
     """Return where the library lies in the cache, or ``library``, with a warning, if it cannot be kept."""
     try:
         return _GRAPHS.keep(key, library)
-    except OSError as error:
+    except (OSError, GraphpactError) as error:
         _log.warning("a compiled graph is not kept: %s", error)
         return library
 
