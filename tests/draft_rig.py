@@ -53,20 +53,23 @@ class DraftRig:
         draft: Steps, branches, verified tokens.
         seed: Of the weights and of the cache.
         frozen: Whether the model attends to the target's keys and writes none.
+        dtype: Of weights, hidden states and the KV cache.
     """
 
-    def __init__(self, draft: DraftLimits, seed: int = 0, *, frozen: bool = False) -> None:
-        self.draft, self.frozen = draft, frozen
+    def __init__(
+        self, draft: DraftLimits, seed: int = 0, *, frozen: bool = False, dtype: torch.dtype = torch.float32
+    ) -> None:
+        self.draft, self.frozen, self.dtype = draft, frozen, dtype
         self.layers = FROZEN if frozen else DRAFT
         self.generator = torch.Generator().manual_seed(seed)
         self.embed, self.unembed = self.random(VOCAB, HIDDEN), self.random(VOCAB, HIDDEN)
-        self.mix, self.frequencies = self.random(HIDDEN, HIDDEN), torch.arange(1.0, HIDDEN + 1)
+        self.mix, self.frequencies = self.random(HIDDEN, HIDDEN), torch.arange(1, HIDDEN + 1).to(dtype)
         self.queries = [self.random(2, HIDDEN, HIDDEN) for _ in DRAFT]
         self.keys = [self.random(HIDDEN, HIDDEN) for _ in DRAFT]
         self.values = self.random(HIDDEN, HIDDEN)
         self.table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32)
         self.table[1:] = 1 + torch.randperm(ROWS * CONTEXT, generator=self.generator).view(ROWS, CONTEXT)
-        k = [torch.full((SLOTS, 1, HIDDEN), float("nan")) for _ in range(3)]
+        k = [torch.full((SLOTS, 1, HIDDEN), float("nan"), dtype=dtype) for _ in range(3)]
         self.kv = SimpleNamespace(
             k=k, v=[torch.full_like(k[0], float("nan")), k[0].clone(), k[2][..., :RANK]]
         )
@@ -80,7 +83,7 @@ class DraftRig:
 
     def random(self, *shape: int) -> torch.Tensor:
         """Return random numbers."""
-        return torch.randn(shape, generator=self.generator)
+        return torch.randn(shape, dtype=self.dtype, generator=self.generator)
 
     def tokens(self, *shape: int) -> torch.Tensor:
         """Return random tokens."""
@@ -99,7 +102,7 @@ class DraftRig:
         most = ROWS * (self.draft.topk if self.frozen else 1)
         limits = Limits(most, ROWS * per_request, CONTEXT, 1, self.draft)
         backend = ReferenceBackend(
-            BackendContext(CPU, torch.float32, self.layers, limits, self.table, self.kv, mode=mode)
+            BackendContext(CPU, self.dtype, self.layers, limits, self.table, self.kv, mode=mode)
         )
         context = RunnerContext(
             CPU,
@@ -109,6 +112,7 @@ class DraftRig:
             batch_sizes=sizes,
             lane=mode.value,
             hidden_size=HIDDEN,
+            dtype=self.dtype,
         )
         driver = TapeDriver(CPU, strict=strict)
         lane = Lane(

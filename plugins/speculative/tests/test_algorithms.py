@@ -50,9 +50,15 @@ class Engine:
     Verification accepts as many drafts as a test says, whatever was drafted: the known tokens follow.
     """
 
-    def __init__(self, kind: type[SpeculationAlgorithm], draft: DraftLimits, seed: int = 0) -> None:
-        self.rig = DraftRig(draft, seed, frozen=kind is FrozenKvMtp)
-        self.algorithm = kind(SpeculationContext(draft, CONTEXT, HIDDEN, HIDDEN, torch.float32))
+    def __init__(
+        self,
+        kind: type[SpeculationAlgorithm],
+        draft: DraftLimits,
+        seed: int = 0,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.rig = DraftRig(draft, seed, frozen=kind is FrozenKvMtp, dtype=dtype)
+        self.algorithm = kind(SpeculationContext(draft, CONTEXT, HIDDEN, HIDDEN, dtype))
         self.draft = draft
         self.lanes: dict[str, Lane] = {}
         """Those that have run."""
@@ -153,7 +159,7 @@ def unchanged(step: ExtendStep | DecodeStep, call: Callable[..., None]) -> None:
 def same_rows(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], rows: torch.Tensor) -> None:
     """Require that two request states agree in ``rows``."""
     for name, tensor in a.items():
-        torch.testing.assert_close(tensor[rows], b[name][rows], atol=1e-5, rtol=1e-4)
+        torch.testing.assert_close(tensor[rows], b[name][rows], atol=1e-6, rtol=1e-6)
 
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
@@ -168,7 +174,8 @@ def test_steps_lead_to_the_state_of_one_long_prompt(
     So every token is read at its own position, with its own hidden state, into its own KV slot; and what was
     not accepted leaves nothing behind.
     """
-    engine, whole = Engine(kind, draft, seed), Engine(kind, draft, seed)
+    # In float32 rounding alone may be 3e-4 of a score: the order of sums differs between the two.
+    engine, whole = (Engine(kind, draft, seed, torch.float64) for _ in range(2))
     rows = engine.rig.rows(bs)
     counts = st.lists(st.integers(1, 5), min_size=bs, max_size=bs).map(torch.tensor)
     middle, rest = data.draw(counts), data.draw(counts)
