@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_kernels import COMPILED
+from compiled_kernels import needs_compiled
 from compiling import compiler  # noqa: F401  a fixture
 from graphpact.cli import main
 from graphpact_bench import cli, examples, products
@@ -315,11 +315,10 @@ def test_without_the_examples_a_measurement_is_skipped(
     assert f"{name} is skipped: its model is among the examples" in out
 
 
+@needs_compiled
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_are_measured_by_weight_and_rows(dtype: str, bench: Bench) -> None:
     """Each weight of a model has a row for each number of rows, which says what `cpu_graph` takes."""
-    if not COMPILED:
-        pytest.skip("compiled kernels need a C++ compiler and ninja")
     sizes = ("--model-shape", SHAPE, "--batch", "2", "--batch", "65")
     (table,), _ = bench("products", "--quick", "--dtype", dtype, *sizes)
     weights = ["64 x 64", "32 x 64", "96 x 64", "64 x 96", "256 x 64"]
@@ -327,10 +326,9 @@ def test_products_are_measured_by_weight_and_rows(dtype: str, bench: Bench) -> N
     assert column(table, "weight", "rows", "taken") == [(w, n, taken[n]) for w in weights for n in taken]
 
 
+@needs_compiled
 def test_products_that_differ_are_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
     """A kernel that leaves out the last input ends the run with the difference."""
-    if not COMPILED:
-        pytest.skip("compiled kernels need a C++ compiler and ninja")
     right = products.linear
     monkeypatch.setattr(
         products, "linear", lambda x, w, bias, out: right(x[:, :-1], w[:, :-1].contiguous(), bias, out)

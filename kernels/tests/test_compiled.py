@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from compiled_kernels import COMPILED
+from compiled_kernels import needs_compiled
 from graphpact_kernels import fill_paged_indices, page_table_attention, paged_attention, write_kv_cache
 from graphpact_kernels.compiled import build, linear
 
@@ -23,7 +23,7 @@ NAN = float("nan")
 KEYS = st.one_of(st.integers(1, 20), st.sampled_from([63, 64, 65, 127, 128, 129, 200]))
 DIMS = st.sampled_from([1, 3, 8, 15, 16, 17, 32, 40, 64, 80])
 
-pytestmark = pytest.mark.skipif(not COMPILED, reason="compiled kernels need a C++ compiler and ninja")
+pytestmark = needs_compiled
 
 
 def paged_problem(

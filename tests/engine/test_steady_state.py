@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch._dynamo.utils import counters
 
-from compiled_kernels import COMPILED
+from compiled_kernels import needs_compiled
 from compiling import compiler  # noqa: F401  a fixture
 from graphpact import Lane
 from graphpact.shapes import GraphShape
@@ -123,7 +123,7 @@ def test_registry_and_metadata_allocate_nothing(
     assert not any(taken), taken
 
 
-@pytest.mark.skipif(not COMPILED, reason="compiled kernels need a C++ compiler and ninja")
+@needs_compiled
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
 def test_index_tensors_are_filled_in_place(backend: str, checkpoint: Callable[..., Path]) -> None:
     """With the metadata work before the graph, compiled kernels fill index tensors without new memory."""

@@ -99,11 +99,12 @@ inline int64_t rows_ahead(int64_t k, int64_t columns) {
   return std::max<int64_t>(columns, kAhead / (k * static_cast<int64_t>(sizeof(T))));
 }
 
-// parts[r * C + c] += the products of x[r] and weight[c], each a row of `k` numbers, from `begin` to `end`, which are
-// multiples of the numbers in `kStep<T>`.
+// The numbers that a vector holds.
 template <typename T>
 constexpr int64_t kStep = at::vec::Vectorized<T>::size();
 
+// parts[r * C + c] += the products of x[r] and weight[c], each a row of `k` numbers, from `begin` to `end`, which are
+// multiples of `kStep`.
 template <int64_t R, int64_t C>
 inline void add_products(const float* x, const float* weight, int64_t k, int64_t begin, int64_t end,
                          Vec (&parts)[R * C]) {
@@ -219,7 +220,7 @@ struct Product {
   template <int64_t R, int64_t C>
   void strip(int64_t row, int64_t begin, int64_t end) const {
     const int64_t fits = kChunk / (R * static_cast<int64_t>(sizeof(Input<T>))) / kStep<T> * kStep<T>;
-    const int64_t chunk = k <= fits + fits / 2 ? whole() : fits;
+    const int64_t chunk = k <= fits + fits / 2 ? whole() : fits;  // a short second chunk costs more than it saves
     static thread_local std::vector<Vec> kept;
     if (chunk < whole() && static_cast<int64_t>(kept.size()) < R * (end - begin)) kept.resize(R * (end - begin));
     int64_t from = 0;

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_kernels import COMPILED
+from compiled_kernels import needs_compiled
 from graphpact_cpu_graph import fx_graph, products
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cpu_graph.products import Product
@@ -15,7 +15,7 @@ from graphpact_tape.recorder import RecordedCall
 CPU = torch.device("cpu")
 F32 = torch.float32
 
-pytestmark = pytest.mark.skipif(not COMPILED, reason="compiled kernels need a C++ compiler and ninja")
+pytestmark = needs_compiled
 
 
 @pytest.fixture
