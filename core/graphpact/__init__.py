@@ -17,7 +17,7 @@ _NAMES = {
     "batch": "ForwardBatch ForwardMode",
     "buffers": "CudaGraphBufferRegistry FillContext GraphSlot PaddingPolicy metadata_slot",
     "errors": "GraphpactError",
-    "graphs": "Graph GraphDriver TaskKey",
+    "graphs": "Graph GraphDriver TaskKey declare_kernel",
     "hookspecs": "CONTRACT_VERSION hookimpl hookspec",
     "lane": "Lane PreparedStep",
     "pact": "Pact bounded updated",

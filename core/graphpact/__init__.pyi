@@ -17,7 +17,7 @@ from graphpact.buffers import (
     metadata_slot,
 )
 from graphpact.errors import GraphpactError
-from graphpact.graphs import Graph, GraphDriver, TaskKey
+from graphpact.graphs import Graph, GraphDriver, TaskKey, declare_kernel
 from graphpact.hookspecs import CONTRACT_VERSION, hookimpl, hookspec
 from graphpact.lane import Lane, PreparedStep
 from graphpact.pact import Pact, bounded, updated
@@ -57,6 +57,7 @@ __all__ = [
     "StepOutputs",
     "TaskKey",
     "bounded",
+    "declare_kernel",
     "hookimpl",
     "hookspec",
     "metadata_slot",

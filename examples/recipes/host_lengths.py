@@ -21,6 +21,7 @@ from graphpact import (
     LayerSpec,
     Limits,
     TaskKey,
+    declare_kernel,
     hookimpl,
     metadata_slot,
     updated,
@@ -28,6 +29,7 @@ from graphpact import (
 from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 
 
+@declare_kernel
 @torch.library.custom_op("recipes::attend_lengths", mutates_args=("out",))
 def attend_lengths(
     q: torch.Tensor,

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from graphpact.graphs.kernels import declare_kernel
+
 
 @functools.cache
 def _library(namespace: str) -> torch.library.Library:
@@ -72,7 +74,7 @@ def _declare(schema: str, namespace: str, function: Callable[..., Any] | None = 
         library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{namespace}::{name}", lambda *_: None, lib=library)
     overload: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
-    return overload
+    return declare_kernel(overload)
 
 
 def may_read(tensor: torch.Tensor) -> bool:

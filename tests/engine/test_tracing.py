@@ -8,10 +8,11 @@ import pytest
 import torch
 
 from checkpoints import needs_seam
-from graphpact import ForwardBatch, ForwardMode, LayerSpec
+from graphpact import ForwardBatch, ForwardMode, LayerSpec, declare_kernel
 from graphpact_engine import models
 
 
+@declare_kernel
 @torch.library.custom_op("graphpact_tests::attend_in_a_node", mutates_args=())
 def attend_in_a_node(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scaling: float) -> torch.Tensor:
     """Attend causally over one request; one node in a trace."""

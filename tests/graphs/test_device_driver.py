@@ -17,8 +17,8 @@ from graphpact.errors import CaptureError, ConfigError
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance.drivers.promises import CHECKS
 from graphpact_cuda_graph.driver import DEVICES, Device, DeviceDriver
-from graphpact_tape.host import tensors_of
 from graphpact_tape.nodes import RunAndCopy
+from graphpact_tape.trees import tensors_of
 
 CPU = torch.device("cpu")
 _EMPTY = "The stand-in is empty"
@@ -44,7 +44,7 @@ class _Calls(TorchDispatchMode):
         made = tuple(t if t.untyped_storage()._cdata not in known else None for t in tensors_of(result))
         if any(t is not None for t in made) or func._schema.is_mutable:
             args, kwargs = self.graph.by_value((args, kwargs))
-            self.graph.work.append((RunAndCopy(func, made), args, kwargs))
+            self.graph.work.append((RunAndCopy(func, made, str(func)), args, kwargs))
         return result
 
 

@@ -15,6 +15,7 @@ from compiling import interpret
 from graphpact.errors import CaptureError
 from graphpact.graphs import DeclaredMemory, EagerCall, GraphDriver
 from graphpact_cpu_graph.inductor import InductorDriver
+from graphpact_cpu_graph.pieces import outliving_of, pieces_of
 from graphpact_tape.host import HostMemory, HostReadGuard, storage_id
 from graphpact_tape.recorder import Recorder, Recording, Segment
 from graphpact_tape.tape import TapeDriver
@@ -234,8 +235,8 @@ def test_drivers_record_the_same_work(
 # -- the recording ---------------------------------------------------------------------------------
 
 
-def test_a_recording_tells_what_outlives_each_segment() -> None:
-    """`outliving` has, per segment, the memory that a later segment, an eager call or the outputs read."""
+def test_what_outlives_each_piece_of_a_recording() -> None:
+    """`outliving_of` has, per piece, its memory that a later piece, an eager call or the outputs read."""
     x = torch.ones(2)
     made: dict[str, torch.Tensor] = {}
 
@@ -252,8 +253,9 @@ def test_a_recording_tells_what_outlives_each_segment() -> None:
 
     recording = record(region)
     names = {storage_id(t): name for name, t in made.items()}
-    outliving = [{names[storage] for storage in segment} for segment in recording.outliving()]
-    assert outliving == [{"for the call", "for the last"}, {"returned"}, set()]
+    pieces = pieces_of(recording.parts)
+    outliving = [{names[storage] for storage in piece} for piece in outliving_of(pieces, recording.outputs)]
+    assert outliving == [{"for the call", "for the last"}, set(), {"returned"}, set(), set()]
 
 
 def test_a_recording_has_one_tensor_for_each_place() -> None:

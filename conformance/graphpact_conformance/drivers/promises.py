@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 import torch
 
 from graphpact.errors import CaptureError, EngineError, ReplayError
-from graphpact.graphs import DeclaredMemory, GraphDriver, TaskKey
+from graphpact.graphs import DeclaredMemory, GraphDriver, TaskKey, declare_kernel
 from graphpact_conformance.drivers.requirement import Requirement, expect_equal, expect_error, require
 
 _Keep: TypeAlias = Callable[[GraphDriver], None]
@@ -42,6 +42,7 @@ def _promise(rule: str | None, at: str, fix: str) -> Callable[[_Keep], _Keep]:
     return add
 
 
+@declare_kernel
 @torch.library.custom_op("graphpact_conformance::gather_into", mutates_args=("out",))
 def _gather_into(table: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     """Write the rows of a table into ``out``: an operator that torch does not know."""
@@ -53,6 +54,7 @@ def _(table: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
     del table, rows, out
 
 
+@declare_kernel
 @torch.library.custom_op("graphpact_conformance::weigh_rows", mutates_args=("out",))
 def _weigh_rows(x: torch.Tensor, out: torch.Tensor, weights: list[int]) -> None:
     """Write each row of ``x`` times its weight into ``out``: an operator that takes a list of the host."""

@@ -49,9 +49,9 @@ from graphpact_conformance.subject.under_test import CannotCaptureError, Reporti
 from graphpact_conformance.world.lanes import Case, Config, declares_graphs, support_of
 from graphpact_conformance.world.problems import Drawn, Problem, corner, draw
 from graphpact_tape.guard import is_due
-from graphpact_tape.host import tensors_of
 from graphpact_tape.poison import is_poison
 from graphpact_tape.tape import TapeDriver
+from graphpact_tape.trees import tensors_of
 
 _SUITE = Path(__file__).parents[1]
 _KITS = {SegmentsRunner, *PaddedReferenceBackend.__mro__, *ReferenceRunner.__mro__}

@@ -1,11 +1,13 @@
 """The driver contract: recording a region of work and replaying it.
 
-Helpers for drivers: `EagerCall` is a call between two segments, `Line` names the caller's line.
+Helpers for drivers: `EagerCall` is a call between two segments, `Line` names the caller's line, `is_kernel`
+tells an operator that stands for one kernel.
 
 Does not: choose what is recorded, or find drivers; they are plugins with entry points.
 """
 
 from graphpact.graphs.driver import DeclaredMemory, Event, Graph, GraphDriver, Ownership, Stream, TaskKey
+from graphpact.graphs.kernels import declare_kernel, is_kernel
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 
@@ -19,4 +21,6 @@ __all__ = [
     "Ownership",
     "Stream",
     "TaskKey",
+    "declare_kernel",
+    "is_kernel",
 ]

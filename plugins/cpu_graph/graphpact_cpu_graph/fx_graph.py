@@ -23,8 +23,9 @@ from graphpact_cpu_graph.keys import layout_of
 from graphpact_cpu_graph.opaque import OPAQUE
 from graphpact_cpu_graph.products import product_of
 from graphpact_kernels.compiled import linear
-from graphpact_tape.host import tensors_of, written_by
+from graphpact_tape.operators import written_by
 from graphpact_tape.recorder import RecordedCall, Segment
+from graphpact_tape.trees import tensors_of
 
 Place: TypeAlias = tuple[Any, ...]
 """Address, shape, stride and dtype: tensors of one place are one input."""

@@ -3,6 +3,9 @@
 A replay runs the compiled code: none of the region's Python, and fewer, fused kernels. Its inputs are the
 recorded tensors themselves, written in place. Every replay writes the outputs to the same memory.
 
+A compiler believes the schema of an operator: it drops a call that returns nothing and declares no write. So
+collectives, and operators of other libraries, are called as the tape calls them, between compiled pieces.
+
 Does not: run on a GPU, freeze or pack weights, or detect wrong use (the tape's strict mode does).
 """
 
@@ -23,8 +26,11 @@ from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_cpu_graph.native import compiled
-from graphpact_tape.host import HostMemory, HostReadGuard, tensors_of
-from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
+from graphpact_cpu_graph.pieces import outliving_of, pieces_of
+from graphpact_tape.host import HostMemory, HostReadGuard
+from graphpact_tape.nodes import make_node
+from graphpact_tape.recorder import RecordedCall, Recorder, Recording, RecordingDriver
+from graphpact_tape.trees import tensors_of
 
 __tracebackhide__ = True  # a message names the line of the region
 
@@ -63,14 +69,17 @@ class InductorGraph(Graph):
         self._external = recording.external_tensors()
         kept = tensors_of(self.outputs)
         self._steps: list[Callable[[], object]] = []
-        outliving = iter(recording.outliving())
-        for part in recording.parts:
-            if isinstance(part, EagerCall):
-                self._steps.append(part)
-                kept += tensors_of((part.args, part.result))
-                continue
-            graph = SegmentGraph.of(part, next(outliving))
-            if part.num_nodes:
+        pieces = pieces_of(recording.parts)
+        for piece, outliving in zip(pieces, outliving_of(pieces, recording.outputs), strict=True):
+            if isinstance(piece, EagerCall):
+                self._steps.append(piece)
+                kept += tensors_of((piece.args, piece.result))
+            elif isinstance(piece, RecordedCall):
+                op, args, named = make_node(piece)
+                self._steps.append(functools.partial(op, *args, **named))
+                kept += piece.tensors()
+            elif piece.num_nodes:
+                graph = SegmentGraph.of(piece, outliving)
                 inputs = graph.finish()
                 self._steps.append(_compile(graph, inputs))
                 kept += inputs

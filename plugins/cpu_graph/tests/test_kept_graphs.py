@@ -14,6 +14,7 @@ import torch
 from graphpact_cpu_graph import keys, native
 from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_cpu_graph.inductor import InductorDriver
+from graphpact_cpu_graph.pieces import outliving_of
 from graphpact_kernels.compiled import cache
 from graphpact_tape.host import HostMemory, HostReadGuard
 from graphpact_tape.recorder import Recorder
@@ -117,7 +118,8 @@ def key(fn: Callable[..., Any], *inputs: torch.Tensor) -> str:
     """Return the key of a region."""
     guard = HostReadGuard(HostMemory([]), "while a test records", AssertionError)
     recording = InductorDriver(CPU).record(Recorder(guard), lambda: fn(*inputs))
-    (segment,), (outliving,) = recording.segments, recording.outliving()
+    (segment,) = recording.segments
+    (outliving,) = outliving_of([segment], recording.outputs)
     graph = SegmentGraph.of(segment, outliving)
     return keys.key_of(graph.graph, graph.finish(), native.OPTIONS)
 

@@ -3,7 +3,10 @@
     tape        the driver, fast and strict
     recorder    records dispatched operations for replay
     compiled    refuses compiled code, which a recorder cannot see
+    operators   what a call of an operator does: writes, work, Python implementations
+    collectives the collectives that a tape repeats
     nodes       runs a recorded call again
+    outs        operations whose out-variants compute the same bits
     code        straight-line code of a fast tape
     rewrites    cheaper nodes that write the same bits
     reuse       memory that intermediates of a fast tape share
@@ -13,6 +16,7 @@
     order       streams, events and copies, with a check for missing waits
     host        distinguishes host tensors from device tensors, and refuses host reads
     poison      values for memory that no step may read
+    trees       the tensors in arguments and results
     guard       the strict guard of a lane's hooks and steps
 
 A library for other drivers, the engine and the suite too: its public names may be imported from here.
@@ -21,8 +25,9 @@ Does not: import more than torch and the core.
 """
 
 from graphpact_tape.guard import StrictGuard, is_due
-from graphpact_tape.host import HostMemory, HostReadGuard, WeakTensor, tensors_of, written_by
+from graphpact_tape.host import HostMemory, HostReadGuard, WeakTensor
 from graphpact_tape.nodes import RunAndCopy, make_node
+from graphpact_tape.operators import written_by
 from graphpact_tape.order import Order, TapeEvent, TapeStream
 from graphpact_tape.poison import is_poison, poison, poison_of
 from graphpact_tape.recorder import RecordedCall, Recorder, Recording, Segment
@@ -30,6 +35,7 @@ from graphpact_tape.strict import StrictRecorder, StrictTape
 from graphpact_tape.tape import Tape, TapeDriver
 from graphpact_tape.tasks import GraphTasks, RecordedTask, TaskTable
 from graphpact_tape.trace import TracedCall, TraceDifference, first_difference
+from graphpact_tape.trees import tensors_of
 
 __all__ = [
     "GraphTasks",

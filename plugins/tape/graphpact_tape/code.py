@@ -25,8 +25,9 @@ from typing import Any
 
 import torch
 
-from graphpact_tape.host import DispatchMode, leaves_of, tensors_of, written_by
+from graphpact_tape.host import DispatchMode
 from graphpact_tape.nodes import Node
+from graphpact_tape.trees import leaves_of, tensors_of
 
 __tracebackhide__ = True
 
@@ -152,8 +153,13 @@ class _Trial(DispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         self._dispatched.append((func, args, kwargs or {}))
-        written = written_by(func, args, kwargs or {})
-        return written[0] if len(written) == 1 else tuple(written)
+        marked = [  # what it returns, by its schema
+            tensors_of(args[at] if at < len(args) else (kwargs or {}).get(a.name))
+            for at, a in enumerate(func._schema.arguments)  # noqa: SLF001  no public way
+            if a.alias_info is not None and a.alias_info.is_write
+        ]
+        results = [t for tensors in marked for t in tensors]
+        return results[0] if len(results) == 1 else tuple(results)
 
 
 def _normal(node: Node) -> list[Any]:

@@ -25,8 +25,8 @@ from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
 from graphpact.step import StepOutputs
 from graphpact.tensors import storage_id
-from graphpact_tape.host import tensors_of
 from graphpact_tape.poison import is_poison, poison
+from graphpact_tape.trees import tensors_of
 
 _Around = Generator[None, Any, Any]
 _ROWS = {"bs": "request", "tokens": "token", "none": "row"}

@@ -16,21 +16,22 @@ Does not: record anything, or see a read that bypasses torch (a raw pointer, a s
 
 import abc
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from typing import Any
 
 import torch
+from torch._ops import HigherOrderOperator
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils import _pytree as pytree
 from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphpact.errors import ContractError
 from graphpact.graphs.lines import Line
 from graphpact.tensors import extent_of, storage_id
-from graphpact_tape.tasks import RecordedTask
+from graphpact_tape.operators import python_implementation, written_by
+from graphpact_tape.trees import tensors_of
 
 __tracebackhide__ = True
 
@@ -78,50 +79,6 @@ _FACTORIES = frozenset(
 )
 _FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _FROM_MEMORY = frozenset({torch.from_numpy, torch.frombuffer, torch.from_file})
-
-# Arguments of operators are mostly tensors, numbers, and tuples and lists of them. Captures take a third less
-# time if these are walked here; torch's pytree walks every other type.
-_NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
-
-
-def leaves_of(tree: Any) -> list[Any]:
-    """Return the leaves of a tree of containers, in order: tensors, and values of other types."""
-    kind = type(tree)
-    if kind is dict:
-        parts = tree.values()
-    elif kind is tuple or kind is list:
-        parts = tree
-    else:
-        is_leaf = isinstance(tree, torch.Tensor) or kind in _NO_CONTAINERS
-        return [tree] if is_leaf else list(pytree.tree_leaves(tree))
-    found: list[Any] = []
-    for part in parts:
-        if isinstance(part, torch.Tensor) or type(part) in _NO_CONTAINERS:  # most are; a call costs more
-            found.append(part)
-        else:
-            found += leaves_of(part)
-    return found
-
-
-def tensors_of(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in a tree of containers, in order."""
-    if isinstance(tree, torch.Tensor):
-        return [tree]
-    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
-    """Return a copy of a tree of containers, with ``fn(tensor)`` for each tensor."""
-    if isinstance(tree, torch.Tensor):
-        return fn(tree)
-    kind = type(tree)
-    if kind in _NO_CONTAINERS:
-        return tree
-    if kind is tuple or kind is list:
-        return kind([p if type(p) in _NO_CONTAINERS else map_tensors(fn, p) for p in tree])
-    if kind is dict:
-        return {name: map_tensors(fn, part) for name, part in tree.items()}
-    return pytree.tree_map_only(torch.Tensor, fn, tree)
 
 
 class WeakTensor:
@@ -223,21 +180,6 @@ def _has_mask(indices: Any) -> bool:
     return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_of(indices))
 
 
-def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among the arguments that ``func`` writes, by its schema."""
-    written: list[torch.Tensor] = []
-    for at, name in _written_arguments(func.operator if isinstance(func, RecordedTask) else func):
-        written += tensors_of(args[at] if at < len(args) else kwargs.get(name))
-    return written
-
-
-@cache
-def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return index and name of each argument that ``func`` writes."""
-    arguments = enumerate(func._schema.arguments)  # noqa: SLF001  no public way
-    return tuple((at, a.name) for at, a in arguments if a.alias_info is not None and a.alias_info.is_write)
-
-
 def _is_placed(kwargs: dict[str, Any]) -> bool:
     """Return whether a call has a device for the tensor that it makes."""
     return kwargs.get("device") is not None or _has_default_device()
@@ -275,6 +217,7 @@ class HostReadGuard(TorchFunctionMode):
         self.refused: ContractError | None = None
         self.paused = False
         self.copying = False
+        self._operators: list[str] = []  # those with a Python implementation that run now
 
     def __torch_function__(
         self,
@@ -354,11 +297,26 @@ class HostReadGuard(TorchFunctionMode):
 
     def host_read(self, what: str) -> ContractError:
         """Return the error for a host read by ``what``."""
-        return self.refusal(
-            f"{what} needs a tensor's contents on the host",
+        hint = (
             "a graph replays device work only: keep the value in a tensor, or pass a host number that"
-            " is fixed for the shape; declared host tensors may be read",
+            " is fixed for the shape; declared host tensors may be read"
         )
+        if self._operators:
+            hint += (
+                f"; the Python implementation of {self._operators[-1]} reads it: if it models one kernel,"
+                " declare that with graphpact.declare_kernel"
+            )
+        return self.refusal(f"{what} needs a tensor's contents on the host", hint)
+
+    @contextlib.contextmanager
+    def inside(self, func: Any) -> Iterator[None]:
+        """Be active in the Python implementation of ``func``; torch leaves modes to call an operator."""
+        self._operators.append(str(func))
+        try:
+            with self:
+                yield
+        finally:
+            self._operators.pop()
 
 
 class DispatchMode(TorchDispatchMode):
@@ -373,9 +331,14 @@ class DispatchMode(TorchDispatchMode):
 class Watcher(DispatchMode, abc.ABC):
     """A dispatch mode that refuses host reads and host-device copies, and `perform`s all other device work.
 
+    An operator with a Python implementation is a part of the program, as the function that calls it: the
+    operations that it calls are performed. One that is declared to stand for a kernel is performed itself.
+
     Args:
         guard: The function mode that is active together with it.
     """
+
+    supports_higher_order_operators = True  # it refuses them
 
     def __init__(self, guard: HostReadGuard) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -399,6 +362,9 @@ class Watcher(DispatchMode, abc.ABC):
         # torch.tensor() ends with a detach_.
         if self.guard.paused or func is _aten.detach_.default:
             return func(*args, **kwargs)
+        if types:  # a subclass of torch's tensor: it calls operations on its parts, which come here
+            return NotImplemented
+        self._check_kind(func)
         given = tensors_of((args, kwargs))
         on_host = [t for t in given if t in self.host]
         if self._is_host_work(func, given, on_host):
@@ -411,6 +377,10 @@ class Watcher(DispatchMode, abc.ABC):
             # Decompose it; the parts are dispatched here again.
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)  # noqa: SLF001  no public name
+        implementation = python_implementation(func, given)
+        if implementation is not None:
+            with self.guard.inside(func), self:
+                return implementation(*args, **kwargs)
         if func in _INDEX_PUTS:
             self._check_index_put(func, args)
         elif func in _MASKED_FILLS and not self.host.is_number(args[2]):
@@ -418,6 +388,13 @@ class Watcher(DispatchMode, abc.ABC):
         if on_host:
             self._check_traffic(func, args, kwargs, len(given), on_host)
         return self.perform(func, args, kwargs, given)
+
+    def _check_kind(self, func: Any) -> None:
+        if isinstance(func, HigherOrderOperator):
+            raise self.guard.refusal(
+                f"{func.name()} is called, an operator that takes functions,",
+                "call in the region the function that it would call",
+            )
 
     def _is_host_work(self, func: Any, given: list[torch.Tensor], on_host: list[torch.Tensor]) -> bool:
         if not given:

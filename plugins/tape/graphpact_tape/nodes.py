@@ -2,21 +2,27 @@
 
 - An operation that writes its arguments is run unchanged.
 - A copy (``clone``, ``_to_copy``) is run as ``copy_``: its out-variant copies twice.
-- An operation that makes new tensors is run as its out-variant, into the recorded tensors. If its schema has
-  no out-variant, the operation is run and its results are copied into the recorded tensors.
+- An operation that makes new tensors is run as its out-variant, into the recorded tensors, if that is known
+  to compute the same bits: see `graphpact_tape.outs`. Else the operation is run and its results are copied
+  into the recorded tensors.
+- A collective is run, and waited for.
 
 Does not: record, or decide which calls a replay has to run; `graphpact_tape.recorder` does.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any, TypeAlias
 
 import torch
 
-from graphpact_tape.host import tensors_of
+from graphpact.errors import ReplayError
+from graphpact.tensors import storage_id
+from graphpact_tape.collectives import is_collective, run_and_wait
+from graphpact_tape.outs import EQUAL_OUTS
 from graphpact_tape.recorder import RecordedCall
+from graphpact_tape.trees import tensors_of
 from graphpact_tape.writes import write
 
 __tracebackhide__ = True
@@ -44,24 +50,29 @@ def repeat(call: RecordedCall) -> Node:
     The operation is an overload, a `RecordedTask` or a `RunAndCopy`.
     """
     op, args, kwargs = call.op, call.args, call.kwargs
+    if is_collective(op):
+        return RunAndCopy(partial(run_and_wait, op), call.made, str(op)), args, kwargs
     outputs = [t for t in call.made if t is not None]
     writes_arguments = op._schema.is_mutable  # noqa: SLF001
     if writes_arguments and not outputs:
         return op, args, kwargs
     if op in _COPIES:
         return _aten.copy_.default, (outputs[0], args[0]), {}
-    variant = None if writes_arguments or len(outputs) < len(call.made) else _out_variant(op)
-    if variant is None or len(variant[1]) != len(outputs):
-        return RunAndCopy(op._op, call.made), args, kwargs  # noqa: SLF001
-    overload, names, taken = variant
+    if op not in EQUAL_OUTS:
+        return RunAndCopy(op._op, call.made, str(op)), args, kwargs  # noqa: SLF001
+    overload, names, taken = out_variant(op)
     kept = {name: value for name, value in kwargs.items() if name in taken}
     into = dict(zip(names, outputs, strict=True))
     return overload, args, {**kept, **into}
 
 
 @cache
-def _out_variant(func: Any) -> tuple[Any, list[str], set[str]] | None:
-    """Return the out-variant of ``func``, the names of its output arguments, and of all; or None."""
+def out_variant(func: Any) -> tuple[Any, list[str], set[str]]:
+    """Return the out-variant of ``func``, the names of its output arguments, and of all.
+
+    Raises:
+        LookupError: It has none.
+    """
     wanted = {a.name: str(a.type) for a in func._schema.arguments}  # noqa: SLF001  no public way
     bare = {n: t for n, t in wanted.items() if n not in _OUTPUT_OPTIONS}
     packet = func.overloadpacket
@@ -71,14 +82,12 @@ def _out_variant(func: Any) -> tuple[Any, list[str], set[str]] | None:
         rest: dict[str, str] = {}
         for a in candidate._schema.arguments:  # noqa: SLF001
             if a.kwarg_only and a.alias_info is not None and a.alias_info.is_write:
-                if str(a.type) != "Tensor":
-                    break  # operations with a list of outputs are run and copied
                 outs.append(a.name)
             else:
                 rest[a.name] = str(a.type)
         if len(outs) == len(func._schema.returns) and outs and rest in (wanted, bare):  # noqa: SLF001
             return candidate, outs, {a.name for a in candidate._schema.arguments}  # noqa: SLF001
-    return None
+    raise LookupError(f"{func} has no out-variant with its arguments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,10 +97,12 @@ class RunAndCopy:
     Args:
         op: The operation.
         outputs: As `RecordedCall.made`: None for a result in the memory of an argument.
+        name: Its name, for messages.
     """
 
     op: Callable[..., Any]
     outputs: tuple[torch.Tensor | None, ...]
+    name: str
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
         """Run the operation on these arguments."""
@@ -99,3 +110,9 @@ class RunAndCopy:
         for target, new in zip(self.outputs, results, strict=True):
             if target is not None:
                 write(target, new)
+            elif storage_id(new) not in {storage_id(t) for t in tensors_of((args, kwargs))}:
+                raise ReplayError(
+                    f"{self.name} returned an argument at capture and new memory now",
+                    hint="an operator of a graph returns new memory always, or never",
+                    rule="GP01",
+                )

@@ -8,7 +8,9 @@ rules are the same for both:
 - Host numbers that a device operation takes are kept by value. Containers are copied.
 - An operation on host tensors alone is host work. A replay does not repeat it.
 - A composite operation (``linear``, ``reshape``) is recorded as the operations that it calls, so that a host
-  read inside it is seen.
+  read inside it is seen. So is an operator with a Python implementation, which a replay would not repeat.
+- A call counts as work unless it is known to do none. Schemas of others do not declare every write.
+- Collectives are work, and waited for. Point-to-point transfers are refused.
 - A constant made from Python numbers is restored in every replay, as a clone of a copy that is kept.
 - Uninitialised memory (``empty``) is memory of the graph. It is recorded, with no work to repeat.
 - A tensor that the region made may change its shape in place. That is no work: calls before and after it hold
@@ -29,34 +31,25 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphpact.graphs.driver import GraphDriver, TaskKey
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
+from graphpact_tape.collectives import is_collective, is_repeated
 from graphpact_tape.compiled import compiled_code_refused
-from graphpact_tape.host import HostReadGuard, Watcher, map_tensors, modes_left, tensors_of
+from graphpact_tape.host import HostReadGuard, Watcher, modes_left
+from graphpact_tape.operators import is_work
 from graphpact_tape.tasks import RULE, GraphTasks, RecordedTask
 from graphpact_tape.trace import TracedCall
+from graphpact_tape.trees import map_tensors, tensors_of
 
 __tracebackhide__ = True  # a message names the line of the region
 
 Place: TypeAlias = tuple[Any, ...]
 
 _aten = torch.ops.aten
-
-UNINITIALISED = frozenset(
-    getattr(_aten, name)
-    for name in (
-        "empty",
-        "empty_like",
-        "empty_permuted",
-        "empty_strided",
-        "new_empty",
-        "new_empty_strided",
-    )
-)
-"""Operations that return uninitialised memory; a replay need not run them."""
 
 _RESIZES = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
 
@@ -75,7 +68,7 @@ class RecordedCall:
         result: Its result.
         made: For each tensor in the result, in order: the tensor if it has new memory, else None.
         line: The caller's line.
-        is_work: Whether a replay has to repeat the call: it computes or writes. Views and ``empty`` do not.
+        is_work: Whether a replay has to repeat the call; it need not for views and ``empty``.
     """
 
     op: Any
@@ -163,22 +156,6 @@ class Recording:
         used = {storage_id(t) for t in self.tensors()}
         return {storage: memory for storage, memory in self.own.items() if storage in used}
 
-    def outliving(self) -> list[set[int]]:
-        """Return, for each segment, the storages that it allocated and that are read after it.
-
-        Reads after a segment are those of later segments, of eager calls, and of the region's outputs.
-        """
-        read = {storage_id(t) for t in tensors_of(self.outputs)}
-        found: list[set[int]] = []
-        for part in reversed(self.parts):
-            if isinstance(part, EagerCall):
-                read |= {storage_id(t) for t in tensors_of(part.args)}
-                continue
-            made = {storage_id(t) for call in part.calls for t in tensors_of(call.made)}
-            found.append(made & read)
-            read |= {storage_id(t) for call in part.calls for t in call.tensors()}
-        return found[::-1]
-
 
 class Recorder(Watcher):
     """A dispatch mode that records the operations of one region, by the rules of this module.
@@ -218,7 +195,7 @@ class Recorder(Watcher):
             CaptureError: The region did something that a graph cannot record, even if it caught the error.
         """
         with driver.recorded_run(), compiled_code_refused(self.guard), self.guard, self:
-            outputs = fn()
+            outputs = map_tensors(self._plain, fn())
         # The region caught the error, but a capture does not recover.
         if self.guard.refused is not None:
             raise self.guard.refused
@@ -242,6 +219,12 @@ class Recorder(Watcher):
         if torch.Tag.inplace_view in func.tags:
             self._check_reshape(func, args[0])
             return func(*args, **kwargs)
+        if is_collective(func) and not is_repeated(func):
+            raise self.guard.refusal(
+                f"{func} is called",
+                "a graph repeats collectives, and waits for each: move point-to-point transfers and barriers"
+                " out of the region, or between its segments by driver.eager_call()",
+            )
         if func is _aten.lift_fresh.default:
             result = func(*args, **kwargs)
             constant = self.constant(result)
@@ -348,6 +331,17 @@ class Recorder(Watcher):
 
     # -- internal --------------------------------------------------------------------------------
 
+    def _plain(self, output: torch.Tensor) -> torch.Tensor:
+        """Return an output of the region as a tensor of torch's own class: of a collective, waited for."""
+        wait = getattr(output, "wait", None)
+        plain = output if wait is None else wait()
+        if is_traceable_wrapper_subclass(plain):
+            raise self.guard.refusal(
+                f"a {type(plain).__name__} is returned",
+                "a graph's outputs are memory: return the tensors inside it, such as its local tensor",
+            )
+        return plain
+
     def _check_reshape(self, func: Any, tensor: torch.Tensor) -> None:
         """Refuse a change of shape in place that resizes memory, or of a tensor from outside the region."""
         if func.overloadpacket in _RESIZES or storage_id(tensor) not in self.allocated:
@@ -368,10 +362,9 @@ class Recorder(Watcher):
         made = tuple(t if storage_id(t) not in storages else None for t in tensors_of(result))
         new = [t for t in made if t is not None]
         self.allocates(new)
-        writes = func._schema.is_mutable  # noqa: SLF001  no public way
-        is_work = (bool(new) or writes) and func.overloadpacket not in UNINITIALISED
-        if is_work or not self._work_only:
-            self.add(RecordedCall(func, args, kwargs, result, made, self.line, is_work))
+        repeated = is_work(func, allocates=bool(new))
+        if repeated or not self._work_only:
+            self.add(RecordedCall(func, args, kwargs, result, made, self.line, repeated))
 
 
 class RecordingDriver(GraphDriver):

@@ -12,15 +12,16 @@ Does not: reuse memory between tapes, or in strict mode, which poisons the memor
 
 import bisect
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
-from graphpact_tape.host import map_tensors, tensors_of
 from graphpact_tape.nodes import Node, RunAndCopy
 from graphpact_tape.recorder import Recording
 from graphpact_tape.rewrites import memory_of, memory_written_by
+from graphpact_tape.trees import map_tensors, tensors_of
 
 __tracebackhide__ = True
 
@@ -89,7 +90,7 @@ def in_shared_memory(
             placed.append((op, args, kwargs))
             continue
         if isinstance(op, RunAndCopy):
-            op = RunAndCopy(op.op, map_tensors(at_home, op.outputs))  # noqa: PLW2901
+            op = replace(op, outputs=map_tensors(at_home, op.outputs))  # noqa: PLW2901
         placed.append((op, *map_tensors(at_home, (args, kwargs))))
     return placed
 

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from graphpact.tensors import storage_id
-from graphpact_tape.host import tensors_of, written_by
 from graphpact_tape.nodes import Node, RunAndCopy
+from graphpact_tape.operators import written_by
+from graphpact_tape.trees import tensors_of
 
 __tracebackhide__ = True
 

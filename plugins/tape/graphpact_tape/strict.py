@@ -36,14 +36,12 @@ from graphpact_tape.host import (
     Watcher,
     WeakTensor,
     followed,
-    tensors_of,
-    written_by,
 )
 from graphpact_tape.nodes import make_node
+from graphpact_tape.operators import UNINITIALISED, Contents, may_hide_writes, whole, written_by
 from graphpact_tape.order import Order
 from graphpact_tape.poison import poison, poison_of
 from graphpact_tape.recorder import (
-    UNINITIALISED,
     Place,
     RecordedCall,
     Recorder,
@@ -51,6 +49,7 @@ from graphpact_tape.recorder import (
     place_of,
 )
 from graphpact_tape.tasks import TaskTable
+from graphpact_tape.trees import tensors_of
 from graphpact_tape.writes import write
 
 __tracebackhide__ = True
@@ -205,9 +204,11 @@ class StrictRecorder(Recorder):
         written = written_by(func, args, kwargs)
         for tensor in written:
             if not self.owns(tensor):
-                self._check_write(func, tensor)
+                self._check_write(f"{func} writes", tensor)
         self._check_owner(func, given)
+        contents = Contents(given if may_hide_writes(func) else ())
         result = super().recorded(func, args, kwargs, given)
+        written += self._hidden_writes(func, given, written, contents.changed())
         if self.guard.copying:
             self.copied.append((self.borrow(args[1]), self.line))
         self.shared.order.operation(func, given, written, result, self.line, CaptureError)
@@ -240,7 +241,7 @@ class StrictRecorder(Recorder):
         tensors = list(tensors)
         super().allocates(tensors)
         for t in tensors:
-            self.pool.setdefault(storage_id(t), _whole(t.untyped_storage(), t.dtype, t.device))
+            self.pool.setdefault(storage_id(t), whole(t.untyped_storage(), t.dtype, t.device))
 
     def borrow(self, tensor: torch.Tensor, first_use: str | None = None) -> int:
         """Return the index of the external tensor ``tensor``; add it if it is new.
@@ -261,20 +262,52 @@ class StrictRecorder(Recorder):
         storage = storage_id(tensor)
         return storage in self.allocated or storage in self.constants or storage in self.results
 
-    def _check_write(self, func: Any, tensor: torch.Tensor) -> None:
+    def _hidden_writes(
+        self,
+        func: Any,
+        given: list[torch.Tensor],
+        written: list[torch.Tensor],
+        changed: dict[int, torch.Tensor],
+    ) -> list[torch.Tensor]:
+        """Return the arguments that ``func`` wrote although its schema does not say so, with the same checks.
+
+        Args:
+            func: The operation, which has run.
+            given: The tensors among its arguments.
+            written: Those that it is known to write.
+            changed: The former contents of the storages that it changed.
+        """
+        known = {storage_id(t) for t in written}
+        hidden = [t for t in given if storage_id(t) in changed and storage_id(t) not in known]
+        for tensor in hidden:
+            if not self.owns(tensor):
+                self._check_write(f"{func}, whose schema does not declare it, writes", tensor, changed)
+        return hidden
+
+    def _check_write(
+        self, what: str, tensor: torch.Tensor, before: Mapping[int, torch.Tensor] | None = None
+    ) -> None:
+        """Refuse a write to external memory that is not declared, and note how to undo one that is.
+
+        Args:
+            what: Who writes, for messages.
+            tensor: The memory.
+            before: The contents of storages before the write, as bytes, if it has happened.
+        """
         storage = storage_id(tensor)
         self.changed.add(self.borrow(tensor))
         if self._writable and storage not in self._writable:
             name = self.memory.name_of(tensor) or f"a tensor of {tensor.dtype} {tuple(tensor.shape)}"
             raise self.guard.refusal(
-                f"{func} writes {name}, which is not declared as written,",
+                f"{what} {name}, which is not declared as written,",
                 "a graph may write slots of its registry, the KV cache, and memory that it allocates: make"
                 " this memory a slot, of another role than constant",
                 "GP19",
             )
         if storage not in self._undo:
-            memory = _whole(tensor.untyped_storage(), torch.uint8, tensor.device)
-            self._undo[storage] = WeakTensor(memory), memory.clone()
+            memory = whole(tensor.untyped_storage(), torch.uint8, tensor.device)
+            contents = memory.clone() if before is None else before[storage]
+            self._undo[storage] = WeakTensor(memory), contents
 
     def _check_owner(self, func: Any, tensors: list[torch.Tensor]) -> None:
         for tensor in tensors:
@@ -285,12 +318,6 @@ class StrictRecorder(Recorder):
                     " share before the first capture, or copy outputs out",
                     "GP15",
                 )
-
-
-def _whole(storage: torch.UntypedStorage, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Return all of ``storage`` as one flat tensor."""
-    flat = torch.empty(0, dtype=dtype, device=device)
-    return flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))
 
 
 class StrictTape(Graph):

@@ -23,13 +23,14 @@ from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_tape.code import Code
 from graphpact_tape.guard import StrictGuard
-from graphpact_tape.host import HostMemory, HostReadGuard, tensors_of
+from graphpact_tape.host import HostMemory, HostReadGuard
 from graphpact_tape.nodes import Node, repeat
 from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
 from graphpact_tape.reuse import in_shared_memory, private_memory
 from graphpact_tape.rewrites import memory_of, rewritten
 from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape
 from graphpact_tape.tasks import RULE, TaskTable
+from graphpact_tape.trees import tensors_of
 
 __tracebackhide__ = True
 

@@ -74,6 +74,11 @@ class RecordedTask:
         return f"task {self.key.layer!r} of {self.key.graph} ({self.operator})"
 
 
+def operator_of(func: Any) -> Any:
+    """Return the operator of a recorded call: of a task its own, else ``func``."""
+    return func.operator if isinstance(func, RecordedTask) else func
+
+
 def by_value(value: Any) -> Any:
     """Return a copy of a host argument: a number, a list or tuple of numbers, or a host tensor.
 

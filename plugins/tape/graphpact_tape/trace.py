@@ -13,7 +13,8 @@ import torch
 
 from graphpact.graphs.lines import Line
 from graphpact.pact import is_readable
-from graphpact_tape.host import leaves_of
+from graphpact_tape.collectives import described
+from graphpact_tape.trees import leaves_of
 
 __tracebackhide__ = True
 
@@ -26,7 +27,8 @@ class TracedCall(NamedTuple):
 
     Args:
         op: Its name, with the overload.
-        arguments: Its arguments, flattened: dtype, shape and stride of a tensor, else the value.
+        arguments: Its arguments, flattened: dtype, shape and stride of a tensor, the name of a process group
+            or of a reduction, else the value.
         line: The caller's line.
     """
 
@@ -38,7 +40,9 @@ class TracedCall(NamedTuple):
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], line: Line) -> "TracedCall":
         """Return the trace of a call at the caller's ``line``."""
         described = tuple(
-            (str(leaf.dtype), tuple(leaf.shape), leaf.stride()) if isinstance(leaf, torch.Tensor) else leaf
+            (str(leaf.dtype), tuple(leaf.shape), leaf.stride())
+            if isinstance(leaf, torch.Tensor)
+            else described(leaf)
             for leaf in leaves_of((args, kwargs))
         )
         return cls(str(func), described, line)

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpact.errors import CaptureError, ContractError, ReplayError
-from graphpact.graphs import DeclaredMemory, Graph, GraphDriver, TaskKey
+from graphpact.graphs import DeclaredMemory, Graph, GraphDriver, TaskKey, declare_kernel
 from graphpact_tape.host import HostMemory, HostReadGuard
 from graphpact_tape.recorder import Recorder, RecordingDriver
 from graphpact_tape.tape import Tape, TapeDriver
@@ -20,6 +20,7 @@ CPU = torch.device("cpu")
 ROWS = 3
 
 
+@declare_kernel
 @torch.library.custom_op("graphpact_tests::weigh", mutates_args=("out",))
 def weigh(
     x: torch.Tensor,
@@ -33,6 +34,7 @@ def weigh(
     out.copy_(x * torch.tensor(weights, device=x.device)[:, None] + shift + more)
 
 
+@declare_kernel
 @torch.library.custom_op("graphpact_tests::weighed", mutates_args=())
 def weighed(x: torch.Tensor, weights: list[int]) -> torch.Tensor:
     """Return new memory."""

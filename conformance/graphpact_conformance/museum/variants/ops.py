@@ -11,6 +11,7 @@ import torch
 from graphpact.attention import Buffers, LayerSpec, Limits
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot, metadata_slot
+from graphpact.graphs import declare_kernel
 from graphpact.shapes import GraphShape
 from graphpact_conformance.museum.exhibit import Variant
 from graphpact_conformance.museum.variants.attention import (
@@ -25,6 +26,7 @@ CHUNK = 16
 """Keys of a chunk, the unit of work."""
 
 
+@declare_kernel
 @torch.library.custom_op("graphpact_museum::write_kv", mutates_args=("k_cache", "v_cache"))
 def _write_kv(
     k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
@@ -35,6 +37,7 @@ def _write_kv(
     v_cache[slots[is_live]] = v[is_live]
 
 
+@declare_kernel
 @torch.library.custom_op("graphpact_museum::plan", mutates_args=("work",))
 def _plan(lens: torch.Tensor, work: torch.Tensor) -> None:
     """List the chunks of all requests, longest requests first, as pairs of request and chunk; then -1."""
@@ -44,6 +47,7 @@ def _plan(lens: torch.Tensor, work: torch.Tensor) -> None:
     work[: len(listed)] = torch.tensor(listed, dtype=work.dtype).view(-1, 2)
 
 
+@declare_kernel
 @torch.library.custom_op("graphpact_museum::seen", mutates_args=("seen",))
 def _seen(lens: torch.Tensor, work: torch.Tensor, seen: torch.Tensor) -> None:
     """Mark the keys of the listed chunks, as far as requests are long."""

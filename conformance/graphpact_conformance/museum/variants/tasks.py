@@ -13,7 +13,7 @@ import torch
 from graphpact.attention import Buffers, LayerSpec, Limits
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot
-from graphpact.graphs import Stream, TaskKey
+from graphpact.graphs import Stream, TaskKey, declare_kernel
 from graphpact.hookspecs import hookimpl
 from graphpact.pact import updated
 from graphpact.shapes import GraphShape
@@ -27,6 +27,7 @@ from graphpact_conformance.museum.variants.attention import (
 )
 
 
+@declare_kernel
 @torch.library.custom_op("graphpact_museum::attend_spans", mutates_args=("out",))
 def attend_spans(
     q: torch.Tensor,
@@ -145,6 +146,7 @@ class _OnAStream(TaskBackend):
         main.wait_stream(self.side)
 
 
+@declare_kernel
 @torch.library.custom_op("graphpact_museum::attend_ends", mutates_args=("out",))
 def attend_ends(
     q: torch.Tensor,

@@ -1,0 +1,50 @@
+"""`declare_kernel`: an operator that stands for one kernel although its implementation is Python.
+
+A driver that records dispatched operators has to know what an operator with a Python implementation is. An
+engine's custom operator is a part of the program: its Python runs at capture and not at replay, so what it
+calls is recorded. A model of a kernel is one kernel launch: it may read the contents of its arguments, and
+runs at every replay. Only its author knows which of the two it is.
+
+Does not: define an operator, or decide what a driver records.
+"""
+
+from typing import Any, TypeVar
+
+import torch
+from torch._library.custom_ops import CustomOpDef
+
+_Operator = TypeVar("_Operator")
+
+_declared: set[str] = set()  # names, as "namespace::name"
+
+
+def declare_kernel(op: _Operator) -> _Operator:
+    """Declare that an operator stands for one kernel, and return it: also a decorator.
+
+    Its implementation has to be a function of its arguments alone, as a kernel is: a replay runs it again, so
+    what it would read of Python's state is that of the replay. An operator whose implementation is compiled
+    needs no declaration.
+
+    Args:
+        op: An operator of ``torch.library``: a function that ``custom_op`` returned, or one of ``torch.ops``.
+
+    Raises:
+        TypeError: It is no operator.
+    """
+    _declared.add(_name_of(op))
+    return op
+
+
+def is_kernel(op: Any) -> bool:
+    """Return whether `declare_kernel` was called with the operator ``op``."""
+    return _name_of(op) in _declared
+
+
+def _name_of(op: Any) -> str:
+    if isinstance(op, CustomOpDef):
+        return op._qualname  # noqa: SLF001  no public way
+    if isinstance(op, torch._ops.OpOverload):  # noqa: SLF001  no public name
+        op = op.overloadpacket
+    if isinstance(op, torch._ops.OpOverloadPacket):  # noqa: SLF001  no public name
+        return str(op._qualified_op_name)  # noqa: SLF001  no public way
+    raise TypeError(f"{op!r} is no operator of torch: define it with torch.library")

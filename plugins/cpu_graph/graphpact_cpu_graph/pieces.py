@@ -1,0 +1,62 @@
+"""The pieces of a recording that a compiler takes, and the calls between them.
+
+Does not: compile, or call anything.
+"""
+
+from collections.abc import Sequence
+from typing import Any, TypeAlias
+
+from graphpact.graphs.segments import EagerCall
+from graphpact.tensors import storage_id
+from graphpact_tape.collectives import is_collective
+from graphpact_tape.operators import may_hide_writes
+from graphpact_tape.recorder import RecordedCall, Segment
+from graphpact_tape.trees import tensors_of
+
+Piece: TypeAlias = Segment | RecordedCall | EagerCall
+"""A segment that is compiled, a recorded call that is made as it is, or an eager call."""
+
+
+def pieces_of(parts: Sequence[Segment | EagerCall]) -> list[Piece]:
+    """Return the parts of a recording with each segment split at calls whose schemas may hide writes."""
+    pieces: list[Piece] = []
+    for part in parts:
+        if isinstance(part, EagerCall):
+            pieces.append(part)
+            continue
+        piece = Segment()
+        for call in part.calls:
+            if _is_compiled(call):
+                piece.calls.append(call)
+            else:
+                pieces += [piece, call]
+                piece = Segment()
+        pieces.append(piece)
+    return pieces
+
+
+def outliving_of(pieces: Sequence[Piece], outputs: Any) -> list[set[int]]:
+    """Return, for each piece, the storages that it allocated and that are read after it.
+
+    Args:
+        pieces: The pieces of a recording, in order.
+        outputs: The outputs of the region, which are read after all of them.
+    """
+    read = {storage_id(t) for t in tensors_of(outputs)}
+    found: list[set[int]] = []
+    for piece in reversed(pieces):
+        calls = piece.calls if isinstance(piece, Segment) else []
+        made = {storage_id(t) for call in calls for t in tensors_of(call.made)}
+        found.append(made & read)
+        if isinstance(piece, Segment):
+            used = [t for call in piece.calls for t in call.tensors()]
+        else:
+            used = piece.tensors() if isinstance(piece, RecordedCall) else tensors_of(piece.args)
+        read |= {storage_id(t) for t in used}
+    return found[::-1]
+
+
+def _is_compiled(call: RecordedCall) -> bool:
+    """Return whether a compiler may believe the schema of the operator: it is torch's or graphpact's."""
+    is_ours = call.op.namespace.startswith("graphpact")
+    return not is_collective(call.op) and (is_ours or not may_hide_writes(call.op))

@@ -1,0 +1,110 @@
+"""Collectives of ``torch.distributed`` in a region: which ones a tape repeats, what they write, how it waits.
+
+Their schemas tell little: those of ``c10d`` declare no write and return an object to wait for; those of
+``_c10d_functional`` return memory that is complete only after a wait, which is another call. A replay issues
+each collective in recorded order, on the recorded tensors and in the recorded group, and waits for it at
+once. So all ranks have to replay graphs with the same collectives, in the same order.
+
+Point-to-point transfers and barriers are refused. A wait for a receive at once may wait for a send that this
+rank makes later, and a barrier makes the host wait.
+
+Does not: choose a backend, or check that the ranks agree: one that does not take part makes the others wait
+until their group's timeout.
+"""
+
+from typing import Any
+
+import torch
+
+from graphpact.errors import ReplayError
+from graphpact_tape.tasks import operator_of
+from graphpact_tape.trees import tensors_of
+
+__tracebackhide__ = True
+
+WRITTEN: dict[str, tuple[str, ...]] = {
+    "c10d::allreduce_": ("tensors",),
+    "c10d::allreduce_coalesced_": ("tensors",),
+    "c10d::broadcast_": ("tensors",),
+    "c10d::reduce_": ("tensors",),
+    "c10d::allgather_": ("output_tensors",),
+    "c10d::allgather_coalesced_": ("output_lists",),
+    "c10d::allgather_into_tensor_coalesced_": ("outputs",),
+    "c10d::_allgather_base_": ("output_tensor",),
+    "c10d::gather_": ("output_tensors",),
+    "c10d::reduce_scatter_": ("output_tensors",),
+    "c10d::reduce_scatter_tensor_coalesced_": ("outputs",),
+    "c10d::_reduce_scatter_base_": ("output_tensor",),
+    "c10d::scatter_": ("output_tensors",),
+    "c10d::alltoall_": ("output_tensors",),
+    "c10d::alltoall_base_": ("output",),
+    "_c10d_functional::all_reduce": (),
+    "_c10d_functional::all_reduce_": ("input",),
+    "_c10d_functional::all_reduce_coalesced": (),
+    "_c10d_functional::all_reduce_coalesced_": ("inputs",),
+    "_c10d_functional::all_gather_into_tensor": (),
+    "_c10d_functional::all_gather_into_tensor_coalesced": (),
+    "_c10d_functional::all_gather_into_tensor_out": ("out",),
+    "_c10d_functional::all_to_all_single": (),
+    "_c10d_functional::broadcast": (),
+    "_c10d_functional::broadcast_": ("input",),
+    "_c10d_functional::reduce_scatter_tensor": (),
+    "_c10d_functional::reduce_scatter_tensor_coalesced": (),
+    "_c10d_functional::reduce_scatter_tensor_out": ("out",),
+}
+"""The collectives that a tape repeats, with the names of the arguments that each writes.
+
+Source: the schemas of torch 2.11 to 2.13, and `ProcessGroup` for what they do not say.
+"""
+
+WAITS = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
+"""Waits for functional collectives. A replay has waited already: it repeats neither."""
+
+_NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
+
+
+def is_collective(func: Any) -> bool:
+    """Return whether the overload ``func`` communicates through ``torch.distributed``."""
+    return str(operator_of(func).name()).startswith(_NAMESPACES)
+
+
+def is_repeated(func: Any) -> bool:
+    """Return whether a tape can repeat the collective ``func``, or need not."""
+    return func.name() in WRITTEN or func.name() in WAITS
+
+
+def run_and_wait(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Issue the collective ``func``, wait for it, and return its result.
+
+    Raises:
+        ReplayError: The transport failed, as when a peer is gone.
+    """
+    try:
+        result = func(*args, **kwargs)
+        for each in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(each, torch.ScriptObject):
+                torch._C._distributed_c10d.Work.unbox(each).wait()  # noqa: SLF001  no public way
+        if func.namespace != "c10d":
+            for each in tensors_of(result):
+                torch.ops._c10d_functional.wait_tensor(each)  # noqa: SLF001  no public name
+    except RuntimeError as error:
+        group = ", ".join(d for d in map(described, (*args, *kwargs.values())) if isinstance(d, str))
+        raise ReplayError(
+            f"the collective {func} ({group}) failed at a replay: {error}",
+            hint="every rank of the group has to replay a graph with the same collectives in the same order;"
+            " look for the rank that ended, ran eagerly, or replayed another shape",
+        ) from error
+    return result
+
+
+def described(leaf: Any) -> Any:
+    """Return what a trace keeps of an argument: of a group and of a reduction the name, else the argument."""
+    if not isinstance(leaf, torch.ScriptObject):
+        return leaf
+    kind = leaf._type().name()  # type: ignore[attr-defined]  # noqa: SLF001  no public way
+    if kind == "ProcessGroup":
+        group = torch._C._distributed_c10d.ProcessGroup.unbox(leaf)  # noqa: SLF001
+        return f"group {group.group_name} ({group.group_desc}), {group.size()} ranks"
+    if kind == "ReduceOp":
+        return str(torch._C._distributed_c10d.ReduceOp.RedOpType(leaf.op()).name)  # type: ignore[attr-defined]  # noqa: SLF001
+    return leaf

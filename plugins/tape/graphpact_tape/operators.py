@@ -1,0 +1,160 @@
+"""What a call of an operator does: which memory it writes, whether it does any work, and where its code is.
+
+A schema says it for the operators of torch, with a few exceptions that are listed here. Those of other
+libraries may lack the mark of a write: torch does not check it. So a call counts as work unless it is known
+to do none, and a strict recorder compares memory before and after a call of another library's operator.
+
+Does not: run or record a call.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import cache, partial
+from typing import Any
+
+import torch
+
+from graphpact.graphs.kernels import is_kernel
+from graphpact.tensors import storage_id
+from graphpact_tape.collectives import WAITS, WRITTEN, is_collective
+from graphpact_tape.tasks import RecordedTask, operator_of
+from graphpact_tape.trees import tensors_of
+
+__tracebackhide__ = True
+
+_aten = torch.ops.aten
+
+UNINITIALISED = frozenset(
+    getattr(_aten, name)
+    for name in (
+        "empty",
+        "empty_like",
+        "empty_permuted",
+        "empty_strided",
+        "new_empty",
+        "new_empty_strided",
+    )
+)
+"""Operations that return uninitialised memory; a replay need not run them."""
+
+_TORCH = frozenset({"_dtensor", "aten", "prim", "prims", "profiler"})
+"""Namespaces of torch, whose schemas say what is written, but for `_HIDDEN_WRITES`."""
+
+_HIDDEN_WRITES = {
+    _aten.native_batch_norm: ("running_mean", "running_var"),
+    _aten.cudnn_batch_norm: ("running_mean", "running_var"),
+    _aten.miopen_batch_norm: ("running_mean", "running_var"),
+}
+"""Operations of torch that write arguments which their schemas do not mark, with the names of these."""
+
+_ANY_DEVICE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
+"""Dispatch keys of implementations that serve every device without one of its own."""
+
+_VIEWS_WITHOUT_A_MARK = frozenset(
+    {
+        _aten._unsafe_view.default,  # noqa: SLF001  no public name
+        _aten.unsafe_chunk.default,
+        _aten.unsafe_split.Tensor,
+        _aten.unsafe_split_with_sizes.default,
+    }
+)
+"""Views of torch whose schemas do not say that the result shares memory with an argument."""
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """Return the tensors among the arguments that ``func`` is known to write."""
+    written: list[torch.Tensor] = []
+    for at, name in _written_arguments(operator_of(func)):
+        written += tensors_of(args[at] if at < len(args) else kwargs.get(name))
+    return written
+
+
+@cache
+def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
+    """Return index and name of each argument that ``func`` writes."""
+    hidden = WRITTEN.get(func.name(), ()) + _HIDDEN_WRITES.get(func.overloadpacket, ())
+    return tuple(
+        (at, a.name)
+        for at, a in enumerate(func._schema.arguments)  # noqa: SLF001  no public way
+        if a.name in hidden or (a.alias_info is not None and a.alias_info.is_write)
+    )
+
+
+def is_work(func: Any, *, allocates: bool) -> bool:
+    """Return whether a replay has to repeat a call of ``func``: unless it is known to do nothing.
+
+    Args:
+        func: An overload, or a `RecordedTask`.
+        allocates: Whether the call returned new memory.
+    """
+    if isinstance(func, RecordedTask):
+        return True
+    return func.overloadpacket not in UNINITIALISED and (allocates or not _does_nothing(func))
+
+
+@cache
+def _does_nothing(func: Any) -> bool:
+    """Return whether ``func`` only looks at its arguments: a view of them, or a fact about their layout."""
+    if func._schema.is_mutable:  # noqa: SLF001  no public way
+        return False
+    if func.namespace == "profiler" or func.name() in WAITS or func in _VIEWS_WITHOUT_A_MARK:
+        return True
+    returns = func._schema.returns  # noqa: SLF001
+    return (
+        func.namespace in {"aten", "prim", "prims"}
+        and bool(returns)
+        and all(each.alias_info is not None or "Tensor" not in str(each.type) for each in returns)
+    )
+
+
+def may_hide_writes(func: Any) -> bool:
+    """Return whether ``func`` may write arguments that `written_by` does not know: it is not torch's."""
+    return operator_of(func).namespace not in _TORCH and not is_collective(func)
+
+
+def python_implementation(func: Any, tensors: Iterable[torch.Tensor]) -> Callable[..., Any] | None:
+    """Return the Python implementation that a call of ``func`` runs; None if it is compiled.
+
+    None too if the operator is declared to stand for one kernel: see `graphpact.graphs.declare_kernel`.
+
+    Args:
+        func: An overload.
+        tensors: The tensors among the arguments of the call.
+    """
+    name: str = func.name()
+    device = next((t.device.type for t in tensors), "cpu")
+    key = torch._C._dispatch_key_for_device(device)  # noqa: SLF001  no public way, nor for those below
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
+    home = next((k for k in (key, *_ANY_DEVICE) if has_kernel(name, k)), None)
+    if f"{name.replace('::', '/')}/{home}" not in torch.library._impls or is_kernel(func):  # noqa: SLF001
+        return None
+    kernel = torch.library.get_kernel(func, key)
+    return partial(kernel.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[key]))  # noqa: SLF001
+
+
+class Contents:
+    """The contents of some memory, to find what a call changed in it.
+
+    Args:
+        tensors: Tensors; the whole storage of each is kept.
+    """
+
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        for tensor in tensors:
+            if storage_id(tensor) not in self._before:
+                memory = whole(tensor.untyped_storage(), torch.uint8, tensor.device)
+                self._before[storage_id(tensor)] = memory, memory.clone()
+
+    def changed(self) -> dict[int, torch.Tensor]:
+        """Return the former contents, as bytes, of each storage that was written since, by `storage_id`."""
+        return {
+            storage: before
+            for storage, (memory, before) in self._before.items()
+            if not torch.equal(memory, before)
+        }
+
+
+def whole(storage: torch.UntypedStorage, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """Return all of ``storage`` as one flat tensor."""
+    flat = torch.empty(0, dtype=dtype, device=device)
+    return flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))

@@ -1,0 +1,54 @@
+"""Trees of containers: the tensors in the arguments and results of a call.
+
+Does not: know what a call does with them.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.utils import _pytree as pytree
+
+# Arguments of operators are mostly tensors, numbers, and tuples and lists of them. Captures take a third less
+# time if these are walked here; torch's pytree walks every other type.
+_NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+
+
+def leaves_of(tree: Any) -> list[Any]:
+    """Return the leaves of a tree of containers, in order: tensors, and values of other types."""
+    kind = type(tree)
+    if kind is dict:
+        parts = tree.values()
+    elif kind is tuple or kind is list:
+        parts = tree
+    else:
+        is_leaf = isinstance(tree, torch.Tensor) or kind in _NO_CONTAINERS
+        return [tree] if is_leaf else list(pytree.tree_leaves(tree))
+    found: list[Any] = []
+    for part in parts:
+        if isinstance(part, torch.Tensor) or type(part) in _NO_CONTAINERS:  # most are; a call costs more
+            found.append(part)
+        else:
+            found += leaves_of(part)
+    return found
+
+
+def tensors_of(tree: Any) -> list[torch.Tensor]:
+    """Return the tensors in a tree of containers, in order."""
+    if isinstance(tree, torch.Tensor):
+        return [tree]
+    return [leaf for leaf in leaves_of(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
+    """Return a copy of a tree of containers, with ``fn(tensor)`` for each tensor."""
+    if isinstance(tree, torch.Tensor):
+        return fn(tree)
+    kind = type(tree)
+    if kind in _NO_CONTAINERS:
+        return tree
+    if kind is tuple or kind is list:
+        return kind([p if type(p) in _NO_CONTAINERS else map_tensors(fn, p) for p in tree])
+    if kind is dict:
+        return {name: map_tensors(fn, part) for name, part in tree.items()}
+    return pytree.tree_map_only(torch.Tensor, fn, tree)
