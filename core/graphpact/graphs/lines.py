@@ -10,6 +10,8 @@ from types import FrameType
 
 __tracebackhide__ = True
 
+_WRAPPERS = ("contextlib.py", "typing_extensions.py")
+
 
 class Line:
     """The innermost line of the caller's own code, formatted when it is printed.
@@ -38,4 +40,5 @@ def _is_internal(frame: FrameType) -> bool:
 
 @functools.lru_cache
 def _is_library(filename: str) -> bool:
-    return "/torch/" in filename or filename.startswith("<") or filename.endswith("contextlib.py")
+    # Decorators of these modules stand between a caller and functions of torch.
+    return "/torch/" in filename or filename.startswith("<") or filename.endswith(_WRAPPERS)

@@ -76,25 +76,38 @@ def is_repeated(func: Any) -> bool:
 def run_and_wait(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Issue the collective ``func``, wait for it, and return its result.
 
+    The object to wait for is replaced by one that is done: some backends copy results in each call of its
+    ``wait``, with operations that would be recorded as the caller's.
+    """
+    result = func(*args, **kwargs)
+    if func.namespace != "c10d":
+        for each in tensors_of(result):
+            torch.ops._c10d_functional.wait_tensor(each)  # noqa: SLF001  no public name
+        return result
+    c10d = torch._C._distributed_c10d  # noqa: SLF001  no public name
+    parts = list(result) if isinstance(result, tuple) else [result]
+    for at, part in enumerate(parts):
+        if isinstance(part, torch.ScriptObject):
+            c10d.Work.unbox(part).wait()
+            parts[at] = c10d.FakeWork().boxed()
+    return tuple(parts) if isinstance(result, tuple) else parts[0]
+
+
+def repeat_collective(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run and wait for the collective ``func`` in a replay, and return its result.
+
     Raises:
         ReplayError: The transport failed, as when a peer is gone.
     """
     try:
-        result = func(*args, **kwargs)
-        for each in result if isinstance(result, (list, tuple)) else (result,):
-            if isinstance(each, torch.ScriptObject):
-                torch._C._distributed_c10d.Work.unbox(each).wait()  # noqa: SLF001  no public way
-        if func.namespace != "c10d":
-            for each in tensors_of(result):
-                torch.ops._c10d_functional.wait_tensor(each)  # noqa: SLF001  no public name
+        return run_and_wait(func, *args, **kwargs)
     except RuntimeError as error:
-        group = ", ".join(d for d in map(described, (*args, *kwargs.values())) if isinstance(d, str))
+        about = ", ".join(d for d in map(described, (*args, *kwargs.values())) if isinstance(d, str))
         raise ReplayError(
-            f"the collective {func} ({group}) failed at a replay: {error}",
+            f"the collective {func} ({about}) failed at a replay: {error}",
             hint="every rank of the group has to replay a graph with the same collectives in the same order;"
             " look for the rank that ended, ran eagerly, or replayed another shape",
         ) from error
-    return result
 
 
 def described(leaf: Any) -> Any:

@@ -19,7 +19,7 @@ import torch
 
 from graphpact.errors import ReplayError
 from graphpact.tensors import storage_id
-from graphpact_tape.collectives import is_collective, run_and_wait
+from graphpact_tape.collectives import is_collective, repeat_collective
 from graphpact_tape.outs import EQUAL_OUTS
 from graphpact_tape.recorder import RecordedCall
 from graphpact_tape.trees import tensors_of
@@ -51,7 +51,7 @@ def repeat(call: RecordedCall) -> Node:
     """
     op, args, kwargs = call.op, call.args, call.kwargs
     if is_collective(op):
-        return RunAndCopy(partial(run_and_wait, op), call.made, str(op)), args, kwargs
+        return RunAndCopy(partial(repeat_collective, op), call.made, str(op)), args, kwargs
     outputs = [t for t in call.made if t is not None]
     writes_arguments = op._schema.is_mutable  # noqa: SLF001
     if writes_arguments and not outputs:

@@ -27,7 +27,7 @@ Does not: replay, compile, or check rules beyond those of recording; the strict 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, TypeAlias
 
 import torch
@@ -37,7 +37,7 @@ from graphpact.graphs.driver import GraphDriver, TaskKey
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
-from graphpact_tape.collectives import is_collective, is_repeated
+from graphpact_tape.collectives import WRITTEN, is_collective, is_repeated, run_and_wait
 from graphpact_tape.compiled import compiled_code_refused
 from graphpact_tape.host import HostReadGuard, Watcher, modes_left
 from graphpact_tape.operators import is_work
@@ -219,12 +219,7 @@ class Recorder(Watcher):
         if torch.Tag.inplace_view in func.tags:
             self._check_reshape(func, args[0])
             return func(*args, **kwargs)
-        if is_collective(func) and not is_repeated(func):
-            raise self.guard.refusal(
-                f"{func} is called",
-                "a graph repeats collectives, and waits for each: move point-to-point transfers and barriers"
-                " out of the region, or between its segments by driver.eager_call()",
-            )
+        run = partial(run_and_wait, func) if self._is_collective(func) else func
         if func is _aten.lift_fresh.default:
             result = func(*args, **kwargs)
             constant = self.constant(result)
@@ -233,7 +228,7 @@ class Recorder(Watcher):
         if not all(map(torch.Tensor.dim, given)):  # there are numbers
             args, kwargs = map_tensors(self.kept, (args, kwargs))
             given = tensors_of((args, kwargs))
-        result = func(*args, **kwargs)
+        result = run(*args, **kwargs)
         self._record(func, args, kwargs, given, result)
         return result
 
@@ -341,6 +336,16 @@ class Recorder(Watcher):
                 "a graph's outputs are memory: return the tensors inside it, such as its local tensor",
             )
         return plain
+
+    def _is_collective(self, func: Any) -> bool:
+        """Return whether ``func`` is a collective to wait for; refuse one that no replay can repeat."""
+        if is_collective(func) and not is_repeated(func):
+            raise self.guard.refusal(
+                f"{func} is called",
+                "a graph repeats collectives, and waits for each: move point-to-point transfers and barriers"
+                " out of the region, or between its segments by driver.eager_call()",
+            )
+        return is_collective(func) and func.name() in WRITTEN
 
     def _check_reshape(self, func: Any, tensor: torch.Tensor) -> None:
         """Refuse a change of shape in place that resizes memory, or of a tensor from outside the region."""

@@ -39,13 +39,13 @@ class TracedCall(NamedTuple):
     @classmethod
     def of(cls, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], line: Line) -> "TracedCall":
         """Return the trace of a call at the caller's ``line``."""
-        described = tuple(
+        arguments = tuple(
             (str(leaf.dtype), tuple(leaf.shape), leaf.stride())
             if isinstance(leaf, torch.Tensor)
             else described(leaf)
             for leaf in leaves_of((args, kwargs))
         )
-        return cls(str(func), described, line)
+        return cls(str(func), arguments, line)
 
 
 class TraceDifference(NamedTuple):

@@ -1,0 +1,76 @@
+"""Collectives in regions: two processes with gloo capture and replay them with every driver that records."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+MODEL = ROOT / "examples" / "models" / "tiny-llama"
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what each of two ranks found."""
+    folder = tmp_path_factory.mktemp("ranks")
+    job = [str(ROOT / "tests" / "graphs" / "ranks.py"), str(MODEL), str(folder)]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    run = subprocess.run(
+        [sys.executable, *launcher, *job],
+        capture_output=True,
+        text=True,
+        timeout=600,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
+    )
+    assert run.returncode == 0, run.stderr[-4000:]
+    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+
+
+@pytest.mark.parametrize("driver", ["fast", "strict", "inductor"])
+def test_replayed_collectives_equal_eager_ones(found: list[dict[str, Any]], driver: str) -> None:
+    """On two other inputs each collective gives the eager results on all ranks, blocking or not."""
+    for rank in found:
+        assert len(rank["cases"]) > 20
+        assert {name: case[driver] for name, case in rank["cases"].items() if case[driver] != "equal"} == {}
+
+
+@pytest.mark.parametrize("driver", ["fast", "strict", "inductor"])
+def test_a_model_split_by_transformers_replays_its_collectives(
+    found: list[dict[str, Any]], driver: str
+) -> None:
+    """A tensor-parallel model of transformers replays as it runs eagerly, with the logits of one process."""
+    assert [rank["model"][driver] for rank in found] == ["equal", "equal"]
+
+
+@pytest.mark.parametrize("driver", ["fast", "strict", "inductor"])
+def test_transfers_and_barriers_are_refused_by_name(found: list[dict[str, Any]], driver: str) -> None:
+    """A point-to-point transfer or a barrier in a region is refused, with its name and the caller's line."""
+    first = {
+        "send and recv": ["send", "recv_"],
+        "batch_isend_irecv": ["send"] * 2,
+        "barrier": ["barrier"] * 2,
+    }
+    assert found[0]["refused"].keys() == first.keys()
+    for what, names in first.items():
+        for name, rank in zip(names, found, strict=True):
+            error = rank["refused"][what][driver]
+            assert f"c10d.{name}.default is called while a graph is recorded, at " in error
+            assert "ranks.py:" in error
+
+
+def test_a_trace_names_group_and_reduction(found: list[dict[str, Any]]) -> None:
+    """The trace of a collective has the name and size of its group, and the reduction."""
+    (call,) = found[0]["trace"]
+    assert call[0] == "c10d.allreduce_.default"
+    assert call[2:4] == ["group 0 (default_pg), 2 ranks", "MAX"]
+
+
+def test_what_a_collective_writes_has_to_be_declared(found: list[dict[str, Any]]) -> None:
+    """A strict capture refuses a collective that writes undeclared memory, which its schema does not tell."""
+    assert "c10d._allgather_base_.default writes a tensor of torch.float32 (8,)" in found[0]["undeclared"]
+    assert "ranks.py:" in found[0]["undeclared"]
