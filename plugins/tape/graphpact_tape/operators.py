@@ -60,6 +60,18 @@ _VIEWS_WITHOUT_A_MARK = frozenset(
 """Views of torch whose schemas do not say that the result shares memory with an argument."""
 
 
+_BITS = {
+    torch.float16: torch.int16,
+    torch.bfloat16: torch.int16,
+    torch.float32: torch.int32,
+    torch.float64: torch.int64,
+}
+"""Integers with the bits of a floating-point dtype."""
+
+_LOW_BITS = 4
+"""Bits of a number that may be flipped: it stays finite, and near its value."""
+
+
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
     """Return the tensors among the arguments that ``func`` is known to write."""
     written: list[torch.Tensor] = []
@@ -132,26 +144,41 @@ def python_implementation(func: Any, tensors: Iterable[torch.Tensor]) -> Callabl
 
 
 class Contents:
-    """The contents of some memory, to find what a call changed in it.
+    """The contents of some memory, to find what a call writes in it.
 
     Args:
-        tensors: Tensors; the whole storage of each is kept.
+        tensors: Tensors; the whole storage of each is watched.
+        disturb: Whether one low bit of finite floating-point numbers is flipped until `written`, another one
+            in each storage. So a call is seen too that writes what is there already, or copies one storage to
+            another: a warm-up on the same inputs did so before.
     """
 
-    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
-        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    def __init__(self, tensors: Iterable[torch.Tensor], *, disturb: bool) -> None:
+        self._disturb = disturb
+        self._memory: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
         for tensor in tensors:
-            if storage_id(tensor) not in self._before:
-                memory = whole(tensor.untyped_storage(), torch.uint8, tensor.device)
-                self._before[storage_id(tensor)] = memory, memory.clone()
+            if storage_id(tensor) in self._memory or not tensor.numel():
+                continue
+            bits = _BITS.get(tensor.dtype) if disturb else None
+            memory = whole(tensor.untyped_storage(), bits or torch.uint8, tensor.device)
+            before = memory.clone()
+            if bits is not None:
+                finite = whole(tensor.untyped_storage(), tensor.dtype, tensor.device).isfinite()
+                memory ^= finite.to(bits) << len(self._memory) % _LOW_BITS
+            self._memory[storage_id(tensor)] = memory, before, memory.clone()
 
-    def changed(self) -> dict[int, torch.Tensor]:
-        """Return the former contents, as bytes, of each storage that was written since, by `storage_id`."""
-        return {
-            storage: before
-            for storage, (memory, before) in self._before.items()
-            if not torch.equal(memory, before)
-        }
+    def written(self) -> dict[int, torch.Tensor]:
+        """Return the former contents, as bytes, of each storage that was written, by `storage_id`.
+
+        Memory that was not written has its former contents again.
+        """
+        found: dict[int, torch.Tensor] = {}
+        for storage, (memory, before, disturbed) in self._memory.items():
+            if not torch.equal(memory, disturbed):
+                found[storage] = before.view(torch.uint8)
+            if self._disturb:
+                torch.where(memory == disturbed, before, memory, out=memory)
+        return found
 
 
 def whole(storage: torch.UntypedStorage, dtype: torch.dtype, device: torch.device) -> torch.Tensor:

@@ -206,9 +206,12 @@ class StrictRecorder(Recorder):
             if not self.owns(tensor):
                 self._check_write(f"{func} writes", tensor)
         self._check_owner(func, given)
-        contents = Contents(given if may_hide_writes(func) else ())
-        result = super().recorded(func, args, kwargs, given)
-        written += self._hidden_writes(func, given, written, contents.changed())
+        contents = Contents(given if may_hide_writes(func) else (), disturb=True)
+        try:
+            result = super().recorded(func, args, kwargs, given)
+        finally:
+            changed = contents.written()
+        written += self._hidden_writes(func, given, written, changed)
         if self.guard.copying:
             self.copied.append((self.borrow(args[1]), self.line))
         self.shared.order.operation(func, given, written, result, self.line, CaptureError)
@@ -275,7 +278,7 @@ class StrictRecorder(Recorder):
             func: The operation, which has run.
             given: The tensors among its arguments.
             written: Those that it is known to write.
-            changed: The former contents of the storages that it changed.
+            changed: The former contents of the storages that it wrote.
         """
         known = {storage_id(t) for t in written}
         hidden = [t for t in given if storage_id(t) in changed and storage_id(t) not in known]
@@ -460,18 +463,25 @@ class _PreparationWatch(Watcher):
     ) -> Any:
         """Run ``func`` as work of the current stream."""
         written = written_by(func, args, kwargs)
+        self._check_writes(f"{func} writes", written)
+        self._order.carry_out()
+        contents = Contents(given if may_hide_writes(func) else (), disturb=False)
+        result = func(*args, **kwargs)
+        changed = contents.written()
+        hidden = [t for t in given if storage_id(t) in changed]
+        self._check_writes(f"{func}, whose schema does not declare it, writes", hidden)
+        self._order.operation(func, given, [*written, *hidden], result, Line(), ReplayError)
+        return result
+
+    def _check_writes(self, what: str, written: list[torch.Tensor]) -> None:
         for tensor in written:
             if (name := self._protected.get(storage_id(tensor))) is not None:
                 raise self.guard.refusal(
-                    f"{func} writes {name}, which the preparation of a replay may only read,",
+                    f"{what} {name}, which the preparation of a replay may only read,",
                     "write slots alone: the batch, and other memory that graphs read, are read-only here; a"
                     " slot of the role constant is written once, by its contents",
                     "GP19",
                 )
-        self._order.carry_out()
-        result = func(*args, **kwargs)
-        self._order.operation(func, given, written, result, Line(), ReplayError)
-        return result
 
 
 class StrictShared:
