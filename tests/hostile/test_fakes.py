@@ -4,6 +4,7 @@ Does not: examine plugins that end, hang or flood their process; `conformance/te
 """
 
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
