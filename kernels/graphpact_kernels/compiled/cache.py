@@ -205,6 +205,8 @@ class LibraryCache:
             ValueError: The entry cannot be used.
             RecursionError: Its facts are nested too deeply.
         """
+        if not stat.S_ISDIR(os.stat(key, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise ValueError("it is no folder")
         entry = os.open(key, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
         try:
             fault = fault_of(os.fstat(entry))
