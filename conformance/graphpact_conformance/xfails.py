@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from graphpact.errors import UsageError, did_you_mean
+from graphpact.files import read_file
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import find_rule
@@ -184,7 +185,7 @@ def _stale(entry: Xfail) -> Result:
 
 def _read(file: Path, info: PluginInfo, catalog: PluginCatalog) -> list[Xfail]:
     try:
-        document = tomllib.loads(file.read_bytes().decode())
+        document = tomllib.loads(read_file(file).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{file} is not valid TOML: {error}") from None
     tables = document.pop("xfail", [])

@@ -675,6 +675,7 @@ def _changed(**changes: object) -> bytes:
         (_changed(schema_version=2), "has schema version 2; this graphpact reads 1"),
         (_changed(seed="many"), "is not a report: seed: "),
         (_changed(colour="red"), "is not a report: colour: "),
+        (_changed(options=json.loads('{"a":' * 400 + "1" + "}" * 400)), "recursion limit exceeded"),
         (_changed(plugins=[{}]), "is not a report: plugins.0.kind: Field required, and 4 more"),
     ],
 )

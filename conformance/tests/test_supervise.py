@@ -172,6 +172,10 @@ BAD = {
         def work_1(): os.fork()
         def work_2(): pass
     """,
+    "divides": """
+        os.fork()  # before the first piece of work, as in a factory
+        def work_1(): pass
+    """,
     "busy": """
         def work_1():
             import threading
@@ -372,6 +376,7 @@ ENDINGS = {
     "daemon": [("works", "work_1", "pass"), ("ends", "end of the process", "fail")],
     "helped": [("works", "work_1", "pass")],
     "splits": [*(("works", f"work_{n}", "pass") for n in (1, 2)), ("ends", "work_1", "fail")],
+    "divides": [("works", "work_1", "pass"), ("ends", "start", "fail")],
     "busy": [("works", "work_1", "pass"), ("ends", "end of the process", "fail")],
     "deaf": [("ends", "work_1", "fail")],
     "parricide": [("works", "work_2", "pass"), ("ends", "work_1", "fail")],
@@ -412,6 +417,7 @@ EVIDENCE = {
     ("lingers", "ends"): "still running, and ended by the suite: ",
     ("daemon", "ends"): "stand_in.py",
     ("splits", "ends"): "a child that it forked went on with the suite's work",
+    ("divides", "ends"): "a child that it forked went on with the suite's work",
     ("busy", "ends"): "its threads still run: watcher",
     ("deaf", "ends"): f"it did not finish within {BOUND:g} s",
     ("parricide", "ends"): "signal 9 (SIGKILL) ended the process",

@@ -1,18 +1,43 @@
-"""`write_file`: writes a file completely or not at all.
+"""`write_file` writes a file completely or not at all; `read_file` reads one and waits for nobody.
 
-Does not: make directories.
+Does not: make directories, or judge what is in a file.
 """
 
 import errno
 import os
 import secrets
 import shutil
+import stat
 from contextlib import suppress
 from pathlib import Path
 
 from graphpact.errors import GraphpactError, UsageError
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
+
+
+def read_file(file: Path, most: int = -1) -> bytes:
+    """Return the content of ``file``.
+
+    Somebody else may have put it there, so a pipe is not waited for, and a device, which may be endless, is
+    not read. What a shell passes, as in ``--config <(command)``, may be a pipe.
+
+    Args:
+        file: The file; a link is followed.
+        most: Number of bytes to read; -1 for all.
+
+    Raises:
+        OSError: It cannot be read, or is a pipe or a device.
+    """
+
+    def open_at_once(path: str, flags: int) -> int:
+        return os.open(path, flags if is_passed else flags | getattr(os, "O_NONBLOCK", 0))
+
+    is_passed = str(file).startswith(("/dev/fd/", "/dev/stdin"))
+    with open(file, "rb", opener=open_at_once) as stream:
+        if not (is_passed or stat.S_ISREG(os.fstat(stream.fileno()).st_mode)):
+            raise OSError(errno.EINVAL, "it is a pipe or a device, not a file", str(file))
+        return stream.read(most)
 
 
 def write_file(file: Path, text: str) -> None:

@@ -1,17 +1,20 @@
-"""Tests of `write_file`: a file is written completely or not at all."""
+"""Tests of `write_file`, which writes completely or not at all, and `read_file`, which waits for nobody."""
 
 import ast
 import errno
 import os
 import resource
 import shutil
+import signal
 import stat
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from graphpact.errors import GraphpactError, UsageError
-from graphpact.files import write_file
+from graphpact.files import read_file, write_file
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = [*ROOT.glob("*/graphpact*/"), *ROOT.glob("plugins/*/graphpact*/")]
@@ -105,19 +108,93 @@ def test_a_device_is_written_directly() -> None:
 def test_every_file_is_written_by_it() -> None:
     """No module of ours writes a file in another way: by ``write_text`` or by opening it for writing.
 
-    A recording is the exception: it is written line by line, as an engine steps.
+    Exceptions: a recording is written line by line, as an engine steps; an entry of the cache of libraries is
+    a folder, which is moved to its place when it is complete.
     """
-    found = []
+    exceptions = {"graphpact/files.py", "graphpact_engine/recording.py", "compiled/cache.py"}
+    assert [place for file, place, writes in _accesses() if writes and file not in exceptions] == []
+
+
+NOT_BY_OTHERS = {
+    **dict.fromkeys(["compiled/build.py", "isolation/blind_program.py"], "sources of the package"),
+    **dict.fromkeys(["drivers/strictness.py", "graphpact_bench/speculation.py"], "data of the package"),
+    **dict.fromkeys(["isolation/nursery.py", "isolation/processes.py"], "the job of a worker"),
+    **dict.fromkeys(["graphpact_cpu_graph/keys.py", "graphpact_bench/machine.py"], "the system's"),
+    **dict.fromkeys(["isolation/keeper.py", "graphpact_bench/long_run.py"], "the system's"),
+    "compiled/cache.py": "a library that was just built; what is kept is opened by `open_own_file`",
+    "graphpact_engine/output_file.py": "a file to write",
+    "cli/prompts.py": "prompts may come through a pipe, whose writer takes its time",
+}
+"""Modules that read files otherwise, and why nobody else can have put those there, or may."""
+
+
+def test_every_file_of_somebody_else_is_read_by_it() -> None:
+    """No module opens a file for reading in another way, so that none waits for a pipe or reads a device."""
+    readers = {file: place for file, place, writes in _accesses() if not writes}
+    readers.pop("graphpact/files.py")
+    assert readers.keys() == NOT_BY_OTHERS.keys(), readers
+
+
+def _accesses() -> Iterator[tuple[str, str, bool]]:
+    """Yield where our modules open files: the end of the module's path, the line, whether it writes."""
     for file in (file for package in PACKAGES for file in package.rglob("*.py")):
-        if (file.parent.name, file.name) in (("graphpact", "files.py"), ("graphpact_engine", "recording.py")):
-            continue
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
                 continue
             name = node.func.attr if isinstance(node.func, ast.Attribute) else ""
             name = node.func.id if isinstance(node.func, ast.Name) else name
-            mode = [ast.literal_eval(a) for a in node.args[:2] if isinstance(a, ast.Constant)]
-            writes = any(isinstance(m, str) and set(m) & set("wxa+") and len(m) <= 3 for m in mode)
-            if name in ("write_text", "write_bytes") or (name == "open" and writes):
-                found.append(f"{file.relative_to(ROOT)}:{node.lineno}")
-    assert found == []
+            mode = [
+                a.value for a in node.args[:2] if isinstance(a, ast.Constant) and isinstance(a.value, str)
+            ]
+            modes = [m for m in mode if set(m) <= set("rwxabt+")]
+            writes = any(set(m) & set("wxa+") for m in modes) or name.startswith("write_")
+            reads = name in ("read_text", "read_bytes") or (
+                name == "open" and (modes or "encoding" in _names(node))
+            )
+            if reads or name in ("write_text", "write_bytes") or (name == "open" and writes):
+                place = f"{file.relative_to(ROOT)}:{node.lineno}"
+                yield "/".join(file.parts[-2:]), place, writes
+
+
+def _names(call: ast.Call) -> set[str | None]:
+    return {keyword.arg for keyword in call.keywords}
+
+
+# -- reading ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a link to a pipe", "an endless device", "a terminal"])
+def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
+    """A pipe that nobody writes, and a device, which may be endless, are refused at once."""
+    file = tmp_path / "file"
+    if kind in ("a pipe", "a link to a pipe"):
+        os.mkfifo(tmp_path / "pipe")
+        file = tmp_path / "pipe"
+    if kind == "a link to a pipe":
+        file = tmp_path / "link"
+        file.symlink_to("pipe")
+    elif kind == "an endless device":
+        file.symlink_to("/dev/zero")
+    elif kind == "a terminal":
+        file.symlink_to(os.ttyname(os.openpty()[1]))
+    signal.alarm(20)  # ends a test that waits
+    with pytest.raises(OSError, match="it is a pipe or a device, not a file") as told:
+        read_file(file)
+    signal.alarm(0)
+    assert told.value.filename == str(file)
+
+
+def test_a_file_is_read_and_so_is_what_a_shell_passes(tmp_path: Path) -> None:
+    """A file is read to its end or to a number of bytes; a pipe that the shell has opened is waited for."""
+    (tmp_path / "file").write_bytes(b"0123456789" * 10_000)
+    assert read_file(tmp_path / "file") == b"0123456789" * 10_000
+    assert read_file(tmp_path / "file", 3) == b"012"
+    reader, writer = os.pipe()
+    late = threading.Timer(0.2, lambda: (os.write(writer, b"late"), os.close(writer)))
+    late.start()
+    assert read_file(Path(f"/dev/fd/{reader}")) == b"late"
+    late.join()
+    os.close(reader)
+    for missing in (tmp_path, tmp_path / "none"):
+        with pytest.raises(OSError, match=str(missing)):
+            read_file(missing)

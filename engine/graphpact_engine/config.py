@@ -33,6 +33,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from graphpact.errors import ConfigError, did_you_mean
+from graphpact.files import read_file
 
 ENV_PREFIX = "GRAPHPACT_"
 RESERVED_VARIABLES = frozenset(
@@ -565,10 +566,7 @@ def _from_file(path: Path | None) -> Iterator[_Setting]:
     if path is None:
         return
     try:
-        is_passed = str(path).startswith(("/dev/fd/", "/dev/stdin"))  # as a shell's <(command)
-        if path.exists() and not (path.is_file() or path.is_dir() or is_passed):
-            raise ConfigError(f"{path} is a pipe or a device, not a configuration file")
-        data = path.read_bytes()
+        data = read_file(path)
         document = tomllib.loads(data.decode())
     except UnicodeDecodeError as error:
         line = data[: error.start].count(b"\n") + 1

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, Type
 
 from graphpact.batch import ForwardMode
 from graphpact.errors import UsageError
-from graphpact.files import write_file
+from graphpact.files import read_file, write_file
 from graphpact.graphs.driver import Externals
 from graphpact.pact import Pact, Promise, TensorFacts, is_readable, type_name
 from graphpact.shapes import GraphShape
@@ -179,7 +179,7 @@ class SavedPacts:
             UsageError: The file cannot be read, is no document of pacts, has a newer format, or is invalid.
         """
         try:
-            content = path.read_bytes()
+            content = read_file(path)
         except OSError as error:
             raise _foreign(f"{path} cannot be read: {error.strerror or error}") from error
         return cls.from_json(content, str(path))

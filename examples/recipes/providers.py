@@ -58,8 +58,8 @@ class PortableKernels(KernelProvider):
         q = q.unflatten(1, (keys.shape[1], -1))  # the query heads of each key head
         scores = (q @ keys.transpose(2, 3)).float() * scaling
         scores = scores.masked_fill(~seen[:, None, None], float("-inf"))
-        out = torch.softmax(scores, dim=-1).to(q.dtype) @ values
-        return out.flatten(1, 2)
+        weights = torch.softmax(scores, dim=-1).masked_fill(~seen[:, None, None], 0)  # NaN without keys
+        return (weights.to(q.dtype) @ values).flatten(1, 2)
 
 
 class AcmeWithProviders(AcmeBackend):

@@ -77,7 +77,7 @@ class StepLayout:
     offsets: list[int]
     lengths: list[int]
     keys: Keys
-    masks: dict[tuple[int, bool], torch.Tensor] = field(default_factory=dict)
+    masks: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
 
     @functools.cached_property
     def width(self) -> int:
@@ -85,15 +85,17 @@ class StepLayout:
         counts = {end - start for start, end in itertools.pairwise(self.offsets)}
         return counts.pop() if len(counts) == 1 else 0
 
-    def mask(self, options: ScoreOptions) -> torch.Tensor:
-        """Return ``[bs, width, nk]``: which keys each query sees by ``options``."""
+    def mask(self, options: ScoreOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return ``[bs, width, nk]``: which keys each query sees by ``options``; and `blind`, if any is."""
         by = options.sliding_window, options.is_causal
         if by not in self.masks:
             keys, width = self.keys, self.width
             if width == 1:  # the query is at the last key: it sees all keys
                 options = replace(options, is_causal=False)
             at = (keys.lens - width)[:, None] + torch.arange(width)
-            self.masks[by] = visible(at, keys.slots.shape[1], keys.seen, options)
+            allowed = visible(at, keys.slots.shape[1], keys.seen, options)
+            unseeing = blind(allowed)
+            self.masks[by] = allowed, unseeing if bool(unseeing.any()) else None
         return self.masks[by]
 
 
@@ -161,22 +163,31 @@ def visible(
     return allowed
 
 
+def blind(allowed: torch.Tensor) -> torch.Tensor:
+    """Return ``[b, nq, 1, 1]``: which queries see no key of ``allowed``, ``[b, nq, nk]``."""
+    return ~allowed.any(dim=-1)[:, :, None, None]
+
+
 def dense(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
     allowed: torch.Tensor,
+    unseeing: torch.Tensor | None,
     options: ScoreOptions,
     *,
     with_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend densely. For a query that sees no key the result is NaN, and its log-sum-exp is minus infinity.
+    """Attend densely. A query that sees no key gives zeros; its log-sum-exp is that of the sink alone.
+
+    Without sinks that is minus infinity.
 
     Args:
         q: ``[b, nq, hq, d]``.
         k: ``[b, nk, hkv, d]``.
         v: ``[b, nk, hkv, dv]``.
         allowed: ``[b, nq, nk]`` bool.
+        unseeing: `blind` of ``allowed``; None if each query sees a key.
         options: Scaling, softcap, sinks.
         with_lse: Whether to return the log-sum-exp of the scores.
 
@@ -217,7 +228,8 @@ def dense(
             weights = weights[..., :-1]
         out = (weights @ values.to(wide)).to(q.dtype)
     out = out.view(batch, kv_heads, group, num_q, -1).permute(0, 3, 1, 2, 4)
-    return out.reshape(batch, num_q, heads, -1), lse
+    out = out.reshape(batch, num_q, heads, -1)
+    return out if unseeing is None else out.masked_fill(unseeing, 0.0), lse
 
 
 def lse_dtype(q: torch.Tensor) -> torch.dtype:
@@ -252,13 +264,9 @@ def attend_ragged(
     if mask is None and step.width:
         end = offsets[-1]
         rows = q[:end].view(-1, step.width, *q.shape[1:])
-        # A query sees no key only if its request has fewer keys than queries, or none, or by a plan.
-        fewest = min(step.lengths)
-        is_blind = fewest < step.width if options.is_causal else fewest == 0
-        is_blind = is_blind or keys.planned is not None
         part = None if lse is None else lse[:end]
         held = gather(k_cache, v_cache, keys.slots)
-        _write(rows, held, step.mask(options), options, out[:end], part, is_blind=is_blind)
+        _write(rows, held, *step.mask(options), options, out[:end], part)
         return
     seen = keys.seen
     for i, (start, end) in enumerate(itertools.pairwise(offsets)):
@@ -275,10 +283,10 @@ def attend_ragged(
             q[None, start:end],
             gather(k_cache, v_cache, slots),
             allowed,
+            blind(allowed),
             options,
             out[start:end],
             None if lse is None else lse[start:end],
-            is_blind=keys.planned is not None or (end - start > length if options.is_causal else length == 0),
         )
 
 
@@ -286,24 +294,16 @@ def _write(
     q: torch.Tensor,
     held: tuple[torch.Tensor, torch.Tensor],
     allowed: torch.Tensor,
+    unseeing: torch.Tensor | None,
     options: ScoreOptions,
     out: torch.Tensor,
     lse: torch.Tensor | None,
-    *,
-    is_blind: bool,
 ) -> None:
     """Attend from ``q`` ``[b, nq, hq, d]`` to the keys and values ``held``, and write all rows of ``out``."""
-    result, sums = dense(q, *held, allowed, options, with_lse=lse is not None)
-    if is_blind:
-        result = _without_blind(result, allowed)
+    result, sums = dense(q, *held, allowed, unseeing, options, with_lse=lse is not None)
     out.copy_(result.flatten(0, 1))
     if lse is not None and sums is not None:
         lse.copy_(sums.flatten(0, 1))
-
-
-def _without_blind(result: torch.Tensor, allowed: torch.Tensor) -> torch.Tensor:
-    """Return ``[b, nq, hq, dv]`` with zeros for each query that sees no key."""
-    return result.masked_fill(~allowed.any(dim=-1)[:, :, None, None], 0.0)
 
 
 def attend_padded(
@@ -346,8 +346,7 @@ def attend_padded(
     at = torch.where(live, (keys.lens - num_q)[:, None] + column, 0)
     k, v = gather(k_cache, v_cache, keys.slots)
     allowed = visible(at, k.shape[1], keys.seen, options) if mask is None else mask
-    result, sums = dense(q[rows], k, v, allowed, options, with_lse=lse is not None)
-    result = _without_blind(result, allowed)
+    result, sums = dense(q[rows], k, v, allowed, blind(allowed), options, with_lse=lse is not None)
     row = torch.arange(q.shape[0], dtype=q_indptr.dtype, device=q.device)
     request = torch.searchsorted(q_indptr[1:], row, right=True).clamp_(max=num_q.shape[0] - 1)
     place = (row - q_indptr[request]).clamp_(max=max_q_len - 1)

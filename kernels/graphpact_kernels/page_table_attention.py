@@ -251,8 +251,8 @@ def page_table_attention(
         scheduler_metadata: ``[>= schedule_size(bs)]`` int32, from `schedule_attention`: keys in blocks
             that it does not count are not attended, as in a kernel with a stale schedule. None attends all.
         lse: ``[T, num_q_heads]`` float32 (float64 for float64 queries), written: the log-sum-exp of the
-            scores, including the sink; minus infinity for a row that sees no key, and unspecified for such a
-            row with sinks. None to skip it.
+            scores, including the sink: the sink alone for a query that sees no key, or minus infinity
+            without sinks, and for a row of no request. None to skip it.
         out: ``[T, num_q_heads, v_head_dim]``, written; None for new memory.
         compiled: Whether the C++ kernel attends, which `graphpact_kernels.compiled.load` has loaded.
 

@@ -511,7 +511,7 @@ def test_a_library_that_cannot_be_loaded_is_built_again(tmp_path: Path) -> None:
     (tmp_path / "built.so").write_bytes(b"no library")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHPACT_CACHE_DIR", str(tmp_path))
-        build._KERNELS.keep(entry.name, tmp_path / "built.so")
+        build._KERNELS.keep(entry.name, tmp_path / "built.so").file.close()
     done = subprocess.run(
         [sys.executable, "-c", LOAD],
         env=os.environ | {"GRAPHPACT_CACHE_DIR": str(tmp_path)},

@@ -1,6 +1,8 @@
 """The kernels against plain Python, portable and compiled: attention, packing of pages, cache writes."""
 
+import itertools
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -8,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn import functional
 
 from compiled_kernels import COMPILED
 from graphpact.errors import KernelRefusal
@@ -49,8 +52,12 @@ class PagedCall:
         _attend_padded(self.q, self.k_cache, self.v_cache, _Layout(**arguments), options, out)
         return out
 
-    def reference(self) -> torch.Tensor:
-        """Return attention in float64, one query and head at a time, from the requests' lists of slots."""
+    def reference(self, sees: Callable[[int, int, int], bool] | None = None) -> torch.Tensor:
+        """Return attention in float64, one query and head at a time, from the requests' lists of slots.
+
+        Args:
+            sees: Whether a request's query sees a key, each by its number; None for causal attention.
+        """
         a = self.arguments
         rows = []
         group = self.q.shape[1] // self.k_cache.shape[1]
@@ -59,6 +66,8 @@ class PagedCall:
                 at = num_kv - num_q + i
                 first = max(0, at - a["sliding_window"] + 1) if a["sliding_window"] else 0
                 seen = self.slots[r][first : at + 1]
+                if sees is not None:
+                    seen = [slot for j, slot in enumerate(self.slots[r]) if sees(r, i, j)]
                 heads = []
                 for h in range(self.q.shape[1]):
                     q = self.q[len(rows), h].double()
@@ -69,7 +78,9 @@ class PagedCall:
                     total = weights.sum()
                     if a["sinks"] is not None:
                         total = total + a["sinks"][h].double().exp()
-                    heads.append((weights / total) @ self.v_cache[seen, h // group].double())
+                    heads.append(
+                        (weights / total if seen else weights) @ self.v_cache[seen, h // group].double()
+                    )
                 rows.append(torch.stack(heads))
         return torch.stack(rows)
 
@@ -136,7 +147,9 @@ def _problem(
 
 
 @st.composite
-def _problems(draw: st.DrawFn, *, decode: bool) -> PagedCall:
+def _problems(
+    draw: st.DrawFn, *, decode: bool, dtypes: Sequence[torch.dtype] = (torch.float64,)
+) -> PagedCall:
     bs = draw(st.integers(1, 4))
     num_q = [1] * bs if decode else draw(st.lists(st.integers(1, 5), min_size=bs, max_size=bs))
     return _problem(
@@ -149,6 +162,7 @@ def _problems(draw: st.DrawFn, *, decode: bool) -> PagedCall:
         sliding_window=draw(st.sampled_from([None, None, 1, 2, 7, 100])),
         softcap=draw(st.sampled_from([None, None, 0.5, 30.0])),
         sinks=draw(st.booleans()),
+        dtype=draw(st.sampled_from(dtypes)),
         decode=decode,
         spare=draw(st.integers(0, 3)),
         seed=draw(st.integers(0, 99)),
@@ -170,6 +184,58 @@ def test_decode_equals_a_plain_reference(problem: PagedCall, path: str) -> None:
 def test_extend_equals_a_plain_reference(problem: PagedCall, path: str) -> None:
     """With ragged new tokens over cached prefixes, either path attends causally within each request."""
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
+
+
+@st.composite
+def _with_blind_queries(draw: st.DrawFn) -> tuple[PagedCall, torch.Tensor]:
+    """Draw a problem with a mask or a plan, or both, that hide all keys from some queries; and the result."""
+    dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
+    problem = draw(_problems(decode=False, dtypes=dtypes))
+    bs, arguments = len(problem.num_q), problem.arguments
+    sizes = [(q, kv) for q, kv in zip(problem.num_q, problem.num_kv, strict=True)]
+    chunks, bits = draw(st.lists(st.integers(0, 3), min_size=bs, max_size=bs)), None
+    has_plan = draw(st.booleans())
+    if has_plan:
+        arguments["o_indptr"] = torch.tensor([0, *itertools.accumulate(chunks)], dtype=torch.int32)
+        arguments["kv_chunk_size"] = torch.tensor([8], dtype=torch.int32)
+    if not has_plan or draw(st.booleans()):
+        rows = st.sampled_from(["none", "all", "some"])
+        generator = torch.Generator().manual_seed(draw(st.integers(0, 99)))
+        bits = [torch.randint(2, size, generator=generator).bool() for size in sizes]
+        for each in bits:
+            for row in each:
+                kind = draw(rows)
+                row.logical_and_(torch.tensor(kind != "none")).logical_or_(torch.tensor(kind == "all"))
+        packed = [_packed(each) for each in bits]
+        arguments["mask"] = torch.cat(packed)
+        begins = [0, *itertools.accumulate(map(len, packed))]
+        arguments["mask_indptr"] = torch.tensor(begins, dtype=torch.int32)
+
+    def sees(request: int, query: int, key: int) -> bool:
+        if has_plan and key >= 8 * chunks[request]:
+            return False
+        if bits is not None:
+            return bool(bits[request][query, key])
+        at = problem.num_kv[request] - problem.num_q[request] + query
+        return at - (arguments["sliding_window"] or 100) < key <= at
+
+    return problem, problem.reference(sees)
+
+
+def _packed(bits: torch.Tensor) -> torch.Tensor:
+    """Return the bits in bytes, the lowest bit first."""
+    flat = functional.pad(bits.flatten().to(torch.uint8), (0, -bits.numel() % 8))
+    return (flat.view(-1, 8) << torch.arange(8)).sum(dim=1).to(torch.uint8)
+
+
+@EXAMPLES
+@given(drawn=_with_blind_queries())
+def test_a_query_that_sees_no_key_gives_zeros(drawn: tuple[PagedCall, torch.Tensor]) -> None:
+    """Every path agrees with float64, whatever hides the keys: caps, sinks, windows, masks, plans, dtypes."""
+    problem, expected = drawn
+    near = 1e-9 if problem.q.dtype is torch.float64 else 4 * torch.finfo(problem.q.dtype).eps
+    for path in PATHS:
+        torch.testing.assert_close(problem.run(path).double(), expected, rtol=near, atol=near)
 
 
 @pytest.mark.parametrize("path", ["cpu", *COMPILED])

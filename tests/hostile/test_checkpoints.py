@@ -518,6 +518,16 @@ def fifo(model: Path) -> None:
     os.mkfifo(model / SINGLE)
 
 
+def pipe_as(name: str) -> Callable[[Path], None]:
+    """Return a function that puts a pipe in the place of a file that transformers or we would read."""
+
+    def damage(model: Path) -> None:
+        (model / name).unlink(missing_ok=True)
+        os.mkfifo(model / name)
+
+    return damage
+
+
 def folder(model: Path) -> None:
     """Replace the weights by a folder."""
     (model / SINGLE).unlink()
@@ -556,6 +566,9 @@ FILES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
     "a tensor in two files": (twin_tensor, [UP, "a.safetensors", "b.safetensors"]),
     "an adapter": (adapter, ["adapter_config.json", "merge"]),
     "a pipe": (fifo, [SINGLE]),
+    "a pipe as defaults": (pipe_as("generation_config.json"), ["'generation_config.json' is a pipe"]),
+    "a pipe as tokenizer": (pipe_as("tokenizer_config.json"), ["'tokenizer_config.json' is a pipe"]),
+    "a device": (lambda m: (m / "vocab.txt").symlink_to("/dev/zero"), ["'vocab.txt' is a pipe or a device"]),
     "a folder": (folder, [SINGLE]),
     "a looping link": (looping_link, [SINGLE]),
     "a huge header": (huge_header, [SINGLE, "not a complete"]),

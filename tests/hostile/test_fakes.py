@@ -3,6 +3,8 @@
 Does not: examine plugins that end, hang or flood their process; `conformance/tests/test_supervise.py` does.
 """
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -166,6 +168,25 @@ def test_what_unusual_plugins_do_is_no_replacement() -> None:
     with torch.overrides.BaseTorchFunctionMode():
         torch.ones(1)
     assert originals.replaced() == []
+
+
+FORK = """
+import os
+from graphpact_conformance.isolation.blind_program import Events
+(events, written), (key, secret) = os.pipe(), os.pipe()
+os.write(secret, b"key")
+told = Events({"events": written, "key": key})
+child = os.fork()
+told.say("stepped")
+assert os.waitpid(child, 0)[1] == os.EX_SOFTWARE << 8
+print(os.read(events, 1000).decode(), end="")
+"""
+
+
+def test_a_child_that_a_plugin_forks_tells_nothing_in_the_blind_run() -> None:
+    """Where the suite is not imported, a child that returns from the plugin ends, and tells no step again."""
+    done = subprocess.run([sys.executable, "-c", FORK], capture_output=True, text=True, check=True)
+    assert done.stdout == 'key {"event": "stepped"}\n'
 
 
 def test_values_and_declarations_survive_the_pipe() -> None:

@@ -3,6 +3,7 @@
 Does not: try single lines; `conformance/tests/test_scenario.py` does.
 """
 
+import os
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,19 @@ def test_a_broken_scenario_is_refused_at_the_door(content: bytes, words: list[st
     path = tmp_path / "steps.jsonl"
     path.write_bytes(content)
     refused(command("check", "fa3", "--scenario", path), str(path), *words)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_by_every_reader(tmp_path: Path) -> None:
+    """Pacts, recordings, reports and configurations that are pipes are one error each; none is waited for."""
+    path = tmp_path / "pipe"
+    os.mkfifo(path)
+    for arguments in (
+        ["check", "fa3", "--scenario", path],
+        ["pact", "show", path],
+        ["report", path],
+        ["generate", "--config", path, "Hello"],
+    ):
+        refused(command(*arguments), str(path), "it is a pipe or a device")
 
 
 def test_a_recording_in_a_wrong_place_is_refused_before_the_model_loads(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from graphpact.errors import GraphpactError
 from peers.wheels import Wheel, cache, unpack
 
 FILES = {
@@ -49,6 +50,19 @@ def test_a_failed_download_says_so_and_leaves_nothing(shelf: Path) -> None:
     with pytest.raises(RuntimeError, match=r"thing==2\.0 cannot be downloaded:\n(.*\n)+.*No matching"):
         unpack(Wheel("thing", "2.0"))
     assert list(cache().iterdir()) == []
+
+
+def test_code_that_another_user_can_change_is_not_imported(shelf: Path) -> None:
+    """A cache or an unpacked wheel in which others can write is refused, with what to do."""
+    wheel = Wheel("thing", "1.0")
+    folder = unpack(wheel)
+    for shared in (folder, cache()):
+        shared.chmod(0o777)
+        with pytest.raises(GraphpactError, match=f"{shared} can be written by every user") as told:
+            unpack(wheel)
+        assert "GRAPHPACT_PEERS_CACHE" in str(told.value.hint)
+        shared.chmod(0o755)
+    assert unpack(wheel) == folder
 
 
 def test_the_cache_is_the_users_unless_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

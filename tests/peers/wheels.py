@@ -2,7 +2,8 @@
 
 The cache is the folder ``graphpact/peers`` of the user's cache directory, or the one that the environment
 variable ``GRAPHPACT_PEERS_CACHE`` names. A wheel is unpacked beside its place and moved there when it is
-complete, so an interrupted download leaves nothing that looks like a wheel.
+complete, so an interrupted download leaves nothing that looks like a wheel. Its code is imported, so no other
+user may be able to change the cache or a wheel in it.
 
 Does not: resolve dependencies, or build a source distribution.
 """
@@ -16,6 +17,9 @@ from dataclasses import dataclass
 from fnmatch import fnmatch
 from pathlib import Path
 
+from graphpact_kernels.compiled import own_folder
+
+_VARIABLE = "GRAPHPACT_PEERS_CACHE"
 _ALWAYS = ("*.py", "*.dist-info/METADATA", "*.dist-info/entry_points.txt")
 
 
@@ -45,7 +49,7 @@ TRITON = Wheel("triton", "3.9.0", ("triton/_C/*.so",))
 
 def cache() -> Path:
     """Return the folder that holds unpacked wheels."""
-    if chosen := os.environ.get("GRAPHPACT_PEERS_CACHE"):
+    if chosen := os.environ.get(_VARIABLE):
         return Path(chosen)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphpact" / "peers"
 
@@ -54,15 +58,18 @@ def unpack(wheel: Wheel) -> Path:
     """Return the folder of an unpacked wheel; download it where it is not there yet.
 
     Raises:
+        GraphpactError: Other users can change the cache or the wheel.
         RuntimeError: pip found no such wheel; its answer is in the message.
     """
+    with own_folder(cache(), _VARIABLE, create=True):
+        pass
     if not wheel.folder.exists():
-        cache().mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=cache()) as scratch:
             unpacked = Path(scratch, "unpacked")
             _extract(_download(wheel, Path(scratch)), unpacked, _ALWAYS + wheel.files)
             unpacked.rename(wheel.folder)
-    return wheel.folder
+    with own_folder(wheel.folder, _VARIABLE):
+        return wheel.folder
 
 
 def _download(wheel: Wheel, folder: Path) -> Path:

@@ -103,9 +103,12 @@ class Events:
         os.set_inheritable(self._pipe, False)  # noqa: FBT003  positional only
         self._key = os.read(job["key"], 64)
         os.close(job["key"])
+        self._pid = os.getpid()
 
     def say(self, event: str, **told: Any) -> None:
-        """Write one event."""
+        """Write one event; end a child that the plugin forked, which would write them all again."""
+        if os.getpid() != self._pid:
+            os._exit(os.EX_SOFTWARE)
         data = self._key + b" " + json.dumps({"event": event, **told}).encode() + b"\n"
         while data:
             data = data[os.write(self._pipe, data) :]

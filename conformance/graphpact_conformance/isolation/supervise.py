@@ -314,7 +314,9 @@ class _Examination:
             case {"event": "replaced", "names": names, "work": work}:
                 self._note_end(self._failure(work or START, _said_replaced(names), _REPLACED))
             case {"event": "forked", "work": work}:
-                self._note_end(self._failure(work, "a child that it forked went on with the suite's work"))
+                self._note_end(
+                    self._failure(work or START, "a child that it forked went on with the suite's work")
+                )
             case _:
                 if self._work == START:
                     _raise_if_refused(event)

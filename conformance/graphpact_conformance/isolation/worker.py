@@ -14,6 +14,8 @@ begins with a key, which the worker reads before it imports a plugin: a line wit
     refused, type, message, hint   a usage error; nothing was examined
     raised, by_plugin, text     an exception that ended the job
 
+The work of ``replaced`` and ``forked`` is None before the first.
+
 Does not: judge an end without ``done``, or limit its own time; the supervisor does.
 """
 
@@ -73,11 +75,11 @@ class Reporter:
         """Report that ``work`` is about to run."""
         faulthandler.dump_traceback_later(self._patience, exit=True, file=self._stack)
         self._compare_functions()
-        self.work = work
         if self._has_reported:  # results follow after several pieces of work
             self._err_reported = os.fstat(self._err).st_size
             self._has_reported = False
-        self.say("begins", work=work, printed=self._printed())
+        self.say("begins", work=work, printed=self._printed())  # of a forked child: still the work before
+        self.work = work
 
     def found(self, result: Result) -> None:
         """Report a result; the first failure includes the stderr output of its work."""

@@ -218,6 +218,7 @@ class ReferenceBackend(AttentionBackend):
             sinks = layer.sinks.float().view(1, *heads, 1).expand(q.shape[0], *heads, 1)
             scores = torch.cat([scores, sinks], dim=3)
         weights = torch.softmax(scores, dim=3)[..., : slots.shape[1]]
+        weights = weights.masked_fill(hidden[:, None, None], 0)  # NaN for a query without keys
         out = torch.einsum("thgn,tnhd->thgd", weights, values.float())
         return out.flatten(1, 2).to(q.dtype)
 

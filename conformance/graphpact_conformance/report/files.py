@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from graphpact.errors import UsageError
-from graphpact.files import write_file
+from graphpact.files import read_file, write_file
 from graphpact_conformance.report.junit import to_junit
 from graphpact_conformance.report.page import to_html
 from graphpact_conformance.results import SCHEMA_VERSION, Report
@@ -53,7 +53,8 @@ def load(path: Path) -> Report:
     """
     file = path / FILES[0] if path.is_dir() else path
     try:
-        raw = json.loads(file.read_text(encoding="utf-8"))
+        content = read_file(file)
+        raw = json.loads(content.decode())
     except OSError as error:
         raise UsageError(f"{file} cannot be read: {_why(error)}", hint=_HINT) from error
     except (ValueError, RecursionError) as error:
@@ -67,7 +68,7 @@ def load(path: Path) -> Report:
             hint="read it with the graphpact that wrote it: environment.graphpact in the file",
         )
     try:
-        return Report.model_validate(raw)
+        return Report.model_validate_json(content)  # it also refuses what could not be written as JSON again
     except ValidationError as error:
         first = error.errors()[0]
         place = ".".join(map(str, first["loc"])) or "the whole"

@@ -20,6 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from graphpact import Capabilities, ForwardMode, GraphShape
 from graphpact.attention import DraftLimits
 from graphpact.errors import UsageError
+from graphpact.files import read_file
 from graphpact_conformance.world.lanes import VOCAB, Case, Config, allows, configs_of
 from graphpact_conformance.world.problems import Declines, Drawn, Problem, ProblemRequest, Token, draw
 
@@ -280,8 +281,7 @@ def read(path: Path) -> list[RecordedLane]:
 
 def _lines(path: Path) -> list[bytes]:
     try:
-        with path.open("rb") as file:
-            data = file.read(MOST_BYTES + 1)
+        data = read_file(path, MOST_BYTES + 1)
     except OSError as error:
         hint = "give a file that graphpact generate --record has written"
         raise UsageError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from error

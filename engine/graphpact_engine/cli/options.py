@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from graphpact.files import read_file
 from graphpact.plugins import PluginCatalog
 from graphpact_engine.cli.progress import capture_progress
 
@@ -28,8 +29,9 @@ def complete_setting(ctx: typer.Context, incomplete: str) -> list[str]:
     from graphpact_engine.config import LANE_MODES, config_keys  # noqa: PLC0415  slow: pydantic
 
     lanes: list[str] = [*LANE_MODES]
-    with contextlib.suppress(OSError, ValueError, AttributeError, TypeError):  # no or an odd file
-        document = tomllib.loads(Path(ctx.params["config"]).read_text(encoding="utf-8"))
+    odd = OSError, ValueError, RecursionError, AttributeError, TypeError
+    with contextlib.suppress(*odd):  # no or an odd file
+        document = tomllib.loads(read_file(Path(ctx.params["config"])).decode())
         lanes += [lane for lane in document["lanes"] if lane not in lanes]
     key, equals, _ = incomplete.partition("=")
     keys = {each.name: each for each in config_keys(lanes)}

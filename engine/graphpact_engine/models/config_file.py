@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from graphpact.files import read_file
 from graphpact_engine.errors import CheckpointError
 
 _NAME = "config.json"
@@ -71,7 +72,7 @@ def read_json(file: Path) -> dict[str, Any]:
         CheckpointError: The file cannot be read, is not JSON, or is another value.
     """
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(read_file(file).decode())
     except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file}: not readable as JSON: {one_line(error)}") from error
     if not isinstance(content, dict):
@@ -79,6 +80,18 @@ def read_json(file: Path) -> dict[str, Any]:
             f"{file}: expected a JSON object, got a {type(content).__name__}: {_short(content)}"
         )
     return content
+
+
+def _require_files(path: Path) -> None:
+    """Raise if there is a pipe or a device in the directory: transformers would wait for it, or read it."""
+    try:
+        odd = [
+            each.name for each in path.iterdir() if each.exists() and not (each.is_file() or each.is_dir())
+        ]
+    except OSError as error:
+        raise CheckpointError(f"{path}: it cannot be listed: {one_line(error)}", hint=_GIVE) from error
+    if odd:
+        raise CheckpointError(f"{path}: {min(odd)!r} is a pipe or a device, not a file", hint=_GIVE)
 
 
 def read_config(path: Path, *, trust_remote_code: bool) -> dict[str, Any]:
@@ -93,6 +106,7 @@ def read_config(path: Path, *, trust_remote_code: bool) -> dict[str, Any]:
             f"{path}: no such directory" if not path.exists() else f"{path} is not a directory",
             hint=_GIVE,
         )
+    _require_files(path)
     if (path / "adapter_config.json").exists():
         raise CheckpointError(
             f"{path}: there is an adapter (adapter_config.json); graphpact serves whole models",

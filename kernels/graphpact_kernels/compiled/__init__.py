@@ -8,6 +8,7 @@
     paged_cache.cpp   writes to a paged KV cache
     build             builds the library once, with torch's extension builder, and loads it
     cache             compiled libraries on disk, of these kernels and of compiled graphs
+    ownership         folders and files that other users cannot have changed
 
 The functions of `graphpact_kernels` call them with ``compiled=True``; the portable form of `linear` is
 torch's own. `CompiledProvider` makes them a provider of a backend.
@@ -23,9 +24,20 @@ from graphpact import BackendContext
 from graphpact.attention import KernelProvider
 from graphpact_kernels._library import declare_compiled
 from graphpact_kernels.compiled.build import load, missing, multiplies_pairs
-from graphpact_kernels.compiled.cache import LibraryCache, cache_folder
+from graphpact_kernels.compiled.cache import LibraryCache, OpenLibrary, cache_folder
+from graphpact_kernels.compiled.ownership import own_folder
 
-__all__ = ["CompiledProvider", "LibraryCache", "cache_folder", "is_faster", "linear", "load", "missing"]
+__all__ = [
+    "CompiledProvider",
+    "LibraryCache",
+    "OpenLibrary",
+    "cache_folder",
+    "is_faster",
+    "linear",
+    "load",
+    "missing",
+    "own_folder",
+]
 
 linear = declare_compiled("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()")
 """``(x, weight, bias, out)``: write ``x @ weight.T + bias`` to ``out``, an operator.

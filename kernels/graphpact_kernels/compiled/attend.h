@@ -330,7 +330,7 @@ struct Call {
   void write(const Request& request, int64_t head, int64_t row, int64_t r, const Scratch<A>& s) const {
     const int64_t query = request.begin + row / group, its_head = head * group + row % group;
     A most = s.most[r], sum = s.sum[r], share = 1;
-    if (sinks != nullptr && most != kNone<A>) {  // a key without value
+    if (sinks != nullptr && std::max(most, sinks[its_head]) != kNone<A>) {  // a key without value
       const A sink = sinks[its_head], larger = std::max(most, sink);
       share = std::exp(most - larger);
       sum = sum * share + std::exp(sink - larger);

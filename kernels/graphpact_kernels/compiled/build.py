@@ -9,6 +9,7 @@ Does not: decide who uses the kernels, see `graphpact_kernels.compiled`; keep li
 `graphpact_kernels.compiled.cache`.
 """
 
+import ctypes
 import functools
 import logging
 import os
@@ -21,7 +22,6 @@ import tempfile
 from pathlib import Path
 
 import torch
-from filelock import FileLock
 
 from graphpact.errors import GraphpactError
 from graphpact_kernels.compiled import cache
@@ -84,7 +84,7 @@ def load() -> str | None:
         _load(_key())
     except (OSError, subprocess.SubprocessError, GraphpactError) as error:
         global _failed  # noqa: PLW0603  a fact of the process
-        _failed = f"they cannot be built and loaded: {_first_line(error)}"
+        _failed = f"they cannot be built and loaded: {_reason(error)}"
     return _failed
 
 
@@ -92,15 +92,21 @@ def _load(key: str) -> None:
     library = _KERNELS.find(key)
     if library is not None:
         try:
-            torch.ops.load_library(str(library))
+            _register(library)
         except OSError as error:  # for example of a machine with another C library
             _KERNELS.discard(key, _first_line(error))
         else:
             return
-    _KERNELS.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    with FileLock(_KERNELS.folder / f"{key}.lock"):
+    with _KERNELS.building(key, _SECONDS + 60):  # the other process needs time to load it
         library = _KERNELS.find(key) or _build(key)
-    torch.ops.load_library(str(library))
+    _register(library)
+
+
+def _register(library: cache.OpenLibrary) -> None:
+    """Load a library, which registers its operators, and close it."""
+    # torch.ops.load_library would look up the path of the open file, and open what lies there by then.
+    with library:
+        ctypes.CDLL(library.path())
 
 
 def multiplies_pairs() -> bool:
@@ -131,8 +137,8 @@ def _search_path() -> str:
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
 
-def _build(key: str) -> Path:
-    """Build the library in a temporary folder, keep it, and return its path in the cache."""
+def _build(key: str) -> cache.OpenLibrary:
+    """Build the library in a temporary folder, keep it, and return it as the cache has it."""
     _log.warning("building the compiled kernels, once for this machine and torch: %s", _KERNELS.folder / key)
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", __name__, folder, *_flags()]
@@ -150,6 +156,12 @@ def _fault(output: str) -> str:
     """Return the first error of a compiler's output, or else its last line."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in lines if "error: " in line), lines[-1] if lines else "it ended early")
+
+
+def _reason(error: Exception) -> str:
+    if isinstance(error, GraphpactError) and error.hint is not None:
+        return f"{error.message}; {error.hint}"
+    return _first_line(error)
 
 
 def _first_line(error: Exception) -> str:

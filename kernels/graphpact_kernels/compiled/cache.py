@@ -3,28 +3,39 @@
 The cache is ``$GRAPHPACT_CACHE_DIR``, by default ``$XDG_CACHE_HOME/graphpact`` or ``~/.cache/graphpact``. An
 entry ``KIND/KEY/`` has the library, ``library.so``, and ``library.json`` with its key and SHA-256.
 
-An entry is written to a temporary folder and moved to its place in one step. An entry that is incomplete, has
-changed or belongs to another user is not used and removed, with a warning. Entries that were not used for
-`DAYS` days are removed when a new one is kept. Nothing is unpickled. Whoever may write to the folder can run
-code as its user, as in every cache of compiled code.
+An entry is written to a temporary folder and moved to its place in one step. Entries that were not used for
+`DAYS` days are removed when a new one is kept. Nothing is unpickled.
 
-Does not: build, load, or find a change that was made together with its hash.
+A library is code, so what is loaded is what was checked: the folder, the entry and its files are such as no
+other user can have changed (`graphpact_kernels.compiled.ownership` says when), the file is hashed when it is
+open, and it is loaded through its descriptor. An entry that is incomplete, has changed, is of another kind or
+belongs to another user is removed, with a warning. One that cannot be removed is an error, because it would
+stay in the way.
+
+Does not: build, or load; keep libraries on a platform without ``/proc/self/fd``, where an open file has no
+path to load it from; find a change that was made together with its hash, by this user.
 """
 
 import contextlib
 import hashlib
+import itertools
 import json
 import logging
 import os
+import secrets
 import shutil
+import stat
 import subprocess
-import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO, Self
 
-from graphpact.files import write_file
+from filelock import FileLock, Timeout
+
+from graphpact.errors import GraphpactError, describe_error
+from graphpact_kernels.compiled.ownership import fault_of, open_own_file, own_folder
 
 _log = logging.getLogger(__name__)
 
@@ -33,11 +44,15 @@ DAYS = 90
 
 _FORMAT = 2
 _LIBRARY, _FACTS = "library.so", "library.json"
+_MOST_FACTS = 1 << 12  # bytes; they are about 120
+_VARIABLE = "GRAPHPACT_CACHE_DIR"
+_DESCRIPTORS = Path("/proc/self/fd")
+"""The folder of the process's open files, each under its number."""
 
 
 def cache_folder() -> Path:
     """Return the folder of everything that is built once and kept."""
-    named = os.environ.get("GRAPHPACT_CACHE_DIR")
+    named = os.environ.get(_VARIABLE)
     if named:
         return Path(named)
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "graphpact"
@@ -75,71 +90,221 @@ class LibraryCache:
         """The folder of the entries."""
         return cache_folder() / self.kind
 
-    def find(self, key: str) -> Path | None:
-        """Return the library of a key, or None. An entry that is not whole is removed, with a warning."""
-        entry = self.folder / key
-        if not entry.exists():
-            return None
-        try:
-            fault = _fault(entry, key)
-        except (OSError, ValueError) as error:
-            fault = str(error)
-        if fault is not None:
-            self.discard(key, fault)
-            return None
-        with contextlib.suppress(OSError):  # a cache may be read-only
-            os.utime(entry)
-        return entry / _LIBRARY
+    def find(self, key: str) -> "OpenLibrary | None":
+        """Return the library of a key, open, or None; remove an entry that cannot be used, with a warning.
 
-    def keep(self, key: str, library: Path) -> Path:
-        """Copy a library into the cache, remove entries that nobody uses, and return its path there.
+        Raises:
+            OSError: The folder cannot be entered.
+            GraphpactError: Other users can change the folder, or the entry cannot be removed.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                folder = stack.enter_context(self._opened())
+                os.stat(key, dir_fd=folder, follow_symlinks=False)
+            except FileNotFoundError:
+                return None
+            try:
+                return self._checked(key, folder)
+            except (OSError, ValueError, RecursionError) as error:
+                self._remove(key, folder, str(error))
+                return None
+
+    def keep(self, key: str, library: Path) -> "OpenLibrary":
+        """Copy a library into the cache, remove entries that nobody uses, and return the copy, open.
+
+        If another process has kept one under the key in the meantime, that one is returned, if it is usable.
 
         Raises:
             OSError: The cache cannot be written.
-            GraphpactError: The same, of the file beside the library.
+            GraphpactError: Other users can change the folder, or what is in the way cannot be removed.
         """
-        entry = self.folder / key
-        self.folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        with tempfile.TemporaryDirectory(dir=self.folder, prefix=".new-") as name:
-            new = Path(name, key)
-            new.mkdir()
-            shutil.copyfile(library, new / _LIBRARY)
-            facts = {"key": key, "sha256": _hash_of(new / _LIBRARY)}
-            write_file(new / _FACTS, json.dumps(facts))
+        content = library.read_bytes()
+        facts = json.dumps({"key": key, "sha256": hashlib.sha256(content).hexdigest()})
+        with self._opened(create=True) as folder:
             try:
-                new.rename(entry)
-            except OSError:
-                if not entry.exists():  # else another process was first
-                    raise
-        self._forget_unused()
-        return entry / _LIBRARY
+                with _new_folder(folder) as name:
+                    _write(path_of(folder) / name / _LIBRARY, content)
+                    _write(path_of(folder) / name / _FACTS, facts.encode())
+                    try:
+                        os.rename(name, key, src_dir_fd=folder, dst_dir_fd=folder)
+                    except OSError:  # another process was first, or what cannot be used is in the way
+                        found = self.find(key)
+                        if found is not None:
+                            return found
+                        os.rename(name, key, src_dir_fd=folder, dst_dir_fd=folder)
+            except OSError as error:  # the system names the path in the open folder
+                raise OSError(error.errno, error.strerror, str(self.folder)) from error
+            self._forget_unused(folder)
+        found = self.find(key)
+        if found is None:
+            raise GraphpactError(
+                f"{self.what} was written to {self.folder / key} and cannot be used from there",
+                hint=f"the warning has the reason; name another folder in {_VARIABLE}",
+            )
+        return found
 
     def discard(self, key: str, fault: str) -> None:
-        """Remove the entry of a key, with a warning that says why."""
+        """Remove the entry of a key, with a warning that says why.
+
+        Raises:
+            OSError: The folder cannot be entered.
+            GraphpactError: Other users can change the folder, or the entry cannot be removed.
+        """
+        with self._opened() as folder:
+            self._remove(key, folder, fault)
+
+    @contextlib.contextmanager
+    def building(self, key: str, seconds: float) -> Iterator[None]:
+        """Let one process at a time build the library of a key: hold its lock. A wait is announced.
+
+        Args:
+            key: The key.
+            seconds: How long to wait for another process.
+
+        Raises:
+            OSError: The lock cannot be made.
+            GraphpactError: Other users can change the folder, or another process still holds the lock.
+        """
+        with self._opened(create=True):
+            pass
+        lock = FileLock(self.folder / f"{key}.lock")
+        try:
+            lock.acquire(timeout=0)
+        except Timeout:
+            _log.warning(
+                "waiting for another process that builds %s, at most %.0f s: it holds %s",
+                *(self.what, seconds, lock.lock_file),
+            )
+            try:
+                lock.acquire(timeout=seconds)
+            except Timeout:
+                raise GraphpactError(
+                    f"{self.what} is not built: another process has held {lock.lock_file} for"
+                    f" {seconds:.0f} s",
+                    hint=f"end that process (`fuser {lock.lock_file}` names it), or name another folder in"
+                    f" {_VARIABLE}",
+                ) from None
+        try:
+            yield
+        finally:
+            lock.release()
+
+    def _opened(self, *, create: bool = False) -> contextlib.AbstractContextManager[int]:
+        if not _DESCRIPTORS.is_dir():
+            raise GraphpactError(
+                f"{self.what} is not kept on this platform: it has no {_DESCRIPTORS}",
+                hint="mount /proc, or let each process build its own",
+            )
+        return own_folder(self.folder, _VARIABLE, create=create)
+
+    def _checked(self, key: str, folder: int) -> "OpenLibrary":
+        """Open the library of an entry and check it.
+
+        Raises:
+            OSError: A file is missing or cannot be read.
+            ValueError: The entry cannot be used.
+            RecursionError: Its facts are nested too deeply.
+        """
+        if not stat.S_ISDIR(os.stat(key, dir_fd=folder, follow_symlinks=False).st_mode):
+            raise ValueError("it is no folder")
+        entry = os.open(key, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
+        try:
+            fault = fault_of(os.fstat(entry))
+            if fault is not None:
+                raise ValueError(f"it {fault}")
+            with os.fdopen(open_own_file(_FACTS, entry), "rb") as file:
+                facts = json.loads(file.read(_MOST_FACTS).decode())
+            if not isinstance(facts, dict) or facts.get("key") != key:
+                raise ValueError("it was made for another key")
+            with contextlib.ExitStack() as stack:
+                library = stack.enter_context(os.fdopen(open_own_file(_LIBRARY, entry), "rb"))
+                if hashlib.file_digest(library, "sha256").hexdigest() != facts.get("sha256"):
+                    raise ValueError("its library was changed")
+                stack.pop_all()
+            with contextlib.suppress(OSError):  # a cache may be read-only
+                os.utime(entry)
+            return OpenLibrary(self.folder / key / _LIBRARY, library)
+        finally:
+            os.close(entry)
+
+    def _remove(self, key: str, folder: int, fault: str) -> None:
         entry = self.folder / key
+        try:
+            _delete(key, folder)
+        except OSError as error:
+            raise GraphpactError(
+                f"{self.what} {entry} is not used: {fault}; it cannot be removed: {describe_error(error)}",
+                hint=f"remove {entry} as its owner or as root, or name another folder in {_VARIABLE}",
+            ) from error
         _log.warning("%s %s is not used and compiled again: %s", self.what, entry, fault)
-        shutil.rmtree(entry, ignore_errors=True)
 
-    def _forget_unused(self) -> None:
+    @staticmethod
+    def _forget_unused(folder: int) -> None:
         oldest = time.time() - DAYS * 24 * 3600
-        for entry in self.folder.iterdir():
+        for entry in path_of(folder).iterdir():
             with contextlib.suppress(OSError):  # another process removes it too
-                if entry.stat().st_mtime < oldest:
-                    shutil.rmtree(entry) if entry.is_dir() else entry.unlink()
+                if entry.lstat().st_mtime < oldest:
+                    _delete(entry.name, folder)
 
 
-def _fault(entry: Path, key: str) -> str | None:
-    """Return why an entry cannot be used, or None."""
-    library = entry / _LIBRARY
-    if hasattr(os, "getuid") and library.stat().st_uid not in (os.getuid(), 0):
-        return "it belongs to another user"
-    facts = json.loads((entry / _FACTS).read_text("utf-8"))
-    if not isinstance(facts, dict) or facts.get("key") != key:
-        return "it was made for another key"
-    if _hash_of(library) != facts.get("sha256"):
-        return "its library was changed"
-    return None
+@dataclass(frozen=True, slots=True)
+class OpenLibrary:
+    """A library that was checked and stays open: a context that closes it.
+
+    Attributes:
+        place: Where it lies, for messages.
+        file: The open file.
+    """
+
+    place: Path
+    file: BinaryIO
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.file.close()
+
+    def path(self) -> str:
+        """Return a path from which the open file can be loaded, another one in each call.
+
+        The dynamic linker does not open a path again that it has loaded from, and numbers of descriptors
+        recur. So the path has a number: binary, a slash for 0 and a slash and a dot for 1, which change
+        nothing.
+        """
+        number = f"{next(_loads):b}".replace("0", "/").replace("1", "/.")
+        return f"{_DESCRIPTORS}{number}/{self.file.fileno()}"
 
 
-def _hash_of(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+_loads = itertools.count(1)
+
+
+def path_of(descriptor: int) -> Path:
+    """Return a path of what a descriptor has open."""
+    return _DESCRIPTORS / str(descriptor)
+
+
+@contextlib.contextmanager
+def _new_folder(folder: int) -> Iterator[str]:
+    """Make a folder for a new entry, give its name, and remove it unless it was moved."""
+    name = f".new-{secrets.token_hex(8)}"
+    os.mkdir(name, 0o755, dir_fd=folder)
+    try:
+        yield name
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            _delete(name, folder)
+
+
+def _write(file: Path, content: bytes) -> None:
+    """Write a new file that others cannot write, whatever the umask is."""
+    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as stream:  # noqa: PTH123
+        stream.write(content)
+
+
+def _delete(name: str, folder: int) -> None:
+    """Remove a folder with all that is in it, or a file, a pipe or a link itself."""
+    if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
+        shutil.rmtree(name, dir_fd=folder)
+    else:
+        os.unlink(name, dir_fd=folder)

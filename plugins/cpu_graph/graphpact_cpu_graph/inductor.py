@@ -20,7 +20,7 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from graphpact.errors import CaptureError, EngineError
+from graphpact.errors import CaptureError, EngineError, GraphpactError
 from graphpact.graphs import Graph
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
@@ -141,6 +141,7 @@ def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], 
 
     Raises:
         CaptureError: Inductor cannot compile it.
+        GraphpactError: Other users can change the folder in which torch compiles.
     """
     module = fx.GraphModule(torch.nn.Module(), segment.graph)
     # The compiler sees shapes and strides of the inputs, each in its own memory. That holds: inputs that
@@ -148,6 +149,8 @@ def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], 
     with torch.inference_mode(mode=False), torch.no_grad():
         try:
             return compiled(module, inputs)
+        except GraphpactError:
+            raise
         except Exception as error:
             raise CaptureError(
                 f"inductor cannot compile the region: {type(error).__name__}:"

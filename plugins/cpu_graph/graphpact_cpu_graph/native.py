@@ -17,6 +17,7 @@ import inspect
 import logging
 import os
 from collections.abc import Callable, Sequence
+from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ from torch._subclasses import FakeTensorMode
 
 from graphpact.errors import GraphpactError
 from graphpact_cpu_graph.keys import key_of
-from graphpact_kernels.compiled import LibraryCache
+from graphpact_kernels.compiled import LibraryCache, own_folder
 
 _log = logging.getLogger(__name__)
 
@@ -57,6 +58,7 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
     key = key_of(module.graph, inputs, OPTIONS)
     entry = _loaded.get(key) or _from_cache(key)
     if entry is None:
+        _require_own_scratch()
         try:
             library, fault = _library(module, inputs), "it has other inputs, outputs or constants"
         except Exception as error:  # noqa: BLE001  of any kind: it is tried in another way
@@ -66,7 +68,7 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
                 "a region runs as inductor's Python program, there is no C++ program of it: %s", fault
             )
             return _python_program(module, inputs)
-        entry = _load(key, _kept(key, library))
+        entry = _load_kept(key, library)
     _loaded[key] = entry
     return functools.partial(_call, entry, inputs)
 
@@ -77,33 +79,50 @@ def _call(entry: Callable[[Any], object], inputs: list[torch.Tensor]) -> None:
 
 
 def _from_cache(key: str) -> Callable[[Any], object] | None:
-    library = _GRAPHS.find(key)
-    if library is None:
-        return None
     try:
-        return _load(key, library)
-    except (ImportError, OSError, AttributeError) as error:
-        _GRAPHS.discard(key, _first_line(error))
-        return None
+        library = _GRAPHS.find(key)
+        if library is None:
+            return None
+        try:
+            with library:
+                return _load(key, library.path())
+        except (ImportError, OSError, AttributeError) as error:
+            _GRAPHS.discard(key, _first_line(error))
+    except (OSError, GraphpactError) as error:
+        _log.warning("a compiled graph is not looked up: %s", error)
+    return None
 
 
-def _kept(key: str, library: Path) -> Path:
-    """Return where the library lies in the cache, or ``library``, with a warning, if it cannot be kept."""
+def _load_kept(key: str, library: Path) -> Callable[[Any], object]:
+    """Keep a library and load the copy, or with a warning ``library`` itself if it cannot be kept."""
     try:
-        return _GRAPHS.keep(key, library)
+        kept = _GRAPHS.keep(key, library)
     except (OSError, GraphpactError) as error:
         _log.warning("a compiled graph is not kept: %s", error)
-        return library
+        return _load(key, str(library))
+    with kept:
+        return _load(key, kept.path())
 
 
-def _load(key: str, library: Path) -> Callable[[Any], object]:
+def _require_own_scratch() -> None:
+    """Check the folder in which torch compiles: it loads a library that lies there already.
+
+    Raises:
+        GraphpactError: Other users can change it.
+    """
+    from torch._inductor.runtime.cache_dir_utils import cache_dir  # noqa: PLC0415  heavy to import
+
+    with own_folder(Path(cache_dir()), "TORCHINDUCTOR_CACHE_DIR"):
+        pass
+
+
+def _load(key: str, path: str) -> Callable[[Any], object]:
     """Load a library and return its program, which takes handles of the inputs."""
     os.environ[_POINTER.upper()] = str(getattr(torch._C._dynamo.guards, _POINTER))  # noqa: SLF001  it reads it
-    spec = importlib.util.spec_from_file_location(f"{key}.{_ENTRY}", library)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"{library} is no library")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    name = f"{key}.{_ENTRY}"
+    loader = ExtensionFileLoader(name, path)  # the path of an open file has no suffix to tell it by
+    module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=path))
+    loader.exec_module(module)
     entry: Callable[[Any], object] = getattr(module, _ENTRY)
     return entry
 

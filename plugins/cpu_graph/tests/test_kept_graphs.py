@@ -3,6 +3,7 @@
 import hashlib
 import json
 import logging
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphpact.errors import GraphpactError
 from graphpact_cpu_graph import keys, native
 from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_cpu_graph.inductor import InductorDriver
@@ -109,6 +111,48 @@ def test_a_cache_that_cannot_be_written_is_done_without(
     with caplog.at_level(logging.WARNING):
         assert replays(monkeypatch) == 1
     assert "is not kept" in caplog.text
+
+
+def test_an_entry_that_stays_in_the_way_is_not_run(
+    entries: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If another's entry cannot be removed, the graph is compiled and runs; the log says what to do."""
+    replays(monkeypatch)
+    (entry,) = entries.iterdir()
+    delete = cache._delete
+
+    def refuse(name: str, folder: int) -> None:
+        if name == entry.name:
+            raise PermissionError(13, "Permission denied")
+        delete(name, folder)
+
+    monkeypatch.setattr(cache, "fault_of", lambda _: "belongs to another user, 54321")
+    monkeypatch.setattr(cache, "_delete", refuse)
+    with caplog.at_level(logging.WARNING):
+        assert replays(monkeypatch) == 1
+    (looked_up, kept) = [r.getMessage() for r in caplog.records if r.name == native.__name__]
+    assert "is not looked up" in looked_up
+    assert f"remove {entry} as its owner or as root" in kept
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make files of another user")
+@pytest.mark.parametrize("whose", ["another's", "everybody's"])
+def test_torch_does_not_compile_where_others_can_write(
+    whose: str, entries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Torch loads a library that lies in its folder already: a folder of another user is refused before."""
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    if whose == "everybody's":
+        scratch.chmod(0o777)
+    else:
+        os.chown(scratch, 54321, 54321)
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(scratch))
+    monkeypatch.setattr(native, "_library", None)  # it is not called
+    with pytest.raises(GraphpactError, match=f"{scratch} (belongs to|can be written by)") as told:
+        InductorDriver(CPU).capture(lambda: region(torch.ones(5)))
+    assert "TORCHINDUCTOR_CACHE_DIR" in str(told.value.hint)
+    assert not [*scratch.iterdir()]
 
 
 # -- keys ------------------------------------------------------------------------------------------
