@@ -38,6 +38,9 @@ def define_kernel(
         function: The implementation.
         namespace: The plugin's own namespace, such as the name of its package.
         on_cuda: Another implementation, for tensors of a CUDA device.
+
+    Raises:
+        ValueError: The schema marks no argument as written.
     """
     overload = _declare(schema, namespace, function)
     if on_cuda is not None:
@@ -70,10 +73,12 @@ def _declare(schema: str, namespace: str, function: Callable[..., Any] | None = 
     name = schema.split("(", 1)[0]
     library = _library(namespace)
     library.define(schema)
+    overload: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
+    if not overload._schema.is_mutable:  # type: ignore[attr-defined]  # noqa: SLF001  no public way
+        raise ValueError(f"{namespace}::{schema} marks no argument that it writes, as Tensor(a!) out")
     if function is not None:
         library.impl(name, function, "CompositeExplicitAutograd")
     torch.library.register_fake(f"{namespace}::{name}", lambda *_: None, lib=library)
-    overload: Callable[..., Any] = getattr(getattr(torch.ops, namespace), name).default
     return declare_kernel(overload)
 
 

@@ -67,6 +67,25 @@ def _(x: torch.Tensor, out: torch.Tensor, weights: list[int]) -> None:
     del x, out, weights
 
 
+def _store_rows(target: torch.Tensor, source: torch.Tensor) -> None:
+    target.copy_(source)
+
+
+def _scale_rows(x: torch.Tensor) -> torch.Tensor:
+    return x * _LIVE["factor"]
+
+
+_LIVE = {"factor": 1}
+"""What the implementation of ``scale_rows`` reads, as an engine's operator reads the current step."""
+
+_library = torch.library.Library("graphpact_conformance", "FRAGMENT")
+_library.define("store_rows(Tensor target, Tensor source) -> ()")  # no mark of the write
+_library.impl("store_rows", _store_rows, "CompositeExplicitAutograd")
+_library.define("scale_rows(Tensor x) -> Tensor")
+_library.impl("scale_rows", _scale_rows, "CompositeExplicitAutograd")
+declare_kernel(torch.ops.graphpact_conformance.store_rows)
+
+
 # -- the promises ------------------------------------------------------------------------------------
 
 
@@ -240,6 +259,48 @@ def what_an_operator_of_ones_own_writes_is_written(driver: GraphDriver) -> None:
         graph.replay()
         expect_equal(out.tolist(), table[rows].tolist())
         expect_equal(graph.outputs.tolist(), (table[rows] * 2).tolist())
+
+
+@_promise(
+    "GP10",
+    "Graph.replay",
+    "record every call that is not known to do no work: schemas do not declare every write",
+)
+def what_a_schema_does_not_declare_is_repeated(driver: GraphDriver) -> None:
+    """An operator that writes an argument which its schema does not mark does so in each replay."""
+    x, store = torch.zeros(4, device=driver.device), torch.zeros(4, device=driver.device)
+
+    def region() -> torch.Tensor:
+        torch.ops.graphpact_conformance.store_rows(store, x + 1)
+        return store * 2
+
+    graph = driver.capture(region)
+    for value in (4.0, 9.0):
+        x.fill_(value)
+        store.fill_(-1)
+        graph.outputs.fill_(-1)
+        graph.replay()
+        expect_equal(store.tolist(), [value + 1] * 4)
+        expect_equal(graph.outputs.tolist(), [2 * value + 2] * 4)
+
+
+@_promise(
+    "GP10",
+    "Graph.replay",
+    "record the operations that the Python implementation of an operator calls; `graphpact.graphs.is_kernel`"
+    " tells the operators that stand for one kernel",
+)
+def the_python_of_an_operator_runs_at_capture_alone(driver: GraphDriver) -> None:
+    """A replay of an operator that Python implements does not see what changed in Python since."""
+    x = torch.zeros(4, device=driver.device)
+    _LIVE["factor"] = 2
+    graph = driver.capture(lambda: torch.ops.graphpact_conformance.scale_rows(x) + 1)
+    _LIVE["factor"] = 5
+    for value in (4.0, 9.0):
+        x.fill_(value)
+        graph.outputs.fill_(-1)
+        graph.replay()
+        expect_equal(graph.outputs.tolist(), [2 * value + 1] * 4)
 
 
 @_promise("GP10", "GraphDriver.break_graph", "replay an `EagerCall` between the two segments")

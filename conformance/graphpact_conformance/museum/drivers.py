@@ -186,6 +186,29 @@ def _lets_the_host_read(base: type[Any]) -> type[Any]:
     return Reads
 
 
+def _believes_every_schema(recorder: Any, recording: Any) -> None:
+    """Drop the calls that return no new memory and whose schema marks no write."""
+    del recorder
+    for segment in recording.segments:
+        segment.calls[:] = [
+            call
+            for call in segment.calls
+            if call.op._schema.is_mutable or any(t is not None for t in call.made)  # noqa: SLF001
+        ]
+
+
+def _keeps_the_python_of_operators(base: type[Any]) -> type[Any]:
+    class Keeps(base):  # type: ignore[misc]
+        """A driver that takes every operator for one kernel, whatever implements it."""
+
+        def record(self, recorder: Any, fn: _Region) -> Any:
+            """Record operators without a look at their implementation."""
+            with patch("graphpact_tape.host.python_implementation", lambda *_: None):
+                return super().record(recorder, fn)
+
+    return Keeps
+
+
 def _leaves_its_writes(recorder: Any, recording: Any) -> None:
     del recording
     recorder._undo.clear()  # noqa: SLF001  the museum edits insides
@@ -428,6 +451,28 @@ EXHIBITS = [
         base="tape",
         lanes=("fast",),
         make=_replays(_runs_the_region),
+        site="driver",
+    ),
+    Exhibit(
+        name="driver-believes-every-schema",
+        rule="GP10",
+        thread="thu-ml/SageAttention#371",
+        planted="A call that returns nothing, and whose schema marks no write, is no part of the graph: what"
+        " it wrote at the capture is left.",
+        base="tape",
+        lanes=("fast", "strict"),
+        make=_recordings(after=_believes_every_schema),
+        site="driver",
+    ),
+    Exhibit(
+        name="driver-keeps-the-python-of-operators",
+        rule="GP10",
+        thread="vllm-project/vllm#44868",
+        planted="An operator that Python implements is one node: each replay runs its Python again, on the"
+        " current step.",
+        base="tape",
+        lanes=("fast", "strict"),
+        make=_keeps_the_python_of_operators,
         site="driver",
     ),
     Exhibit(

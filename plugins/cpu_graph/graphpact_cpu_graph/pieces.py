@@ -6,6 +6,7 @@ Does not: compile, or call anything.
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+from graphpact.graphs import is_kernel
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_tape.collectives import is_collective
@@ -57,6 +58,9 @@ def outliving_of(pieces: Sequence[Piece], outputs: Any) -> list[set[int]]:
 
 
 def _is_compiled(call: RecordedCall) -> bool:
-    """Return whether a compiler may believe the schema of the operator: it is torch's or graphpact's."""
-    is_ours = call.op.namespace.startswith("graphpact")
-    return not is_collective(call.op) and (is_ours or not may_hide_writes(call.op))
+    """Return whether a compiler may believe the schema: it is torch's, or of a kernel with marked outputs."""
+    if is_collective(call.op):
+        return False
+    schema = call.op._schema  # noqa: SLF001  no public way
+    is_marked = is_kernel(call.op) and schema.is_mutable and not schema.returns
+    return is_marked or not may_hide_writes(call.op)
