@@ -38,7 +38,7 @@ _PRODUCTS = "mm bmm addmm baddbmm mv addmv dot convolution"
 _MOVES = """
     cat stack gather index.Tensor index_select index_put index_add index_copy scatter.src scatter.value
     scatter_add scatter_reduce.two take embedding tril triu flip roll repeat constant_pad_nd
-    searchsorted.Tensor bucketize.Tensor complex
+    searchsorted.Tensor bucketize.Tensor complex polar histc
 """
 _FACTORIES = """
     arange arange.start_step eye full linspace ones zeros

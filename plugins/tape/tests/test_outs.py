@@ -175,6 +175,8 @@ SAMPLES: dict[str, Samples] = {
     "searchsorted.Tensor": lambda t, s: [(t(9).sort().values, t(*s), {"right": True})],
     "bucketize.Tensor": lambda t, s: [(t(*s), t(9).sort().values)],
     "complex": lambda t, s: [(t(*s), t(*s))],
+    "polar": lambda t, s: [(t(*s).abs(), t(*s))],
+    "histc": lambda t, s: [(t(*s), 4, -3, 3)],
     "full": lambda t, s: [(list(s), 1, {"dtype": t().dtype})],
     "ones": lambda t, s: [(list(s), {"dtype": t().dtype})],
     "zeros": lambda t, s: [(list(s), {"dtype": t().dtype})],
