@@ -231,6 +231,12 @@ class GraphSlot:
             return False
         return self.copy_from_fb or self.padding_policy is not PaddingPolicy.FILL_ONCE
 
+    def slice_for(self, padded_bs: int, padded_num_tokens: int) -> torch.Tensor:
+        """Raise `UnallocatedSlotError`: a declaration has no memory. A `BoundSlot` returns the view."""
+        del padded_bs, padded_num_tokens
+        hint = "take the slot that register_slot returned, or that get_slot returns"
+        raise UnallocatedSlotError(f"{self.label} is a declaration, and has no buffer", hint=hint)
+
     def bound(self, buffer: torch.Tensor | None) -> "BoundSlot":
         """Return this declaration with memory; a registry calls it."""
         return BoundSlot(**{f.name: getattr(self, f.name) for f in fields(GraphSlot)}, buffer=buffer)
