@@ -52,8 +52,9 @@ _BASES: dict[Kind, str] = {  # names of `graphpact`, which imports torch when it
     "graph_driver": "GraphDriver",
     "speculation": "SpeculationAlgorithm",
 }
-_OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributions
+_OFFERS: dict[str, dict[Kind, str]] = {  # the first-party distributions, and their plugins
     "graphpact": {"runner": "eager", "command": "plugins"},
+    "graphpact-kernels": {},
     "graphpact-tape": {"graph_driver": "tape"},
     "graphpact-cuda-graph": {
         "runner": "cuda_graph breakable_cuda_graph piecewise_cuda_graph",
@@ -251,9 +252,29 @@ class PluginCatalog:
 
 
 def installed_versions() -> dict[str, str]:
-    """Return the version of graphpact and of every distribution with plugins, by name."""
-    infos = PluginCatalog.scan(env={}).infos()
-    return {"graphpact": __version__, **dict(sorted((i.distribution, i.version) for i in infos))}
+    """Return the version of every installed distribution of graphpact, and of every other with plugins.
+
+    By name, graphpact first.
+    """
+    found = {info.distribution: info.version for info in PluginCatalog.scan(env={}).infos()}
+    for name in _OFFERS.keys() - found.keys():
+        with suppress(PackageNotFoundError):
+            found[name] = distribution(name).version
+    return {"graphpact": __version__, **dict(sorted(found.items()))}
+
+
+def installed_plugins() -> dict[str, str]:
+    """Return what each distribution of `installed_versions` offers, in words: ``graph_driver tape``.
+
+    From metadata only: a plugin that would be rejected is named too.
+    """
+    offers: dict[str, dict[Kind, list[str]]] = {name: {} for name in installed_versions()}
+    for info in PluginCatalog.scan(env={}).infos():
+        offers[info.distribution].setdefault(info.kind, []).append(info.name)
+    return {
+        name: "; ".join(f"{kind} {', '.join(names)}" for kind, names in kinds.items())
+        for name, kinds in offers.items()
+    }
 
 
 def _spellings(info: PluginInfo) -> set[str]:

@@ -16,6 +16,7 @@ import torch
 
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
+from graphpact.errors import named_options
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
@@ -36,6 +37,7 @@ _GRAPHS = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.
 _MODES: dict[Kind, frozenset[ForwardMode]] = {"mha": _GRAPHS | {ForwardMode.EXTEND}, "mla": _GRAPHS}
 
 
+@named_options
 @dataclass(frozen=True)
 class Backends:
     """Backends of one class, as their author makes them.

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
-from graphpact.errors import GraphpactError, SlotError, UnallocatedSlotError
+from graphpact.errors import GraphpactError, SlotError, UnallocatedSlotError, named_options
 
 Axis = Literal["bs", "tokens", "none"]
 """The count that a slot's rows follow: requests, tokens, or neither (then it is never padded)."""
@@ -100,6 +100,7 @@ SliceFn = Callable[[torch.Tensor, int], torch.Tensor]
 SourceFn = Callable[[Any, FillContext], torch.Tensor | None]
 
 
+@named_options
 @dataclass(frozen=True)
 class GraphSlot:
     """The declaration of one graph-resident buffer: frozen data without memory.
@@ -261,6 +262,7 @@ class BoundSlot(GraphSlot):
         return self.buffer if self.axis == "none" else self.buffer[: n + self.extra_rows]
 
 
+@named_options
 def metadata_slot(
     name: str,
     rows: ShapeFn,

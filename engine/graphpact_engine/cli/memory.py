@@ -3,7 +3,7 @@
 Does not: find the memory; `graphpact_engine.memory` does.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -20,26 +20,27 @@ _SHARED = ("shared", "name", "shape", "dtype", "device", "lanes", "bytes")
 
 
 def print_memory(console: Console, memory: EngineMemory) -> None:
-    """Print slots and pools of each lane, then shared memory, then totals."""
+    """Print slots and pools of each lane, then shared memory, each kind summed, then totals."""
     for lane in memory.lanes:
         _print_lane(console, lane)
     if memory.shared:
-        rows = [
-            (
-                row.kind.replace("_", " "),
-                row.name,
-                _shape(row),
-                row.dtype,
-                row.device,
-                ", ".join(memory.lanes_of(row)) or "preparation only",
-                _bytes(row),
-            )
-            for row in memory.shared
-        ]
-        print_table(console, _SHARED, rows, numbers=("bytes",))
+        print_table(console, _SHARED, list(_shared_rows(memory)), numbers=("bytes",))
         console.print()
     for line in _totals(memory):
         console.print(clean(line), soft_wrap=True)
+
+
+def _shared_rows(memory: EngineMemory) -> Iterator[tuple[object, ...]]:
+    """Yield a row for each kind of shared memory: for all tensors of one dtype that the same lanes use."""
+    alike: dict[tuple[object, ...], list[MemoryRow]] = {}
+    for row in memory.shared:
+        lanes = ", ".join(memory.lanes_of(row)) or "preparation only"
+        alike.setdefault((row.kind, row.dtype, row.device, lanes), []).append(row)
+    for (kind, dtype, device, lanes), rows in alike.items():
+        first, shapes = rows[0], {_shape(row) for row in rows}
+        name = first.name if len(rows) == 1 else f"{len(rows)} tensors"
+        shape = shapes.pop() if len(shapes) == 1 else "several"
+        yield str(kind).replace("_", " "), name, shape, dtype, device, lanes, f"{_sum(rows):,}"
 
 
 def _print_lane(console: Console, lane: LaneMemory) -> None:
