@@ -287,7 +287,7 @@ def named_options(target: C) -> C:
     Raises:
         UnknownOptionError: When it is called with such an argument.
     """
-    call: Callable[..., Any] = target.__init__ if isinstance(target, type) else target
+    call: Callable[..., Any] = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
     known = tuple(inspect.signature(target).parameters)
 
     @functools.wraps(call)

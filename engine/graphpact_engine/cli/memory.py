@@ -35,12 +35,13 @@ def _shared_rows(memory: EngineMemory) -> Iterator[tuple[object, ...]]:
     alike: dict[tuple[object, ...], list[MemoryRow]] = {}
     for row in memory.shared:
         lanes = ", ".join(memory.lanes_of(row)) or "preparation only"
-        alike.setdefault((row.kind, row.dtype, row.device, lanes), []).append(row)
-    for (kind, dtype, device, lanes), rows in alike.items():
-        first, shapes = rows[0], {_shape(row) for row in rows}
-        name = first.name if len(rows) == 1 else f"{len(rows)} tensors"
+        about = row.kind.replace("_", " "), row.dtype, row.device, lanes
+        alike.setdefault(about, []).append(row)
+    for (kind, *where), rows in alike.items():
+        name = rows[0].name if len(rows) == 1 else f"{len(rows)} tensors"
+        shapes = {_shape(row) for row in rows}
         shape = shapes.pop() if len(shapes) == 1 else "several"
-        yield str(kind).replace("_", " "), name, shape, dtype, device, lanes, f"{_sum(rows):,}"
+        yield kind, name, shape, *where, f"{_sum(rows):,}"
 
 
 def _print_lane(console: Console, lane: LaneMemory) -> None:
