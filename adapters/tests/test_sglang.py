@@ -134,7 +134,7 @@ def test_a_draft_with_too_few_backends_is_told_which_one_is_read() -> None:
 
 
 def test_a_pair_that_is_not_called_is_told_in_these_words() -> None:
-    """A backend that overrides the pair, and inherits methods that do nothing, is told that SGLang calls those."""
+    """A backend with the pair beside inherited methods that do nothing is told that SGLang calls these."""
     (finding,) = findings_of(under_test(UncalledPair), LANES["decode"])
     assert finding.actual == (
         "UncalledPair prepares graphs in init_forward_metadata_capture_cuda_graph and"

@@ -8,6 +8,7 @@
     paged_cache.cpp   writes to a paged KV cache
     build             builds the library once, with torch's extension builder, and loads it
     cache             compiled libraries on disk, of these kernels and of compiled graphs
+    waiting           what is said while something is compiled
 
 The functions of `graphpact_kernels` call them with ``compiled=True``; the portable form of `linear` is
 torch's own. `CompiledProvider` makes them a provider of a backend.
@@ -24,8 +25,18 @@ from graphpact.attention import KernelProvider
 from graphpact_kernels._library import declare_compiled
 from graphpact_kernels.compiled.build import load, missing, multiplies_pairs
 from graphpact_kernels.compiled.cache import LibraryCache, cache_folder
+from graphpact_kernels.compiled.waiting import announced
 
-__all__ = ["CompiledProvider", "LibraryCache", "cache_folder", "is_faster", "linear", "load", "missing"]
+__all__ = [
+    "CompiledProvider",
+    "LibraryCache",
+    "announced",
+    "cache_folder",
+    "is_faster",
+    "linear",
+    "load",
+    "missing",
+]
 
 linear = declare_compiled("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()")
 """``(x, weight, bias, out)``: write ``x @ weight.T + bias`` to ``out``, an operator.
