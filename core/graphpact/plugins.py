@@ -251,30 +251,30 @@ class PluginCatalog:
         return UnknownPluginError("".join([message, *rejected, *other_kinds]), hint=hint)
 
 
-def installed_versions() -> dict[str, str]:
-    """Return the version of every installed distribution of graphpact, and of every other with plugins.
+def installed_distributions() -> dict[str, tuple[str, str]]:
+    """Return version and plugins of each distribution of graphpact, and of each other one with plugins.
 
-    By name, graphpact first.
+    By name, graphpact first. The plugins are told in words, ``graph_driver tape``, from metadata only: one
+    that would be rejected is named too.
     """
-    found = {info.distribution: info.version for info in PluginCatalog.scan(env={}).infos()}
-    for name in _OFFERS.keys() - found.keys():
-        with suppress(PackageNotFoundError):
-            found[name] = distribution(name).version
-    return {"graphpact": __version__, **dict(sorted(found.items()))}
-
-
-def installed_plugins() -> dict[str, str]:
-    """Return what each distribution of `installed_versions` offers, in words: ``graph_driver tape``.
-
-    From metadata only: a plugin that would be rejected is named too.
-    """
-    offers: dict[str, dict[Kind, list[str]]] = {name: {} for name in installed_versions()}
+    versions: dict[str, str] = {}
+    offers: dict[str, dict[Kind, list[str]]] = {}
     for info in PluginCatalog.scan(env={}).infos():
-        offers[info.distribution].setdefault(info.kind, []).append(info.name)
+        versions[info.distribution] = info.version
+        offers.setdefault(info.distribution, {}).setdefault(info.kind, []).append(info.name)
+    for name in _OFFERS.keys() - versions.keys():
+        with suppress(PackageNotFoundError):
+            versions[name] = distribution(name).version
+    in_order = {"graphpact": __version__, **dict(sorted(versions.items()))}
     return {
-        name: "; ".join(f"{kind} {', '.join(names)}" for kind, names in kinds.items())
-        for name, kinds in offers.items()
+        name: (version, "; ".join(f"{k} {', '.join(names)}" for k, names in offers.get(name, {}).items()))
+        for name, version in in_order.items()
     }
+
+
+def installed_versions() -> dict[str, str]:
+    """Return the versions of `installed_distributions`, by name."""
+    return {name: version for name, (version, _) in installed_distributions().items()}
 
 
 def _spellings(info: PluginInfo) -> set[str]:

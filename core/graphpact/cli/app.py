@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from graphpact.errors import ConfigError, GraphpactError
-from graphpact.plugins import PluginCatalog, PluginInfo, installed_plugins, installed_versions
+from graphpact.plugins import PluginCatalog, PluginInfo, installed_distributions
 
 _OPTIONS: dict[str, Any] = {
     "rich_markup_mode": "markdown",  # joins the lines of a paragraph
@@ -140,9 +140,8 @@ def _main(
 def _show_versions(*, wanted: bool) -> None:
     if not wanted:
         return
-    plugins = installed_plugins()
-    for name, version in installed_versions().items():
-        sys.stdout.write(f"{name} {version}{plugins[name] and f': {plugins[name]}'}\n")
+    for name, (version, plugins) in installed_distributions().items():
+        sys.stdout.write(f"{name} {version}: {plugins}\n" if plugins else f"{name} {version}\n")
     raise typer.Exit
 
 

@@ -17,7 +17,7 @@ import typer
 
 from graphpact.cli.console import clean, data, note, print_table
 from graphpact.errors import UsageError
-from graphpact.plugins import installed_plugins
+from graphpact.plugins import installed_distributions
 from graphpact_engine.cli.options import (
     ConfigOption,
     ModelOption,
@@ -136,10 +136,9 @@ def _show(report: dict[str, Any]) -> None:
         for number, device in enumerate(cuda["devices"])
     ]
     rows += [(name, version or "not installed") for name, version in versions.items()]
-    offers = installed_plugins()
     rows += [
-        (name, f"{version}: {offers[name]}" if offers[name] else version)
-        for name, version in report["distributions"].items()
+        (name, f"{version}: {plugins}" if plugins else version)
+        for name, (version, plugins) in installed_distributions().items()
     ]
     rows += [
         (f"graphpact[{extra}]", "installed" if there else "not complete")

@@ -28,7 +28,8 @@ def announced(what: str) -> Iterator[None]:
     if stream is None or stream.closed:
         yield
         return
-    if stream is not sys.__stderr__ or not stream.isatty():
+    is_own = stream is sys.__stderr__  # else of a progress bar, or of a test
+    if not (is_own and stream.isatty()):
         if what not in _told:
             _told.add(what)
             _write(f"{what}\n")
