@@ -7,37 +7,43 @@ DISTS  := core kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins
           plugins/speculative engine conformance adapters benchmarks
 CPP    := $(wildcard kernels/graphpact_kernels/compiled/*.cpp kernels/graphpact_kernels/compiled/*.h)
 STAMP  := $(VENV)/.installed
+QUIET  := $$(test -t 1 || echo --quiet)  # pip shows its progress on a terminal
 
-.PHONY: demo break test test-all bench models peers check docs format clean
+.PHONY: help demo break test test-all bench models peers check docs format clean
 
-demo: $(STAMP)        ## write text through captured decode graphs, every replay verified
+# Times are those of two cores. The first target makes the environment before, about five minutes and 2.5 GB, and
+# the first engine compiles kernels, a minute.
+help:                 ## say what each target does, and what it takes
+	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(firstword $(MAKEFILE_LIST))
+
+demo: $(STAMP)        ## write text through captured decode graphs, every replay verified; a minute
 	$(BIN)/graphpact generate --config examples/demo.toml --file examples/prompts.txt \
 	    --temperature 0.4 --max-new-tokens 120 --verify
 
-break: $(STAMP)       ## plant three real bugs: silent, and then named
+break: $(STAMP)       ## plant three real bugs: silent, and then named; half a minute
 	$(BIN)/python examples/break_it.py
 
 # Tensors of tests are tiny: threads would wait for each other, most of all on a machine that others use. So there
 # is a process for each core, up to eight, and each takes whole files, whose fixtures are made once.
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 test test-all: export OMP_NUM_THREADS ?= 1
-test: $(STAMP)        ## run the tests, but for the long sweeps
+test: $(STAMP)        ## run the tests, but for the long sweeps; six minutes
 	$(PYTEST) -m "not sweep"
 
-test-all: test        ## run the tests, and then the long sweeps
+test-all: test        ## run the tests, and then the long sweeps; half an hour or more
 	$(PYTEST) -m sweep
 
-bench: $(STAMP)       ## measure, as ratios inside one process
+bench: $(STAMP)       ## measure, as ratios inside one process; tens of minutes
 	$(BIN)/graphpact bench all
 
 models: export OMP_NUM_THREADS ?= 1
-models: $(STAMP)      ## hold every architecture of transformers against transformers, and write docs/models.md
+models: $(STAMP)      ## hold every architecture of transformers against transformers, and write docs/models.md; tens of minutes
 	PYTHONPATH=docs $(BIN)/python -m model_sweep
 
-peers: $(STAMP)       ## check builders of released engines, whose wheels it downloads, and write docs/peers.md
+peers: $(STAMP)       ## check builders of released engines, and write docs/peers.md; downloads two wheels, then some minutes
 	PYTHONPATH=tests $(BIN)/python -m peers --results build/peers.json --page
 
-check: $(STAMP)       ## lint, format, types, imports, docstrings
+check: $(STAMP)       ## lint, format, types, imports, docstrings; some minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/clang-format --dry-run --Werror $(CPP)
@@ -45,9 +51,10 @@ check: $(STAMP)       ## lint, format, types, imports, docstrings
 	$(BIN)/lint-imports
 	$(BIN)/interrogate -q .
 
-docs:                 ## build the pages as a site, build/docs/index.html
+docs:                 ## build the pages as a site, build/docs/index.html; an environment of its own, then a minute
+	@echo "making $(VENV)-docs: pip installs sphinx and its extensions, about a minute" >&2
 	$(PYTHON) -m venv $(VENV)-docs
-	$(VENV)-docs/bin/python -m pip install --quiet --requirement requirements-docs.txt
+	$(VENV)-docs/bin/python -m pip install $(QUIET) --requirement requirements-docs.txt
 	$(VENV)-docs/bin/sphinx-build -q -n -W --keep-going docs build/docs
 
 format: $(STAMP)      ## fix what ruff can fix
@@ -60,7 +67,8 @@ clean:                ## forget the environment and every cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): $(PINS) requirements-dev.txt $(DISTS:%=%/pyproject.toml)
+	@echo "making $(VENV), once: pip installs torch and 100 other packages, 2.5 GB; about five minutes" >&2
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint $(PINS) --requirement requirements-dev.txt \
+	$(BIN)/python -m pip install $(QUIET) --constraint $(PINS) --requirement requirements-dev.txt \
 	    $(foreach dist,$(DISTS),--editable $(dist))
 	touch $@

@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,7 +18,9 @@ from graphpact.cli import main
 from graphpact.plugins import PluginCatalog
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import RequestError, VerificationError
+from support import survey_here
 
+ROOT = Path(__file__).parents[1]
 CLI = (sys.executable, "-m", "graphpact.cli")
 
 
@@ -84,13 +87,48 @@ def test_every_public_name_is_there_and_declared_once() -> None:
 
 
 def test_version_names_every_distribution(capsys: pytest.CaptureFixture[str]) -> None:
-    """``--version`` prints graphpact and each distribution with plugins on stdout, one a line."""
+    """``--version`` prints each distribution of this repository, one a line, and each plugin by name."""
     assert main(["--version"]) == 0
     out, err = capsys.readouterr()
-    lines = dict(line.split() for line in out.splitlines())
-    assert {"graphpact", "graphpact-flashinfer", "graphpact-cuda-graph"} <= set(lines)
+    lines = dict(line.split(maxsplit=1) for line in out.splitlines())
+    assert set(_distributions()) <= set(lines)
     assert all(version[0].isdigit() for version in lines.values())
     assert err == ""
+    for info in PluginCatalog.scan(env={}).infos():
+        offers = lines[info.distribution].partition(": ")[2].split("; ")
+        (names,) = [each.partition(" ")[2] for each in offers if each.startswith(f"{info.kind} ")]
+        assert info.name in names.split(", ")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["plugins"],
+        ["doctor"],
+        ["doctor", "--memory", "--config", "examples/demo.toml", "--set", "lanes.decode.batch_sizes=[1]"],
+        ["check", "--list"],
+        ["check", "--list", "fa3"],
+        ["museum", "--list"],
+    ],
+    ids=" ".join,
+)
+def test_no_cell_of_a_table_is_none(
+    arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A table says in words what is not there, or leaves its cell empty; Python's None is no word."""
+    monkeypatch.chdir(ROOT)
+    survey_here(monkeypatch)
+    assert main(arguments) == 0
+    out = capsys.readouterr().out
+    cells = {cell for line in out.splitlines() for cell in re.split(r"\s{2,}", line.strip())}
+    assert len(cells) > 5
+    assert cells & {"None", "NoneType", "nan", "[]", "()", "{}"} == set()
+
+
+def _distributions() -> list[str]:
+    """Return the names of the distributions of this repository."""
+    projects = [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
+    return [tomllib.loads(each.read_text(encoding="utf-8"))["project"]["name"] for each in projects]
 
 
 @pytest.mark.parametrize(

@@ -48,7 +48,7 @@ def test_a_machine_that_can_generate_passes(capsys: pytest.CaptureFixture[str]) 
     assert report["threads"] == torch.get_num_threads()
     assert report["threads_of_small_models"] in (1, torch.get_num_threads())
     assert len(report["cuda"]["devices"]) == torch.cuda.device_count()
-    assert {"graphpact", "graphpact-flashinfer"} <= set(report["distributions"])
+    assert {"graphpact", "graphpact-flashinfer", "graphpact-kernels"} <= set(report["distributions"])
     devices = {"cpu", *(f"cuda:{n}" for n in range(torch.cuda.device_count()))}
     found = {(driver["name"], driver["device"]) for driver in report["drivers"]}
     assert {(name, each) for name in ("tape", "inductor", "cuda") for each in devices} <= found
@@ -205,7 +205,8 @@ def test_people_read_memory_as_tables_with_totals(capsys: pytest.CaptureFixture[
     assert found[2] == f"{4 * int(found[1]):,}"
     assert any(line.startswith("decode[bs=8, tokens=8] cpu ") for line in lines)
     assert "lane prefill: no graph-resident memory; this lane captures nothing" in lines
-    assert "kv cache keys of layer 0 [4112, 2, 32] float32 cpu decode 1,052,672" in lines
+    assert "kv cache 10 tensors [4112, 2, 32] float32 cpu decode 10,526,720" in lines
+    assert "weight 48 tensors several float32 cpu decode 7,702,336" in lines
     assert "request table req_to_token [9, 512] int32 cpu decode 18,432" in lines
     assert any(line.startswith("lane decode: ") and "of its own" in line for line in lines)
     assert any(line.startswith("graph-resident in all: ") for line in lines)

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -163,10 +164,12 @@ def test_force_writes_over_a_file(saved: Path, tmp_path: Path) -> None:
 def test_an_engine_without_graphs_has_nothing_to_save(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If no lane captures, ``save`` ends with status 2 and writes no file."""
+    """If no lane captures, ``save`` ends with status 2, says why of each lane, and writes no file."""
     file = tmp_path / "pacts.json"
-    assert main(["pact", "save", str(file), *ENGINE, "-s", "lanes.decode.runner=eager"]) == 2
-    assert "no pact to save" in capsys.readouterr().err
+    for setting, why in (("runner=eager", "captures nothing"), ("capture=false", "capture = false")):
+        assert main(["pact", "save", str(file), *ENGINE, "-s", f"lanes.decode.{setting}"]) == 2
+        err = capsys.readouterr().err
+        assert re.search(f"no pact to save: lanes.decode: [^;]*{why}; lanes.prefill: ", err)
     assert not file.exists()
 
 
@@ -187,7 +190,10 @@ def test_an_engine_that_cannot_be_built_is_the_usual_error(
 
 
 def test_people_read_a_table_for_each_shape(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each lane and shape has a heading, and a row for each field with type, promise and slot."""
+    """Each lane and shape has a heading, and a row for each field with type, promise and slot.
+
+    Fields that are None have no row; a line below the table names them.
+    """
     assert main(["pact", "show", str(saved)]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -203,6 +209,11 @@ def test_people_read_a_table_for_each_shape(saved: Path, capsys: pytest.CaptureF
     ) in lines
     assert "metadata graphpact_flashinfer.metadata.FlashInferMetadata" in lines
     assert "view.batch_size int = 8" in lines
+    assert not [line for line in lines if "NoneType" in line]
+    absent = [line.partition(": ")[2].split(", ") for line in lines if line.startswith("None here, ")]
+    pacts = json.loads(saved.read_text(encoding="utf-8"))["pacts"]
+    assert absent == [[p["path"] for p in each["promises"] if p["type"] == "NoneType"] for each in pacts]
+    assert "view.tree_mask" in absent[0]
 
 
 def test_bounds_and_foreign_memory_are_shown_as_such(

@@ -81,14 +81,21 @@ def test_models_that_need_more_than_attention_are_refused(
 def test_a_line_that_cannot_be_captured_is_named_as_the_models(
     checkpoint: Callable[..., Path],
 ) -> None:
-    """A host read of the model's own code is told with its line, and with a setting that runs the model."""
+    """A host read of the model's own code is told with its line, and with settings that run the model.
+
+    A setting names the lane as it is called in the configuration.
+    """
     path = checkpoint("jetmoe")
-    asked = [f"model.path={path}", "engine.device=cpu", "engine.max_num_seqs=2"]
-    with pytest.raises(CaptureError, match=r"model type 'jetmoe'.*modeling_jetmoe\.py:\d+: ") as caught:
-        Engine(EngineConfig.load(None, env={}, overrides=asked))
-    assert caught.value.hint is not None
-    setting = caught.value.hint.partition("--set ")[2]
-    with Engine(EngineConfig.load(None, env={}, overrides=[*asked, setting])) as engine:
+    asked = [f"model.path={path}", "engine.device=cpu", "engine.max_num_seqs=2", 'lanes.few.mode="decode"']
+    asked += ["lanes.few.batch_sizes=[1]", "lanes.decode.batch_sizes=[2]"]
+    settings = []
+    for lane in ("few", "decode"):
+        with pytest.raises(CaptureError, match=r"model type 'jetmoe'.*modeling_jetmoe\.py:\d+: ") as caught:
+            Engine(EngineConfig.load(None, env={}, overrides=[*asked, *settings]))
+        assert caught.value.hint is not None
+        settings.append(caught.value.hint.partition("--set ")[2])
+        assert settings[-1].startswith(f"lanes.{lane}.")
+    with Engine(EngineConfig.load(None, env={}, overrides=[*asked, *settings])) as engine:
         [completion] = engine.generate([[5, 6, 7]], SamplingParams(max_new_tokens=4))
     assert completion.token_ids == reference_tokens(path, [5, 6, 7], 4)
 

@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -556,8 +557,50 @@ def test_a_model_that_a_backend_cannot_run_is_told_who_can(
         assert "install an attention backend" in str(refused.value.hint)
     else:
         assert message.endswith(f"; attention backends that fit: {would_do}")
-        assert "select another engine.attention_backend" in str(refused.value.hint)
+        inherits = "lanes.prefill.attention_backend=half_only" not in overrides
+        key = "engine.attention_backend" if inherits else "lanes.prefill.attention_backend"
+        assert f"select another {key}" in str(refused.value.hint)
     assert captured == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "settings"),
+    [
+        (["engine.attention_backend=no_extend"], ['lanes.decode.attention_backend = "no_extend"']),
+        (["engine.attention_backend=no_decode"], ['lanes.prefill.attention_backend = "no_decode"']),
+        (
+            [
+                *("engine.attention_backend=no_extend", 'lanes.few.mode="decode"'),
+                *("lanes.few.batch_sizes=[1]", "lanes.decode.batch_sizes=[2]"),
+            ],
+            [f'lanes.{name}.attention_backend = "no_extend"' for name in ("few", "decode")],
+        ),
+        (["engine.attention_backend=no_graphs"], ["lanes.decode.capture = false"]),
+        (
+            ["engine.attention_backend=plain", "lanes.decode.attention_backend=no_graphs"],
+            ["lanes.decode.capture = false"],
+        ),
+        (["engine.attention_backend=large_pages"], ["engine.page_size = 32"]),
+    ],
+)
+def test_what_a_help_says_to_set_can_be_set_and_ends_the_refusal(
+    overrides: list[str], settings: list[str]
+) -> None:
+    """Each setting in the help of a refused backend is a key that this engine reads: with it the engine runs.
+
+    A backend that serves one lane keeps it; ``engine.attention_backend`` is given to another one.
+    """
+    catalog = installed(**OTHERS)
+    with pytest.raises((ConfigError, UnsupportedModelError)) as refused:
+        Engine(configure(TINY, *overrides), catalog=catalog)
+    hint = str(refused.value.hint)
+    told = re.findall(r'[a-z]+\.[\w.]+ = (?:"\w+"|\w+)', hint)
+    assert told == settings, hint
+    done = [*overrides, *(each.replace(" = ", "=") for each in told)]
+    if "select another engine.attention_backend for the other lanes" in hint:
+        done.append("engine.attention_backend=plain")
+    with Engine(configure(TINY, *done), catalog=catalog) as engine:
+        assert engine.lanes
 
 
 @pytest.mark.parametrize(

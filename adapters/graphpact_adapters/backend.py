@@ -78,6 +78,25 @@ class DraftStep:
 
 
 @dataclass(frozen=True)
+class Words:
+    """What the texts of findings call an engine's things, which their authors know.
+
+    Args:
+        subject: What the author writes: a builder, a backend.
+        allocates: Where it allocates what graphs read.
+        largest: The sizes of the largest step, as it is told them.
+        next_reader: What reads lent buffers after it.
+        no_graphs: How an author says that the engine captures no graph of a kind of step.
+    """
+
+    subject: str
+    allocates: str
+    largest: str
+    next_reader: str
+    no_graphs: str
+
+
+@dataclass(frozen=True)
 class LentChange:
     """A change by a builder of a buffer that its engine lent.
 
@@ -134,6 +153,8 @@ class BuilderBackend(AttentionBackend):
 
     calls: ClassVar[Mapping[Phase, str]]
     """The names of the builders' methods, by phase."""
+    words: ClassVar[Words]
+    """What texts call the engine's things."""
     bounds: ClassVar[str] = "the host's bounds of lengths"
     """What builders call the lengths that an engine which speculates does not know exactly."""
     unit: ClassVar[str] = "KV-cache group"

@@ -20,7 +20,7 @@ from graphpact.errors import ConfigError, KernelRefusal
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same
 from graphpact_adapters.backend import Built, begins_steps
-from graphpact_adapters.faults import HELP, equal, faults_of, finding_of, hook_of, named, other_launches
+from graphpact_adapters.faults import equal, faults_of, finding_of, help_of, hook_of, named, other_launches
 from graphpact_adapters.reads import copied, leaves, with_leaves
 from graphpact_adapters.under_test import BuilderUnderTest, backend_of
 from graphpact_conformance.experiments.base import differences, spell, values_at, wrong_results
@@ -69,7 +69,7 @@ def explain(
             expected="those of the capture: what an eager build on this batch returns has a reader too",
             actual=message_of(unread),
             step=step,
-            help=HELP["GP10"],
+            help=help_of(rig, "GP10"),
         )
         return
     if not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
@@ -85,7 +85,7 @@ def explain(
             expected=f"{theirs}, as an eager build on this batch has them",
             actual=f"{mine}, those of the capture",
             step=step,
-            help=HELP["GP10"],
+            help=help_of(rig, "GP10"),
         )
         return
     faults = faults_of(lane, fresh, step.problem, view, captured, right)
@@ -136,7 +136,7 @@ def _explain_draft(
                 if freed
                 else values_at(got[:rows], differs),
                 step=step,
-                help=HELP["GP14"]
+                help=help_of(rig, "GP14")
                 if freed
                 else "a draft's graph builds nothing between its steps: bring every tensor that the kernel"
                 " reads up to date in the update of the captured metadata, in place",
@@ -179,7 +179,7 @@ def explain_capture(lane: BuilderUnderTest, refusal: KernelRefusal, problem: Pro
                 expected="0 or more: the kernel takes the dummy batch of a capture too",
                 actual=f"{values_at(got, is_negative)}, which the kernel refuses: {message_of(refusal)}",
                 problem=problem,
-                help=HELP["GP04"],
+                help=help_of(rig, "GP04"),
             )
     return None
 
@@ -209,7 +209,9 @@ def _as_it_is(lane: BuilderUnderTest, step: StepRecord, what: str) -> Finding:
     if step.error is not None:
         return lane.of_error(step.error, expected=f"{what} of a declared kind of batch runs", step=step)
     rig = lane.rig()
-    found = next(iter(wrong_results(lane, rig, step, what=what, help=HELP["GP10"], rule="GP10")), None)
+    found = next(
+        iter(wrong_results(lane, rig, step, what=what, help=help_of(rig, "GP10"), rule="GP10")), None
+    )
     return found or lane.finding(
         "GP10", field=what, expected="equal outputs in equal steps", actual="other outputs", step=step
     )
@@ -244,6 +246,7 @@ def _wrong_without_a_graph(
                 " the bounds, and take lengths from the device",
             )
             return
+        subject = backend_of(fresh).words.subject
         off = [] if alone.error is not None else differences(fresh, alone, lane.answer(fresh, step.problem))
         yield lane.finding(
             None,
@@ -253,7 +256,7 @@ def _wrong_without_a_graph(
             step=step,
             help=_OF_LENGTHS
             if lane.most_tokens is not None
-            else "no graph is involved: check what the builder makes of this batch",
+            else f"no graph is involved: check what the {subject} makes of this batch",
         )
         return
     live = step.problem.batch_size
@@ -265,7 +268,7 @@ def _wrong_without_a_graph(
         expected=f"the batch is right without padding, so {rows} without queries and keys change nothing",
         actual=said,
         step=step,
-        help=HELP["GP04"],
+        help=help_of(fresh, "GP04"),
     )
 
 

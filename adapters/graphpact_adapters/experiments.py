@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from graphpact.errors import ConfigError, KernelRefusal
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same
+from graphpact_adapters.backend import BuilderBackend, Words
 from graphpact_adapters.diagnosis import explain, explain_capture
 from graphpact_adapters.under_test import ROOM, BuilderUnderTest, backend_of
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
@@ -40,7 +41,8 @@ def captures_dummies(lane: UnderTest, steps: Drawn) -> Findings:
     try:
         lane.rig()
     except CannotCaptureError as stopped:
-        expected = "every declared shape is captured, with the builder's metadata of a dummy batch"
+        words = _words(lane)
+        expected = f"every declared shape is captured, with the {words.subject}'s metadata of a dummy batch"
         if isinstance(stopped.error, KernelRefusal) and (
             finding := explain_capture(_ours(lane), stopped.error, steps.exact)
         ):
@@ -50,18 +52,19 @@ def captures_dummies(lane: UnderTest, steps: Drawn) -> Findings:
             # Metadata that no reader knows says nothing about captures.
             is_unread = any(isinstance(each, ConfigError) for each in causes(stopped.error))
             rule = None if is_unread or lane.raised_at(stopped.error) is not None else "GP20"
-            yield lane.of_error(stopped.error, expected=expected, problem=steps.exact, rule=rule)
+            yield lane.of_error(
+                stopped.error, expected=expected, problem=steps.exact, rule=rule, help=words.no_graphs
+            )
             return
         yield lane.finding(
             "GP13",
             hook="init_metadata_capture",
-            field="a buffer of the builder",
+            field=f"a buffer of the {words.subject}",
             expected=f"{expected}; it is, once the configuration allows {ROOM} times the requests and tokens",
             actual=message_of(stopped.error),
             problem=steps.exact,
             error=stopped.error,
-            help="size it for the largest step: max_num_seqs requests, each with num_speculative_tokens + 1"
-            " tokens, and padding up to the largest capture size",
+            help=f"size it for the largest step: {words.largest}",
         )
 
 
@@ -129,13 +132,19 @@ def lent_buffers(lane: UnderTest, steps: Drawn) -> Findings:
             expected=f"{values_at(change.before, differs)}, as before {change.call}()",
             actual=values_at(change.after, differs),
             problem=steps[0],
-            help="write into a copy: the builders of other KV-cache groups read it after this one",
+            help=f"write into a copy: {_words(lane).next_reader} it after this one",
         )
 
 
 def _ours(lane: UnderTest) -> BuilderUnderTest:
     assert isinstance(lane, BuilderUnderTest)  # noqa: S101  these experiments run in no other lane
     return lane
+
+
+def _words(lane: UnderTest) -> Words:
+    backend = _ours(lane).backend
+    assert issubclass(backend, BuilderBackend)  # noqa: S101  lanes of builders have no other
+    return backend.words
 
 
 def _captures(

@@ -16,7 +16,7 @@ Does not: know why an eager build is wrong; see `graphpact_adapters.diagnosis`.
 
 import contextlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -36,21 +36,28 @@ from graphpact_conformance.world.problems import Problem
 from graphpact_tape.poison import is_poison, poison
 
 HELP = {
-    "GP01": "write into the tensor of the capture: a graph reads its memory, and what build() returns is"
-    " dropped",
-    "GP02": "write it in every build, into persistent memory that the captured metadata refers to",
-    "GP03": "write the padding rows in every build too, or clear them: they keep what an earlier batch left",
+    "GP01": "write into the tensor of the capture: a graph reads its memory, and nothing that {replay}()"
+    " makes anew",
+    "GP02": "write it in every {replay}(), into persistent memory that the captured metadata refers to",
+    "GP03": "write the padding rows in every {replay}() too, or clear them: they keep what an earlier batch"
+    " left",
     "GP04": "give padding rows numbers that the kernel accepts: no query, no key",
     "GP08": "the graph keeps this number: build captures with the largest one, or let the kernel read it from"
     " a tensor",
-    "GP09": "make it anew in every build, or compare all that it is made of: pages too, not only counts",
+    "GP09": "make it anew in every {replay}(), or compare all that it is made of: pages too, not only counts",
     "GP10": "captures and replays must choose the same launches: decide by what is equal for all batches of"
     " a graph, not by the numbers of one batch",
     "GP13": "size it for the longest request of a step, with the drafts that a step may add",
-    "GP14": "allocate it in the constructor, for the largest step, and keep it in the builder: the engine"
-    " drops what a capture returned, and its memory goes to other tensors",
+    "GP14": "allocate it in {allocates}, for the largest step, and keep it in the {subject}: the engine"
+    " drops what a capture made, and its memory goes to other tensors",
 }
-"""The next action, by rule."""
+"""The next action, by rule, with the names of the engine left open; see `help_of`."""
+
+
+def help_of(rig: Rig, rule: str) -> str:
+    """Return the next action after a breach of a rule, in the words of the engine."""
+    backend = backend_of(rig)
+    return HELP[rule].format(replay=backend.calls["replay"], **asdict(backend.words))
 
 
 @dataclass(frozen=True)
@@ -189,7 +196,7 @@ def finding_of(
             expected=f"{theirs}, as an eager build on this batch has it",
             actual=f"{mine}, the number of the capture",
             step=step,
-            help=HELP["GP08"],
+            help=help_of(rig, "GP08"),
         )
     both = _overlap(mine, theirs)
     is_short = any(m < t for m, t in zip(mine.shape, theirs.shape, strict=False))
@@ -201,7 +208,7 @@ def finding_of(
             expected=f"room for {tuple(theirs.shape)}, as an eager build on this batch has it",
             actual=f"{tuple(mine.shape)}, which the kernel leaves: {message_of(step.error)}",
             step=step,
-            help=HELP["GP13"],
+            help=help_of(rig, "GP13"),
         )
     if both is None or (mine.shape != theirs.shape and bool(same(*both).all())):
         return lane.finding(
@@ -211,7 +218,7 @@ def finding_of(
             expected=f"shape {tuple(theirs.shape)}",
             actual=f"shape {tuple(mine.shape)}, that of the capture",
             step=step,
-            help=HELP["GP10"],
+            help=help_of(rig, "GP10"),
         )
     mine, theirs = both
     differs = ~same(mine, theirs)
@@ -224,7 +231,7 @@ def finding_of(
         expected=f"{values_at(theirs, differs)}, as an eager build on this batch has it",
         actual=("the freed memory" if is_freed else values_at(mine, differs)) + how,
         step=step,
-        help=HELP[rule],
+        help=help_of(rig, rule),
     )
 
 
@@ -280,11 +287,11 @@ def _rule_of_memory(
     is_kept = backend.keeps(tensor)
     if isinstance(last, torch.Tensor) and storage_id(last) != storage_id(tensor):
         if not is_kept and _returns_it_again(lane, path, shape):
-            return "GP14", " of the capture, which the builder has replaced since"
+            return "GP14", f" of the capture, which the {backend.words.subject} has replaced since"
         where = ", in the memory of the capture" if is_kept else " of the capture, which nothing keeps"
         return "GP01", f"{where}; {backend.calls['replay']}() returned another tensor"
     if path in backend.freed.get(shape, ()) or not is_kept:
-        return "GP14", " of the capture, which neither the builder nor the engine keeps"
+        return "GP14", f" of the capture, which neither the {backend.words.subject} nor the engine keeps"
     return None
 
 

@@ -22,7 +22,7 @@ from typing import Any, Protocol
 import torch
 
 from graphpact.attention import KVBuffers, LayerSpec, new_kv
-from graphpact.errors import KernelRefusal
+from graphpact.errors import KernelRefusal, named_options
 from graphpact_kernels import define_kernel, page_table_attention, paged_attention
 
 
@@ -41,6 +41,7 @@ class Reads(Protocol):
         """Write keys and values, attend, and return ``[T, num_q_heads, v_head_dim]``."""
 
 
+@named_options
 @dataclass(frozen=True)
 class Part:
     """One launch of a paged attention kernel, for requests that follow each other in the batch.
@@ -75,6 +76,7 @@ class Part:
     names: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
+@named_options
 @dataclass(frozen=True)
 class PagedReads:
     """What paged attention reads in a step.
@@ -126,6 +128,7 @@ class PagedReads:
         return out
 
 
+@named_options
 @dataclass(frozen=True)
 class IndexedReads:
     """What attention over a list of KV slots reads in a step.

@@ -19,11 +19,12 @@ from dataclasses import dataclass
 import torch
 
 from graphpact.attention import KVBuffers, LayerSpec, new_kv
-from graphpact.errors import ConfigError, KernelRefusal
+from graphpact.errors import ConfigError, KernelRefusal, named_options
 from graphpact_adapters.reads import write_slots
 from graphpact_kernels import define_kernel
 
 
+@named_options
 @dataclass(frozen=True)
 class RecurrentReads:
     """What a recurrent kernel reads in a step of decodes or of drafts to verify.

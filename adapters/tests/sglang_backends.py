@@ -716,6 +716,53 @@ class PairBackend(PagedBackend):
         metadata.page_table.copy_(self.table[rows[:bs], :: self.page_size] // self.page_size)
 
 
+class EngineBase:
+    """The base class of SGLang 0.5.23, of which only the two methods matter here: both do nothing."""
+
+    def init_forward_metadata_out_graph(self, batch: Any, in_capture: bool = False) -> None:
+        """Do nothing."""
+
+    def init_forward_metadata_in_graph(self, batch: Any) -> None:
+        """Do nothing."""
+
+
+class UncalledPair(EngineBase, PairBackend):
+    """Extends the base class, and prepares its graphs in the pair of earlier releases: not called."""
+
+
+class PairForEarlierReleases(InGraphBackend, PairBackend):
+    """Has the pair beside methods that do its work: right."""
+
+    init_forward_metadata_out_graph = InGraphBackend.init_forward_metadata_out_graph
+    init_forward_metadata_in_graph = InGraphBackend.init_forward_metadata_in_graph
+
+
+class DraftWithLastStep(DraftBackend):
+    """Has a backend for the last step too, which does not attend."""
+
+    def __init__(self, model_runner: Any) -> None:
+        steps = model_runner.server_args.speculative_num_steps
+        self.attn_backends = [self.step(model_runner, at) for at in range(steps)]
+
+
+class DraftOfTooFew(DraftBackend):
+    """Has a step backend less than a draft reads."""
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__(model_runner)
+        self.attn_backends.pop()
+
+
+class DecodeGraphsOnly(PagedBackend):
+    """Has graphs of decode alone, as a backend for a new device: right in all eager steps."""
+
+    def init_forward_metadata_out_graph(self, batch: Any, *, in_capture: bool = False) -> None:
+        """Prepare a capture or a replay of a decode."""
+        if not batch.forward_mode.is_decode_or_idle():
+            raise NotImplementedError("graphs are for decode only")
+        super().init_forward_metadata_out_graph(batch, in_capture=in_capture)
+
+
 @functools.cache
 def pool(owner: int, rows: int, columns: int) -> torch.Tensor:
     """Return memory that lives as long as the module."""

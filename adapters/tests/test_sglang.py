@@ -1,35 +1,56 @@
 """Backends of SGLang's shape under the adapter: planted public bugs are found, right backends pass."""
 
+import re
 from collections.abc import Callable
+from dataclasses import asdict
 from typing import Any
 
 import pytest
 import torch
-from adapter_checks import assert_found, assert_right, findings_of
+from adapter_checks import assert_found, assert_right, findings_of, results_of
 from sglang_backends import (
     LANES,
     PLANTED,
     UNUSUAL,
     AsksTheHost,
+    DecodeGraphsOnly,
     DraftBackend,
+    DraftOfTooFew,
+    DraftWithLastStep,
     InGraphBackend,
     PagedBackend,
+    PairBackend,
+    PairForEarlierReleases,
     Planted,
     SlotsBackend,
+    UncalledPair,
     under_test,
 )
 
 from graphpact.attention import KVBuffers, LayerSpec
+from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, KernelRefusal
+from graphpact_adapters.faults import HELP
 from graphpact_adapters.reads import IndexedReads
 from graphpact_adapters.sglang import Backends
 from graphpact_adapters.sglang.backend import SglangBackend
 from graphpact_adapters.sglang.batch import SglangForwardMode
 from graphpact_adapters.sglang.readers import read, widened
 from graphpact_adapters.under_test import backend_of
+from graphpact_adapters.vllm.backend import VllmBackend
+from graphpact_conformance.results import Outcome
 from graphpact_conformance.targets import Options
 from graphpact_conformance.world.problems import half_size_batch
 
+FOREIGN = (
+    "build()",
+    "builder",
+    "the constructor",
+    "max_num_seqs",
+    "num_speculative_tokens",
+    "KV-cache group",
+)
+"""Words of another engine, and of the suite's own."""
 TWINS = {(each.twin, each.read, each.options): each.lane for each in PLANTED}
 
 
@@ -46,9 +67,15 @@ def name_of(value: object) -> str:
 
 @pytest.mark.parametrize("planted", PLANTED, ids=str)
 def test_a_planted_bug_is_found(planted: Planted) -> None:
-    """A public bug is found under its rule, with the author's field, both values and the batch."""
+    """A public bug is found under its rule, with the author's field, both values and the batch.
+
+    Findings name no method, option or class of another engine.
+    """
     findings = findings_of(planted.subject(), LANES[planted.lane])
     assert_found(findings, planted.rule, planted.field)
+    for finding in findings:
+        told = f"{finding.field} {finding.expected} {finding.actual} {finding.help}"
+        assert [word for word in FOREIGN if word in told] == []
 
 
 @pytest.mark.parametrize(
@@ -90,6 +117,64 @@ def test_a_host_read_in_the_graph_is_found_with_its_line() -> None:
     assert finding.rule == "GP20"
     assert "Tensor.tolist()" in finding.actual
     assert "longest = max(self.keys(batch).tolist())" in finding.actual
+
+
+def test_a_draft_may_have_a_backend_for_its_last_step() -> None:
+    """SGLang's drafts have a backend for each step that attends, and some one for the last step too."""
+    assert_right(under_test(DraftWithLastStep), LANES["draft"])
+
+
+def test_a_draft_with_too_few_backends_is_told_which_one_is_read() -> None:
+    """A missing backend of a draft is a finding in SGLang's names, and not one of a graph (GP20)."""
+    (finding,) = findings_of(under_test(DraftOfTooFew), LANES["draft"])
+    assert finding.rule is None
+    assert re.search(r"DraftOfTooFew\.attn_backends has \d of \d backends", finding.actual)
+    assert "speculative_num_steps" in finding.actual
+    assert "speculative_num_steps - 1 backends" in str(finding.help)
+
+
+def test_a_pair_that_is_not_called_is_told_in_these_words() -> None:
+    """A backend with the pair beside inherited methods that do nothing is told that SGLang calls these."""
+    (finding,) = findings_of(under_test(UncalledPair), LANES["decode"])
+    assert finding.actual == (
+        "UncalledPair prepares graphs in init_forward_metadata_capture_cuda_graph and"
+        " init_forward_metadata_replay_cuda_graph, which SGLang no longer calls; it calls"
+        " init_forward_metadata_out_graph, and that of EngineBase does nothing"
+    )
+    assert "move their work to init_forward_metadata_out_graph" in str(finding.help)
+
+
+def test_a_pair_beside_methods_that_work_is_kept_for_earlier_releases() -> None:
+    """The pair is no fault where nothing else is there, or where the methods do the work."""
+    for make in (PairBackend, PairForEarlierReleases):
+        assert_right(under_test(make), LANES["decode"])
+
+
+@pytest.mark.parametrize("lane", ["decode", "verify", "draft_extend"])
+def test_graphs_are_declared_by_kind_of_step(lane: str) -> None:
+    """A backend without graphs for some modes is right once it says so; its eager steps are still checked.
+
+    Without the declaration the finding says how to declare it.
+    """
+    declared = under_test(DecodeGraphsOnly, graph_modes=frozenset({ForwardMode.DECODE}))
+    results = [*results_of(declared, LANES[lane])]
+    assert [r.findings for r in results if r.findings] == []
+    assert any(result.outcome is Outcome.PASS for result in results)
+    plan = plan_of(declared, lane)
+    assert bool(plan.lane.rig().lane.captured) is (lane == "decode")
+    if lane != "decode":
+        finding = findings_of(under_test(DecodeGraphsOnly), LANES[lane])[0]
+        assert "NotImplementedError: graphs are for decode only" in finding.actual
+        assert "Backends(make, graph_modes={ForwardMode.DECODE})" in str(finding.help)
+
+
+def test_every_help_has_the_names_of_its_engine() -> None:
+    """The words of all helps are filled in for either engine, and those of one do not name the other's."""
+    for backend, foreign in ((SglangBackend, FOREIGN), (VllmBackend, ("init_cuda_graph_state", "SGLang"))):
+        calls = {"replay": "init_forward_metadata_out_graph" if backend is SglangBackend else "build"}
+        words = asdict(backend.words)
+        for told in [*(text.format(**calls, **words) for text in HELP.values()), *words.values()]:
+            assert [word for word in foreign if word in told] == []
 
 
 @pytest.mark.sweep

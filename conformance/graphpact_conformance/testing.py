@@ -21,7 +21,7 @@ from typing import Literal, get_args
 import pytest
 import torch
 
-from graphpact.errors import UsageError
+from graphpact.errors import UsageError, named_options
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance.report import digest
 from graphpact_conformance.results import Outcome, PluginResults, Result
@@ -36,6 +36,7 @@ Device = Literal["cpu", "cuda"]
 _MOST = 3  # failing lanes of a rule that are shown in full
 
 
+@named_options
 def conformance(
     *names: str,
     adapter: str | None = None,

@@ -3,6 +3,7 @@
     GraphpactError                     .code: the exit status of the command line
     ├── UsageError              2      the caller can fix it
     │   ├── ConfigError                unknown key, value out of range, unreadable file
+    │   ├── UnknownOptionError         a class or a function has no keyword argument of that name
     │   ├── PluginError                a plugin cannot be provided under the requested name
     │   │   ├── UnknownPluginError     no distribution offers the name
     │   │   ├── RejectedPluginError    the plugin was refused, with a reason
@@ -21,16 +22,19 @@ Does not: print or exit; the command line does.
 """
 
 import difflib
+import functools
+import inspect
 import itertools
 import reprlib
 import sys
 import traceback
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 T = TypeVar("T")
+C = TypeVar("C", bound=Callable[..., Any])
 
 
 class GraphpactError(Exception):
@@ -60,6 +64,10 @@ class UsageError(GraphpactError):
 
 class ConfigError(UsageError):
     """A configuration key or value is not valid."""
+
+
+class UnknownOptionError(UsageError, TypeError):
+    """A keyword argument has a name that is not known; the message names the nearest."""
 
 
 class PluginError(UsageError):
@@ -268,3 +276,32 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """Return the known word nearest to ``word``, or None."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
     return close[0] if close else None
+
+
+def named_options(target: C) -> C:
+    """Decorate a class or a function: an unknown keyword argument is an error that names the nearest one.
+
+    A class keeps its constructor's signature; classes that derive from it and define their own are not
+    checked.
+
+    Raises:
+        UnknownOptionError: When it is called with such an argument.
+    """
+    call: Callable[..., Any] = target.__init__ if isinstance(target, type) else target  # type: ignore[misc]
+    known = tuple(inspect.signature(target).parameters)
+
+    @functools.wraps(call)
+    def checked(*args: Any, **options: Any) -> Any:
+        for name in options:
+            if name not in known:
+                near = did_you_mean(name, known)
+                raise UnknownOptionError(
+                    f"{target.__qualname__}() has no argument {name!r}",
+                    hint=f"did you mean {near!r}?" if near else f"it takes {', '.join(known)}",
+                )
+        return call(*args, **options)
+
+    if not isinstance(target, type):
+        return checked  # type: ignore[return-value]
+    target.__init__ = checked  # type: ignore[misc]
+    return target

@@ -51,6 +51,16 @@ def get_parallel() -> ParallelContext:
     return _CONTEXT
 
 
+def get_attention_tp_size() -> int:
+    """Return the number of ranks in the attention tensor-parallel group of this process."""
+    return _CONTEXT.attn_tp_size
+
+
+def get_attention_tp_rank() -> int:
+    """Return the rank of this process in its attention tensor-parallel group."""
+    return _CONTEXT.attn_tp_rank
+
+
 def local_num_token_non_padded(global_count: int, num_tokens_per_dp: int) -> int:
     """Return how many of ``global_count`` real tokens are among the rows of this attention-TP rank.
 
@@ -82,5 +92,5 @@ def compute_local_num_token_non_padded(
 
 def _rows_of_this_rank(num_tokens_per_dp: int) -> tuple[int, int]:
     """Return the first row of this rank and its number of rows."""
-    rows = num_tokens_per_dp // _CONTEXT.attn_tp_size
-    return _CONTEXT.attn_tp_rank * rows, rows
+    rows = num_tokens_per_dp // get_attention_tp_size()
+    return get_attention_tp_rank() * rows, rows

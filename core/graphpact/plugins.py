@@ -52,8 +52,9 @@ _BASES: dict[Kind, str] = {  # names of `graphpact`, which imports torch when it
     "graph_driver": "GraphDriver",
     "speculation": "SpeculationAlgorithm",
 }
-_OFFERS: dict[str, dict[Kind, str]] = {  # plugins of the first-party distributions
+_OFFERS: dict[str, dict[Kind, str]] = {  # the first-party distributions, and their plugins
     "graphpact": {"runner": "eager", "command": "plugins"},
+    "graphpact-kernels": {},
     "graphpact-tape": {"graph_driver": "tape"},
     "graphpact-cuda-graph": {
         "runner": "cuda_graph breakable_cuda_graph piecewise_cuda_graph",
@@ -250,10 +251,30 @@ class PluginCatalog:
         return UnknownPluginError("".join([message, *rejected, *other_kinds]), hint=hint)
 
 
+def installed_distributions() -> dict[str, tuple[str, str]]:
+    """Return version and plugins of each distribution of graphpact, and of each other one with plugins.
+
+    By name, graphpact first. The plugins are told in words, ``graph_driver tape``, from metadata only: one
+    that would be rejected is named too.
+    """
+    versions: dict[str, str] = {}
+    offers: dict[str, dict[Kind, list[str]]] = {}
+    for info in PluginCatalog.scan(env={}).infos():
+        versions[info.distribution] = info.version
+        offers.setdefault(info.distribution, {}).setdefault(info.kind, []).append(info.name)
+    for name in _OFFERS.keys() - versions.keys():
+        with suppress(PackageNotFoundError):
+            versions[name] = distribution(name).version
+    in_order = {"graphpact": __version__, **dict(sorted(versions.items()))}
+    return {
+        name: (version, "; ".join(f"{k} {', '.join(names)}" for k, names in offers.get(name, {}).items()))
+        for name, version in in_order.items()
+    }
+
+
 def installed_versions() -> dict[str, str]:
-    """Return the version of graphpact and of every distribution with plugins, by name."""
-    infos = PluginCatalog.scan(env={}).infos()
-    return {"graphpact": __version__, **dict(sorted((i.distribution, i.version) for i in infos))}
+    """Return the versions of `installed_distributions`, by name."""
+    return {name: version for name, (version, _) in installed_distributions().items()}
 
 
 def _spellings(info: PluginInfo) -> set[str]:

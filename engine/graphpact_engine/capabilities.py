@@ -23,6 +23,7 @@ def require_capabilities(
     device: torch.device,
     page_size: int,
     topk: int = 1,
+    remedy: Callable[[], str] = lambda: "select another engine.attention_backend",
     others: Callable[[], list[str]] | None = None,
 ) -> None:
     """Refuse a model that needs what backend ``name`` does not declare.
@@ -36,6 +37,7 @@ def require_capabilities(
         device: Device of the lane.
         page_size: KV slots per page.
         topk: Branches of a request in a draft decode.
+        remedy: Returns how another backend is selected: the key that decides; called only on refusal.
         others: Returns the names of the installed backends that could replace it; called only on refusal.
             None to name no alternatives.
 
@@ -48,11 +50,7 @@ def require_capabilities(
     if not missing:
         return
     names = None if others is None else others()
-    hint = (
-        "install an attention backend that has it"
-        if names == []
-        else "select another engine.attention_backend"
-    )
+    hint = "install an attention backend that has it" if names == [] else remedy()
     hint += "; `graphpact plugins` lists the capabilities of each"
     sizes = capabilities.page_sizes
     if len(missing) == 1 and sizes is not None and page_size not in sizes:

@@ -32,7 +32,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from graphpact.errors import ConfigError, did_you_mean
+from graphpact.errors import ConfigError, did_you_mean, named_options
 from graphpact.files import read_file
 
 ENV_PREFIX = "GRAPHPACT_"
@@ -92,6 +92,12 @@ class _Section(BaseModel):
     """Base class of one table of the configuration: frozen, and unknown keys are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **options: Any) -> None:
+        """Let a section that is made in Python name the key nearest to an unknown one, as `load` does."""
+        super().__pydantic_init_subclass__(**options)
+        named_options(cls)
 
 
 class ModelConfig(_Section):

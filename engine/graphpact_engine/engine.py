@@ -39,7 +39,7 @@ from graphpact_engine.build import (
 )
 from graphpact_engine.config import EngineConfig, LaneMode
 from graphpact_engine.deltas import DeltaStream
-from graphpact_engine.errors import CheckpointError, RequestError
+from graphpact_engine.errors import CheckpointError, ModelCaptureError, RequestError
 from graphpact_engine.faults import names_plugins
 from graphpact_engine.logs import log_event
 from graphpact_engine.phases import observed
@@ -465,7 +465,12 @@ class Engine:
         """Capture every shape of every lane."""
         with running_on(self.num_threads):
             for lane in self.lanes:
-                lane.capture_all()
+                try:
+                    lane.capture_all()
+                except ModelCaptureError as error:
+                    setting = f"--set lanes.{lane.name}.capture=false"
+                    error.hint = f"the line is the model's own; run the lane without graphs: {setting}"
+                    raise
 
     def _observe(self, watching: Sequence[object]) -> None:
         """Wrap the phases around the lanes; begin to count."""

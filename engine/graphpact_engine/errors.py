@@ -5,6 +5,8 @@
     ├── UnsupportedModelError         the model needs what the selected backend lacks
     └── RequestError                  a prompt or a limit that can never be served
     ContractError              1      a rule of the contract was broken
+    ├── CaptureError
+    │   └── ModelCaptureError         the model's own code does what a graph cannot hold
     └── VerificationError             a replay and its eager run differ
 
 Does not: print, exit or translate anything; the command line does that in one place.
@@ -12,7 +14,7 @@ Does not: print, exit or translate anything; the command line does that in one p
 
 from collections.abc import Sequence
 
-from graphpact.errors import ContractError, UsageError
+from graphpact.errors import CaptureError, ContractError, UsageError
 
 
 class CheckpointError(UsageError):
@@ -25,6 +27,10 @@ class UnsupportedModelError(UsageError):
 
 class RequestError(UsageError):
     """A request that this engine can never serve, refused before it is queued."""
+
+
+class ModelCaptureError(CaptureError):
+    """The model's own code does work that a graph cannot hold; the message names the model and the line."""
 
 
 class VerificationError(ContractError):

@@ -326,7 +326,7 @@ def _obstacle_to_mixed(
         if mixed not in catalog.select("attention_backend", backend_name).capabilities.modes:
             others = list_alternatives(_backends_that(lambda b: mixed in b.capabilities.modes, catalog))
             fault = f"the attention backend of lanes.{name}, {backend_name!r}, lacks the mode mixed; {others}"
-            return fault, "select another attention backend for the lane"
+            return fault, f"select another lanes.{name}.attention_backend"
     return None
 
 
@@ -353,13 +353,13 @@ def _plan_lane(
     _require_serves(name, runner_name, runner, role)
     needs = _needed_support(runner, draft.tokens_per_request(mode))
     support = backend.capabilities.graph_support
-    if not support.covers(needs):
+    if lane.capture and not support.covers(needs):
         fits = functools.partial(_serves, mode, needs, provider, device)
         raise ConfigError(
             f"lanes.{name}: runner {runner_name!r} captures {needs.value} batches;"
             f" the graph support of attention backend {backend_name!r} is {support.value};"
             f" {list_alternatives(_backends_that(fits, catalog))}",
-            hint='select another attention backend for the lane, or the runner "eager"',
+            hint=f"select another lanes.{name}.attention_backend, or set lanes.{name}.capture = false",
         )
     _require_captures(name, lane, runner_name, runner, driver_name, driver)
     if lane.max_padding_ratio is not None and not mode.is_ragged:
@@ -535,7 +535,8 @@ def check_backends(
         spec = specs[plan.model]
         fits = functools.partial(_can_run, plan.runner, context, spec)
         others = functools.partial(_backends_that, fits, catalog)
-        _require_backend_fits(plan, spec, context.limits, others)
+        remedy = functools.partial(_another_backend, plan, plans, contexts, specs)
+        _require_backend_fits(plan, spec, context.limits, remedy, others)
         choose = functools.partial(choose_provider, plan.provider_setting, plan.backend.providers)
         asked = context.provider, context.device, context
         chosen, passed_over = call_plugin("attention_backend", plan.backend_name, choose, *asked)
@@ -593,20 +594,51 @@ def _can_run(
     return can.graph_support.covers(runner.needs) and not lacking(can, context)
 
 
+def _demands(plan: LanePlan, spec: ModelSpec, limits: Limits) -> dict[str, Any]:
+    """Return what a lane needs of its backend, as `Capabilities.missing` takes it."""
+    return {
+        "layers": spec.layers,
+        "mode": plan.mode,
+        "dtype": spec.dtype,
+        "device": spec.device,
+        "page_size": limits.page_size,
+        "topk": limits.draft.topk,
+    }
+
+
+def _another_backend(
+    plan: LanePlan,
+    plans: Sequence[LanePlan],
+    contexts: Sequence[BackendContext],
+    specs: Mapping[ModelName, ModelSpec],
+) -> str:
+    """Return how another backend is selected for a lane, so that other lanes can keep the one it has."""
+    if plan.config.attention_backend is not None:
+        return f"select another lanes.{plan.name}.attention_backend"
+    keep = [
+        f'lanes.{each.name}.attention_backend = "{plan.backend_name}"'
+        for each, context in zip(plans, contexts, strict=True)
+        if each.config.attention_backend is None
+        and not plan.backend.capabilities.missing(**_demands(each, specs[each.model], context.limits))
+    ]
+    another = "select another engine.attention_backend"
+    return f"set {' and '.join(keep)}, and {another} for the other lanes" if keep else another
+
+
 def _require_backend_fits(
-    plan: LanePlan, spec: ModelSpec, limits: Limits, others: Callable[[], list[str]]
+    plan: LanePlan,
+    spec: ModelSpec,
+    limits: Limits,
+    remedy: Callable[[], str],
+    others: Callable[[], list[str]],
 ) -> None:
     """Refuse a model that needs what the lane's backend lacks; name the lane that made MLA run expanded."""
     try:
         require_capabilities(
             plan.backend_name,
             plan.backend.capabilities,
-            spec.layers,
-            mode=plan.mode,
-            dtype=spec.dtype,
-            device=spec.device,
-            page_size=limits.page_size,
-            topk=limits.draft.topk,
+            **_demands(plan, spec, limits),
+            remedy=remedy,
             others=others,
         )
     except UnsupportedModelError as error:

@@ -14,6 +14,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from graphpact.errors import named_options
 from graphpact_engine.errors import RequestError
 from graphpact_engine.prompts import require_tokens
 from graphpact_engine.text import OutputText
@@ -41,6 +42,7 @@ class RequestState(enum.Enum):
     FINISHED = "finished"
 
 
+@named_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SamplingParams:
     """The parameters by which the tokens of one request are chosen, and by which it ends.
@@ -74,6 +76,7 @@ class SamplingParams:
 
     Raises:
         RequestError: A value is out of its range; the message names field, value and range.
+        UnknownOptionError: A parameter has another name; the message names the nearest.
     """
 
     max_new_tokens: int = 128

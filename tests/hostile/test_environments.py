@@ -203,5 +203,5 @@ def test_a_broken_installation_does_not_hide_the_others(damage: str, tmp_path: P
             site.add("torn", "", offers={"fake-torn": "run"}, version="2.0")
         done = command("--version", folders=(site.root,))
     assert done.status == 0
-    assert "fake-right 1.0\n" in done.out
+    assert "fake-right 1.0: command fake-right\n" in done.out
     assert "Traceback" not in done.err

@@ -16,6 +16,7 @@ import torch
 
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
+from graphpact.errors import named_options
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
@@ -36,6 +37,7 @@ _GRAPHS = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.
 _MODES: dict[Kind, frozenset[ForwardMode]] = {"mha": _GRAPHS | {ForwardMode.EXTEND}, "mla": _GRAPHS}
 
 
+@named_options
 @dataclass(frozen=True)
 class Backends:
     """Backends of one class, as their author makes them.
@@ -53,6 +55,8 @@ class Backends:
             draft steps and one.
         modes: The kinds of step; None for all that the kind has. Extends run eagerly, as in an engine without
             graphs of prefill.
+        graph_modes: The kinds of step that SGLang captures in graphs with the backend; None for all but
+            extends. Steps of other modes are checked eagerly, and never in a graph.
         engine: What only an installed engine can make; by default the types of
             `graphpact_adapters.sglang.batch`.
     """
@@ -64,6 +68,7 @@ class Backends:
     head_dims: Sequence[int] | None = None
     trees: bool = False
     modes: frozenset[ForwardMode] | None = None
+    graph_modes: frozenset[ForwardMode] | None = None
     engine: EngineTypes = OWN
 
     @property
@@ -118,8 +123,8 @@ class Backends:
             else _MODES[self.kind]
         )
 
-    def backend(self) -> type[SglangBackend]:
-        """Return the backend class of the lanes."""
+    def backend(self, support: GraphSupport = GraphSupport.UNIFORM) -> type[SglangBackend]:
+        """Return the backend class of lanes whose steps have this graph support."""
         adapter = self
 
         class OfFactory(SglangBackend):
@@ -133,7 +138,7 @@ class Backends:
             calls = calls_of(adapter._example)
             capabilities = Capabilities(
                 modes=adapter._modes,
-                graph_support=GraphSupport.UNIFORM,
+                graph_support=support,
                 dtypes=frozenset({torch.float32, torch.bfloat16}),
                 devices=frozenset({"cpu"}),
                 head_layouts=_LAYOUTS[adapter.kind],
@@ -147,9 +152,10 @@ class Backends:
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run."""
-        backend = self.backend()
+        backend, without_graphs = self.backend(), self.backend(GraphSupport.NEVER)
         for plan in plan_lanes(backend, ReferenceRunner, options):
             config = plan.lane.config
             if config.case.segments or config.mixed_dim is not None or config.case.frozen:
                 continue
-            yield replace(plan, lane=BuilderUnderTest(config, backend))
+            in_graphs = self.graph_modes is None or config.case.mode in self.graph_modes
+            yield replace(plan, lane=BuilderUnderTest(config, backend if in_graphs else without_graphs))

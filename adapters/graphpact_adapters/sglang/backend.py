@@ -8,12 +8,15 @@
     eager     ``init_forward_metadata(batch)``
 
 Where a backend has not these, the pair of earlier releases is called:
-``init_forward_metadata_capture_cuda_graph`` and ``init_forward_metadata_replay_cuda_graph``.
+``init_forward_metadata_capture_cuda_graph`` and ``init_forward_metadata_replay_cuda_graph``. Where it has the
+pair beside methods that do nothing, as those of SGLang's base class do, SGLang calls the methods: such a
+backend is refused.
 
 Does not: choose lanes, or judge; see `graphpact_adapters.sglang.adapter`.
 """
 
 import copy
+import dis
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
@@ -23,12 +26,27 @@ import torch
 from graphpact.attention import BackendContext, DraftMetadata
 from graphpact.batch import ForwardBatch
 from graphpact.batch import ForwardMode as Mode
+from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
-from graphpact_adapters.backend import BuilderBackend, Built, Make, Metadata, Phase
+from graphpact_adapters.backend import BuilderBackend, Built, Make, Metadata, Phase, Words
 from graphpact_adapters.reads import Reads
 from graphpact_adapters.sglang.batch import EngineTypes
 from graphpact_adapters.sglang.given import Given, Kind, ModelRunnerSizes, model_runner
 from graphpact_adapters.sglang.runner import GraphRunnerBuffers, LentBatch
+
+_NAME = "init_forward_metadata"
+_PAIR = (f"{_NAME}_capture_cuda_graph", f"{_NAME}_replay_cuda_graph")
+_OF_A_NOOP = frozenset({"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_CONST"})
+
+WORDS = Words(
+    subject="backend",
+    allocates="init_cuda_graph_state()",
+    largest="the max_bs requests and max_num_tokens tokens that init_cuda_graph_state() is told",
+    next_reader="the runner, and the backends of other draft steps, read",
+    no_graphs="if SGLang captures no graphs of such steps with this backend, say so: Backends(make,"
+    " graph_modes={ForwardMode.DECODE}); steps of other modes are then checked without graphs",
+)
+"""SGLang's words."""
 
 
 class SglangReader(Protocol):
@@ -73,15 +91,35 @@ def sizes_of(context: BackendContext, kind: Kind, *, trees: bool = False) -> Mod
 
 def calls_of(backend: Any) -> Mapping[Phase, str]:
     """Return the names of the methods that prepare a step, by phase."""
-    name = "init_forward_metadata"
-    capture, replay = f"{name}_capture_cuda_graph", f"{name}_replay_cuda_graph"
+    capture, replay = _PAIR
     if _is_triple(backend):
-        capture = replay = f"{name}_out_graph"
-    return {"capture": capture, "replay": replay, "eager": name, "draft": name}
+        capture = replay = f"{_NAME}_out_graph"
+    return {"capture": capture, "replay": replay, "eager": _NAME, "draft": _NAME}
 
 
 def _is_triple(backend: Any) -> bool:
-    return hasattr(backend, "init_forward_metadata_out_graph")
+    return hasattr(backend, f"{_NAME}_out_graph")
+
+
+def uncalled_pair(backend: Any) -> str | None:
+    """Return how a backend prepares graphs only where SGLang does not call it, in words; None if not so."""
+    cls, pair = type(backend), [name for name in _PAIR if hasattr(backend, name)]
+    if not pair or not _is_triple(backend):
+        return None
+    called = f"{_NAME}_out_graph"
+    if not (_does_nothing(backend, called) and _does_nothing(backend, f"{_NAME}_in_graph")):
+        return None
+    owner = next(each for each in cls.__mro__ if called in vars(each))
+    return (
+        f"{cls.__name__} prepares graphs in {' and '.join(pair)}, which SGLang no longer calls; it calls"
+        f" {called}, and that of {owner.__name__} does nothing"
+    )
+
+
+def _does_nothing(backend: Any, name: str) -> bool:
+    """Return whether a backend has no such method, or one without a statement."""
+    code = getattr(getattr(backend, name, None), "__code__", None)
+    return code is None or {each.opname for each in dis.get_instructions(code)} <= _OF_A_NOOP
 
 
 @dataclass
@@ -113,6 +151,7 @@ class SglangBackend(BuilderBackend):
     trees: ClassVar[bool]
     engine: ClassVar[EngineTypes]
     unit = "draft step"
+    words = WORDS
     calls: ClassVar[Mapping[Phase, str]]
 
     def __init__(self, context: BackendContext) -> None:
@@ -135,12 +174,24 @@ class SglangBackend(BuilderBackend):
     @property
     def builders(self) -> Sequence[object]:
         """The backend, and its draft steps."""
-        return [self._backend, *self._steps]
+        return [self._backend, *getattr(self._backend, "attn_backends", ())]
 
     @property
     def _steps(self) -> Sequence[Any]:
-        """The backends of draft steps; empty for a backend of single steps."""
-        return getattr(self._backend, "attn_backends", ())
+        """The backends of draft steps that attend; empty for a backend of single steps.
+
+        The last of ``speculative_num_steps`` does not attend, so a backend for it may be there or not.
+        """
+        if not self.sizes.drafts:
+            return ()
+        steps, most = self._backend.attn_backends, self.sizes.num_steps - 1
+        if len(steps) < most:
+            raise ConfigError(
+                f"{type(self._backend).__name__}.attn_backends has {len(steps)} of {most} backends, and a"
+                f" draft of speculative_num_steps = {most + 1} reads attn_backends[{most - 1}]",
+                hint="make speculative_num_steps - 1 backends or more: every step but the last attends",
+            )
+        return list(steps[:most])
 
     @property
     def _is_triple(self) -> bool:
@@ -167,6 +218,12 @@ class SglangBackend(BuilderBackend):
 
     def build(self, lent: LentBatch, phase: Phase) -> Built:
         """Prepare a step, and return what the kernels read; what a graph reads follows in `in_graph`."""
+        if phase == "capture" and (why := uncalled_pair(self._backend)) is not None:
+            raise ConfigError(
+                why,
+                hint="move their work to init_forward_metadata_out_graph(forward_batch, in_capture):"
+                " in_capture is True at a capture",
+            )
         if phase == "capture" and not self._has_graphs:
             with self.engine.running():
                 tokens = self._told.max_requests * self._told.width

@@ -16,7 +16,7 @@ import torch
 
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout, LayerSpec, Limits
 from graphpact.batch import ForwardMode
-from graphpact.errors import ConfigError, describe_error, place_of
+from graphpact.errors import ConfigError, describe_error, named_options, place_of
 from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
@@ -61,6 +61,7 @@ _MODES: dict[Kind, frozenset[ForwardMode]] = {
 }
 
 
+@named_options
 @dataclass(frozen=True)
 class Builders:
     """Builders of one class, as their author makes them.

@@ -25,7 +25,7 @@ from graphpact.attention import BackendContext, DraftLimits, KVBuffers, LayerSpe
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
-from graphpact_adapters.backend import NUM_GROUPS, BuilderBackend, Built, DraftStep, Make, Phase
+from graphpact_adapters.backend import NUM_GROUPS, BuilderBackend, Built, DraftStep, Make, Phase, Words
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.vllm.given import Kind, Sizes, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.runner import Lent, RunnerBuffers, is_all_padding
@@ -104,6 +104,18 @@ class _Cache:
     v: Any
 
 
+WORDS = Words(
+    subject="builder",
+    allocates="the constructor",
+    largest="max_num_seqs requests, each with num_speculative_tokens + 1 tokens, and padding up to the"
+    " largest capture size",
+    next_reader="the builders of other KV-cache groups read",
+    no_graphs="if vLLM captures no graphs of such batches with this builder, let get_cudagraph_support return"
+    " a smaller AttentionCGSupport",
+)
+"""vLLM's words."""
+
+
 class VllmBackend(BuilderBackend):
     """A backend of builders of one class; a subclass has the factory.
 
@@ -121,6 +133,7 @@ class VllmBackend(BuilderBackend):
     capture_sizes: ClassVar[Sequence[int]] = ()
     varlen: ClassVar[int | None] = None
     warmups = 1
+    words = WORDS
     bounds = "seq_lens_cpu_upper_bound"
     calls: ClassVar[Mapping[Phase, str]] = {
         "capture": "build_for_cudagraph_capture",

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 
 from graphpact.batch import ForwardMode
+from graphpact.errors import named_options
 
 
 class GraphSupport(enum.Enum):
@@ -52,6 +53,7 @@ class HeadLayout(enum.Enum):
     MLA = "mla"
 
 
+@named_options
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
     """The attention of one layer of a model.
@@ -97,6 +99,7 @@ class LayerSpec:
         return HeadLayout.MHA if self.num_q_heads == self.num_kv_heads else HeadLayout.GQA
 
 
+@named_options
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
     """The largest draft of a lane that drafts or verifies; all 1 for other lanes.
@@ -131,6 +134,7 @@ class DraftLimits:
         )
 
 
+@named_options
 @dataclass(frozen=True, slots=True)
 class Limits:
     """The largest counts of a lane; slots are sized by them.
@@ -157,6 +161,7 @@ class Limits:
         return -(-self.max_context_len // self.page_size)
 
 
+@named_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
     """The declaration of what a backend supports. None for a set means: any.

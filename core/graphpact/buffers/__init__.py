@@ -23,7 +23,12 @@ from graphpact.buffers.slots import (
     SlotRole,
     metadata_slot,
 )
-from graphpact.parallel import compute_local_num_token_non_padded, get_parallel
+from graphpact.parallel import (
+    compute_local_num_token_non_padded,
+    get_attention_tp_rank,
+    get_attention_tp_size,
+    get_parallel,
+)
 
 __all__ = [
     "Axis",
@@ -37,6 +42,8 @@ __all__ = [
     "build_decode_registry",
     "build_prefill_registry",
     "compute_local_num_token_non_padded",
+    "get_attention_tp_rank",
+    "get_attention_tp_size",
     "get_parallel",
     "input_slots",
     "metadata_slot",

@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
-from graphpact.errors import GraphpactError, SlotError, UnallocatedSlotError
+from graphpact.errors import GraphpactError, SlotError, UnallocatedSlotError, named_options
 
 Axis = Literal["bs", "tokens", "none"]
 """The count that a slot's rows follow: requests, tokens, or neither (then it is never padded)."""
@@ -100,6 +100,7 @@ SliceFn = Callable[[torch.Tensor, int], torch.Tensor]
 SourceFn = Callable[[Any, FillContext], torch.Tensor | None]
 
 
+@named_options
 @dataclass(frozen=True)
 class GraphSlot:
     """The declaration of one graph-resident buffer: frozen data without memory.
@@ -231,6 +232,12 @@ class GraphSlot:
             return False
         return self.copy_from_fb or self.padding_policy is not PaddingPolicy.FILL_ONCE
 
+    def slice_for(self, padded_bs: int, padded_num_tokens: int) -> torch.Tensor:
+        """Raise `UnallocatedSlotError`: a declaration has no memory. A `BoundSlot` returns the view."""
+        del padded_bs, padded_num_tokens
+        hint = "take the slot that register_slot returned, or that get_slot returns"
+        raise UnallocatedSlotError(f"{self.label} is a declaration, and has no buffer", hint=hint)
+
     def bound(self, buffer: torch.Tensor | None) -> "BoundSlot":
         """Return this declaration with memory; a registry calls it."""
         return BoundSlot(**{f.name: getattr(self, f.name) for f in fields(GraphSlot)}, buffer=buffer)
@@ -255,6 +262,7 @@ class BoundSlot(GraphSlot):
         return self.buffer if self.axis == "none" else self.buffer[: n + self.extra_rows]
 
 
+@named_options
 def metadata_slot(
     name: str,
     rows: ShapeFn,

@@ -18,7 +18,7 @@ import typer
 from typer.core import TyperGroup
 
 from graphpact.errors import ConfigError, GraphpactError
-from graphpact.plugins import PluginCatalog, PluginInfo, installed_versions
+from graphpact.plugins import PluginCatalog, PluginInfo, installed_distributions
 
 _OPTIONS: dict[str, Any] = {
     "rich_markup_mode": "markdown",  # joins the lines of a paragraph
@@ -129,7 +129,8 @@ def _main(
             "-V",
             callback=lambda wanted: _show_versions(wanted=wanted),
             is_eager=True,
-            help="Print the versions of graphpact and of every distribution with plugins.",
+            help="Print the version of every distribution of graphpact and of others with plugins, and the"
+            " names of their plugins.",
         ),
     ] = False,
 ) -> None:
@@ -139,8 +140,8 @@ def _main(
 def _show_versions(*, wanted: bool) -> None:
     if not wanted:
         return
-    for name, version in installed_versions().items():
-        sys.stdout.write(f"{name} {version}\n")
+    for name, (version, plugins) in installed_distributions().items():
+        sys.stdout.write(f"{name} {version}: {plugins}\n" if plugins else f"{name} {version}\n")
     raise typer.Exit
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphpact import parallel
 from graphpact.buffers import (
     CudaGraphBufferRegistry,
     FillContext,
@@ -20,6 +21,8 @@ from graphpact.buffers import (
     PaddingPolicy,
     build_decode_registry,
     build_prefill_registry,
+    get_attention_tp_rank,
+    get_attention_tp_size,
     get_parallel,
     share_input_buffer,
     sharing,
@@ -132,11 +135,15 @@ def test_what_raises_value_error() -> None:
 
 
 def test_what_raises_other_errors() -> None:
-    """An unknown name raises KeyError, and a slice of a slot without memory raises RuntimeError."""
+    """An unknown name raises KeyError; a slice of a slot without memory, or not registered, RuntimeError."""
     with pytest.raises(KeyError):
         _registry().get_slot("input_ids")
     with pytest.raises(RuntimeError):
         _registry().register_slot(replace(_ids(), enabled=False)).slice_for(1, 1)
+    slot = _ids()
+    _registry().register_slot(slot)
+    with pytest.raises(RuntimeError, match=r"input_ids.*declaration"):
+        slot.slice_for(1, 1)  # there it would be the memory; here a declaration is never written
 
 
 def test_a_slot_that_is_switched_off() -> None:
@@ -450,6 +457,19 @@ def test_counts_are_built_as_there() -> None:
         _fill(registry, batch)
     assert _buffer(registry, "num_token_non_padded").tolist() == [4]
     assert _buffer(registry, "global_num_tokens_gpu").tolist() == [8]
+
+
+def test_the_group_may_be_given_by_its_functions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A patch of ``get_attention_tp_size`` and ``get_attention_tp_rank`` sets this rank's share too."""
+    assert (get_attention_tp_size(), get_attention_tp_rank()) == (1, 0)
+    with get_parallel().override(attn_tp_size=4, attn_tp_rank=3):
+        assert (get_attention_tp_size(), get_attention_tp_rank()) == (4, 3)
+    monkeypatch.setattr(parallel, "get_attention_tp_size", lambda: 2)
+    monkeypatch.setattr(parallel, "get_attention_tp_rank", lambda: 1)
+    registry = _decode(enable_num_token_non_padded=True, require_gathered_buffer=True)
+    for count, share in ((100, 4), (6, 2), (3, 0)):
+        _fill(registry, StepBatch(2, num_token_non_padded=_int32(count)))
+        assert _buffer(registry, "num_token_non_padded").tolist() == [share]
 
 
 def test_counts_may_stay_the_batchs() -> None:

@@ -17,6 +17,7 @@ import typer
 
 from graphpact.cli.console import clean, data, note, print_table
 from graphpact.errors import UsageError
+from graphpact.plugins import installed_distributions
 from graphpact_engine.cli.options import (
     ConfigOption,
     ModelOption,
@@ -135,7 +136,10 @@ def _show(report: dict[str, Any]) -> None:
         for number, device in enumerate(cuda["devices"])
     ]
     rows += [(name, version or "not installed") for name, version in versions.items()]
-    rows += [(name, version) for name, version in report["distributions"].items()]
+    rows += [
+        (name, f"{version}: {plugins}" if plugins else version)
+        for name, (version, plugins) in installed_distributions().items()
+    ]
     rows += [
         (f"graphpact[{extra}]", "installed" if there else "not complete")
         for extra, there in report["extras"].items()

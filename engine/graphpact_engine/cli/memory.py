@@ -3,7 +3,7 @@
 Does not: find the memory; `graphpact_engine.memory` does.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -20,26 +20,28 @@ _SHARED = ("shared", "name", "shape", "dtype", "device", "lanes", "bytes")
 
 
 def print_memory(console: Console, memory: EngineMemory) -> None:
-    """Print slots and pools of each lane, then shared memory, then totals."""
+    """Print slots and pools of each lane, then shared memory, each kind summed, then totals."""
     for lane in memory.lanes:
         _print_lane(console, lane)
     if memory.shared:
-        rows = [
-            (
-                row.kind.replace("_", " "),
-                row.name,
-                _shape(row),
-                row.dtype,
-                row.device,
-                ", ".join(memory.lanes_of(row)) or "preparation only",
-                _bytes(row),
-            )
-            for row in memory.shared
-        ]
-        print_table(console, _SHARED, rows, numbers=("bytes",))
+        print_table(console, _SHARED, list(_shared_rows(memory)), numbers=("bytes",))
         console.print()
     for line in _totals(memory):
         console.print(clean(line), soft_wrap=True)
+
+
+def _shared_rows(memory: EngineMemory) -> Iterator[tuple[object, ...]]:
+    """Yield a row for each kind of shared memory: for all tensors of one dtype that the same lanes use."""
+    alike: dict[tuple[object, ...], list[MemoryRow]] = {}
+    for row in memory.shared:
+        lanes = ", ".join(memory.lanes_of(row)) or "preparation only"
+        about = row.kind.replace("_", " "), row.dtype, row.device, lanes
+        alike.setdefault(about, []).append(row)
+    for (kind, *where), rows in alike.items():
+        name = rows[0].name if len(rows) == 1 else f"{len(rows)} tensors"
+        shapes = {_shape(row) for row in rows}
+        shape = shapes.pop() if len(shapes) == 1 else "several"
+        yield kind, name, shape, *where, f"{_sum(rows):,}"
 
 
 def _print_lane(console: Console, lane: LaneMemory) -> None:

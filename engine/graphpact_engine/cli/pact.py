@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from graphpact_engine.saved_pacts import Change, SavedPact, SavedPromise
 
 _DIFFERENT = 1
+_NONE = "NoneType"
 
 _COVERAGE = {
     "all": "covers view, metadata, and tensors of the backend that the graph reads",
@@ -63,6 +64,7 @@ def save(
     The location of a tensor in the file is a slot and an offset in bytes, not an address, so that files of
     two processes can be compared.
     """
+    from graphpact.shapes import EagerReason  # noqa: PLC0415  torch
     from graphpact_engine.saved_pacts import (  # noqa: PLC0415  torch
         SavedPact,
         SavedPacts,
@@ -84,10 +86,13 @@ def save(
             for lane in engine.lanes
             if lane.stats.externals != "all"
         ]
+        reasons = {lane.name: (lane.eager_reason or EagerReason.NO_GRAPHS).text for lane in engine.lanes}
     if not saved.pacts:
         raise UsageError(
-            "no lane captured a shape: there is no pact to save",
-            hint="select a runner that captures: --set lanes.decode.runner=cuda_graph",
+            "no lane captured a shape, so there is no pact to save: "
+            + "; ".join(f"lanes.{name}: {reason}" for name, reason in reasons.items()),
+            hint="give one of these lanes a runner that captures, such as cuda_graph for decode, and leave"
+            " its key capture out",
         )
     saved.save(file, overwrite=force)
     note(f"{_how_many(len(saved.pacts), 'pact')} saved in {file}")
@@ -101,7 +106,7 @@ def show(
     *,
     as_json: JsonOption = False,
 ) -> None:
-    """Show the pacts of a saved file, one table for each lane and shape.
+    """Show the pacts of a saved file, one table for each lane and shape; fields that are None follow it.
 
     `<= 512` is a host number that may be smaller in a replay; `= 512` must be equal.
     """
@@ -119,9 +124,13 @@ def show(
             console.print()
         console.print(clean(_heading(held)), soft_wrap=True)
         rows = [
-            (promise.path, promise.type, _promised(promise), _place(promise)) for promise in held.promises
+            (promise.path, promise.type, _promised(promise), _place(promise))
+            for promise in held.promises
+            if promise.type != _NONE
         ]
         print_table(console, ("field", "type", "promises", "memory"), rows)
+        if absent := [promise.path for promise in held.promises if promise.type == _NONE]:
+            console.print(f"None here, and in every replay: {clean(', '.join(absent))}", soft_wrap=True)
 
 
 @pact.command(name="diff")

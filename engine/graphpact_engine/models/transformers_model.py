@@ -16,10 +16,11 @@ from typing import Any
 import torch
 
 from graphpact.attention import LayerSpec
-from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.batch import ForwardBatch
 from graphpact.buffers import Axis
 from graphpact.errors import CaptureError, returned
 from graphpact.step import Attend, StepOutputs
+from graphpact_engine.errors import ModelCaptureError
 from graphpact_engine.models.experts import mask_experts, routing
 from graphpact_engine.models.interface import Attention, attending
 from graphpact_engine.models.latents import AbsorbedAttention, absorb_layers, latent_modules
@@ -35,10 +36,6 @@ def _is_of_backend(error: BaseException) -> bool:
 # Some models call this method of transformers to warn of padding tokens, for which they read input_ids on the
 # host. A flat sequence has no padding tokens, and a graph cannot hold the read.
 _PADDING_WARNING = "warn_if_padding_and_no_attention_mask"
-
-
-_LANES = {ForwardMode.DECODE: "decode", ForwardMode.TARGET_VERIFY: "verify"}
-"""The default lanes of the modes in which the model runs in graphs of requests."""
 
 
 def _warn_of_nothing(*_: object) -> None:
@@ -127,7 +124,7 @@ class TransformersModel:
         other modes they are ``[T, vocab]``, of every token.
 
         Raises:
-            CaptureError: In a capture, the model's own code does work that a graph cannot hold.
+            ModelCaptureError: In a capture, the model's own code does work that a graph cannot hold.
         """
         last = batch.selected_rows
         attention = LaneAttention(attend, metadata, self._layers)
@@ -138,11 +135,9 @@ class TransformersModel:
         except CaptureError as error:
             if _is_of_backend(error):
                 raise
-            lane = _LANES.get(batch.forward_mode, "prefill")
-            raise CaptureError(
-                f"model type {self.model.config.model_type!r} cannot be captured: {error.message}",
-                hint=f"the line is the model's own; run the model eagerly: --set lanes.{lane}.runner=eager",
-                rule=error.rule,
+            model_type = self.model.config.model_type
+            raise ModelCaptureError(
+                f"model type {model_type!r} cannot be captured: {error.message}", rule=error.rule
             ) from error
         by_request = last is not None or batch.forward_mode.is_decode
         outputs: dict[str, tuple[torch.Tensor, Axis]] = {"logits": (logits, "bs" if by_request else "tokens")}

@@ -9,6 +9,7 @@
     build             builds the library once, with torch's extension builder, and loads it
     cache             compiled libraries on disk, of these kernels and of compiled graphs
     ownership         folders and files that other users cannot have changed
+    waiting           what is said while something is compiled
 
 The functions of `graphpact_kernels` call them with ``compiled=True``; the portable form of `linear` is
 torch's own. `CompiledProvider` makes them a provider of a backend.
@@ -26,11 +27,13 @@ from graphpact_kernels._library import declare_compiled
 from graphpact_kernels.compiled.build import load, missing, multiplies_pairs
 from graphpact_kernels.compiled.cache import LibraryCache, OpenLibrary, cache_folder
 from graphpact_kernels.compiled.ownership import own_folder
+from graphpact_kernels.compiled.waiting import announced
 
 __all__ = [
     "CompiledProvider",
     "LibraryCache",
     "OpenLibrary",
+    "announced",
     "cache_folder",
     "is_faster",
     "linear",

@@ -11,7 +11,6 @@ Does not: decide who uses the kernels, see `graphpact_kernels.compiled`; keep li
 
 import ctypes
 import functools
-import logging
 import os
 import platform
 import shutil
@@ -25,8 +24,7 @@ import torch
 
 from graphpact.errors import GraphpactError
 from graphpact_kernels.compiled import cache
-
-_log = logging.getLogger(__name__)
+from graphpact_kernels.compiled.waiting import announced
 
 _NAME = "graphpact_compiled"
 _HERE = Path(__file__).parent
@@ -34,7 +32,7 @@ _HEADERS, _SOURCES = (
     ("attend.h", "index.h"),
     ("attention.cpp", "indices.cpp", "linear.cpp", "paged_cache.cpp"),
 )
-_SECONDS = 600  # a build takes ten seconds to a minute
+_SECONDS, _USUAL = 600, 120  # the most that a build may take, and takes where other work runs
 
 _FLAGS = ("-O3", "-fopenmp", "-fno-math-errno")
 _FLAGS_OF = {
@@ -139,8 +137,10 @@ def _search_path() -> str:
 
 def _build(key: str) -> cache.OpenLibrary:
     """Build the library in a temporary folder, keep it, and return it as the cache has it."""
-    _log.warning("building the compiled kernels, once for this machine and torch: %s", _KERNELS.folder / key)
-    with tempfile.TemporaryDirectory() as folder:
+    what = (
+        f"compiling the kernels, once for this machine and torch; 10 to {_USUAL} seconds: {_KERNELS.folder}"
+    )
+    with announced(what), tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", __name__, folder, *_flags()]
         environment = os.environ | {"PATH": _search_path()}
         done = subprocess.run(

@@ -3,9 +3,9 @@
 A replay runs the compiled code: none of the region's Python, and fewer, fused kernels. Its inputs are the
 recorded tensors themselves, written in place. Every replay writes the outputs to the same memory.
 
-A compiler believes a schema: it drops a call that returns nothing and declares no write. So
-collectives, and operators of other libraries, are called as the tape calls them, between compiled pieces. It
-compiles calls of kernels that are declared (`graphpact.declare_kernel`), and whose schemas mark what they write.
+A compiler believes a schema: it drops a call that returns nothing and declares no write. So collectives, and
+operators of other libraries, are called as the tape calls them, between compiled pieces. Calls of kernels that
+are declared (`graphpact.declare_kernel`), and whose schemas mark what they write, are compiled.
 
 Does not: run on a GPU, freeze or pack weights, or detect wrong use (the tape's strict mode does).
 """

@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensorMode
 
 from graphpact.errors import GraphpactError
 from graphpact_cpu_graph.keys import key_of
-from graphpact_kernels.compiled import LibraryCache, own_folder
+from graphpact_kernels.compiled import LibraryCache, announced, own_folder
 
 _log = logging.getLogger(__name__)
 
@@ -59,8 +59,11 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
     entry = _loaded.get(key) or _from_cache(key)
     if entry is None:
         _require_own_scratch()
+        what = f"compiling graphs, each once for this machine; seconds to a minute each: {_GRAPHS.folder}"
         try:
-            library, fault = _library(module, inputs), "it has other inputs, outputs or constants"
+            with announced(what):
+                library = _library(module, inputs)
+            fault = "it has other inputs, outputs or constants"
         except Exception as error:  # noqa: BLE001  of any kind: it is tried in another way
             library, fault = None, _first_line(error)
         if library is None:

@@ -17,7 +17,7 @@ from graphpact_cpu_graph import keys, native
 from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cpu_graph.pieces import outliving_of
-from graphpact_kernels.compiled import cache
+from graphpact_kernels.compiled import cache, waiting
 from graphpact_tape.host import HostMemory, HostReadGuard
 from graphpact_tape.recorder import Recorder
 
@@ -63,6 +63,20 @@ def test_a_kept_graph_is_not_compiled_again(entries: Path, monkeypatch: pytest.M
     assert [replays(monkeypatch) for _ in range(3)] == [1, 0, 0]
     (entry,) = entries.iterdir()
     assert sorted(file.name for file in entry.iterdir()) == ["library.json", "library.so"]
+
+
+def test_what_is_compiled_is_announced(
+    entries: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A compilation is said on stderr, with where its result is kept; a kept graph needs no word."""
+    said = []
+    for _ in range(2):
+        monkeypatch.setattr(waiting, "_told", set())
+        replays(monkeypatch)
+        said.append(capsys.readouterr().err)
+    assert said[0].startswith("compiling graphs, each once for this machine; seconds to a minute each: ")
+    assert str(entries) in said[0]
+    assert said[1] == ""
 
 
 def _change_one_bit(entry: Path) -> None:

@@ -1,0 +1,103 @@
+"""What a process says while it compiles: one plain line, or a progress line on a terminal."""
+
+import io
+import os
+import pty
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from graphpact_kernels.compiled import waiting
+from graphpact_kernels.compiled.waiting import announced
+
+WAIT = "import time; from graphpact_kernels.compiled.waiting import announced\n"
+
+
+@pytest.fixture(autouse=True)
+def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let each test begin with nothing said."""
+    monkeypatch.setattr(waiting, "_told", set())
+
+
+def test_elsewhere_one_plain_line_comes_first_and_once(capsys: pytest.CaptureFixture[str]) -> None:
+    """Before the work one line is on stderr, none for the same work again, and none on stdout."""
+    for _ in range(2):
+        with announced("compiling it, a minute"):
+            assert capsys.readouterr().out == ""
+    with announced("compiling another"):
+        assert capsys.readouterr() == ("", "compiling another\n")
+    with announced("compiling it, a minute"), announced("a third"):
+        assert capsys.readouterr() == ("", "a third\n")
+
+
+def _on_terminal(program: str) -> str:
+    """Return what a program writes to a terminal that is its stderr."""
+    master, slave = pty.openpty()
+    with subprocess.Popen([sys.executable, "-c", program], stderr=slave) as process:
+        os.close(slave)
+        written = b""
+        while True:
+            try:
+                part = os.read(master, 1024)
+            except OSError:  # the other side is closed
+                break
+            if not part:
+                break
+            written += part
+    os.close(master)
+    assert process.returncode == 0
+    return written.decode()
+
+
+def test_on_a_terminal_a_line_counts_the_seconds() -> None:
+    """The line is there at once, is updated in place, and ends with the time that it took."""
+    written = _on_terminal(f"{WAIT}with announced('compiling it'): time.sleep(2.5)")
+    first, *updates = written.split("\r")
+    assert first == "compiling it"
+    assert [*map(str.strip, updates)][:2] == ["compiling it: 1 s", "compiling it: 2 s"]
+    assert re.fullmatch(r"compiling it: [23] s", updates[-2].strip() or updates[-1].strip())
+    assert written.endswith("\n")
+
+
+def test_an_error_ends_the_line_and_the_thread() -> None:
+    """What the work raises passes through, and nothing is written after it."""
+    program = (
+        f"{WAIT}import threading\ntry:\n with announced('x'): raise ValueError\nexcept ValueError: pass\n"
+        "assert threading.active_count() == 1; time.sleep(1.5)"
+    )
+    assert re.fullmatch(r"x\rx: 0 s\s*", _on_terminal(program))
+
+
+def test_a_broken_stderr_ends_no_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A closed or missing stderr is no error of the work."""
+    closed = io.StringIO()
+    closed.close()
+    for stream in (None, closed):
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "stderr", stream)
+            done = []
+            with announced("compiling it"):
+                done.append(True)
+        assert done
+
+
+def test_the_place_that_compiles_says_so(tmp_path: Path) -> None:
+    """With an empty cache the kernels are announced, with what that takes, before the compiler runs."""
+    compiler = tmp_path / "c++"
+    compiler.write_text(
+        "#!/bin/sh\ncase $1 in --version) echo 1;; *) echo 'x.cpp: error: out of paper'; exit 1;; esac\n"
+    )
+    compiler.chmod(0o700)
+    done = subprocess.run(
+        [sys.executable, "-c", "from graphpact_kernels.compiled import load; print(load())"],
+        env=os.environ | {"CXX": str(compiler), "GRAPHPACT_CACHE_DIR": str(tmp_path / "cache")},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert "out of paper" in done.stdout
+    assert done.stderr.startswith("compiling the kernels, once for this machine and torch; 10 to ")
+    assert "seconds" in done.stderr

@@ -1,0 +1,99 @@
+"""A misspelt keyword argument is answered with the nearest name, wherever users give options."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Iterator
+from types import ModuleType
+from typing import Any
+
+import pytest
+from pydantic import BaseModel
+
+import graphpact
+import graphpact.buffers
+import graphpact_adapters.sglang
+import graphpact_adapters.vllm
+import graphpact_engine
+from graphpact.errors import UnknownOptionError, UsageError, named_options
+from graphpact_engine import SamplingParams, config
+from graphpact_engine.config import EngineConfig
+
+DOORS: tuple[ModuleType, ...] = (
+    graphpact,
+    graphpact.buffers,
+    graphpact.attention,
+    graphpact_engine,
+    config,
+    graphpact_adapters.sglang,
+    graphpact_adapters.vllm,
+)
+MADE_BY_ENGINES = {
+    *("BackendContext", "BoundSlot", "CommonAttentionMetadata", "ConfigKey", "FillContext", "ForwardBatch"),
+    *("GraphShape", "Request", "Step"),
+}
+"""Classes of data that are made in each step, or that users only read."""
+
+
+def _classes() -> Iterator[type[Any]]:
+    """Yield the public classes of data with options: fields with defaults."""
+    for door in DOORS:
+        for name in getattr(door, "__all__", dir(door)):
+            cls = getattr(door, name)
+            if name.startswith("_") or not inspect.isclass(cls) or not cls.__module__.startswith("graphpact"):
+                continue
+            if dataclasses.is_dataclass(cls):
+                missing = dataclasses.MISSING
+                given = [f for f in dataclasses.fields(cls) if f.init]
+                if any(f.default is not missing or f.default_factory is not missing for f in given):
+                    yield cls
+            elif issubclass(cls, BaseModel) and "root" not in cls.model_fields:
+                yield cls
+
+
+FUNCTIONS: tuple[Callable[..., Any], ...] = (graphpact.conformance, graphpact.buffers.metadata_slot)
+TAKING_OPTIONS = [
+    *sorted({c for c in _classes() if c.__name__ not in MADE_BY_ENGINES}, key=lambda c: c.__name__),
+    *FUNCTIONS,
+]
+
+
+@pytest.mark.parametrize("target", TAKING_OPTIONS, ids=lambda t: t.__qualname__)
+def test_a_misspelt_option_is_answered_with_the_nearest(target: Callable[..., Any]) -> None:
+    """Each option of each public class of options, misspelt, is an error that names it."""
+    parameters = inspect.signature(target).parameters.values()
+    if target is graphpact.conformance:
+        from graphpact_conformance import testing
+
+        parameters = inspect.signature(testing.conformance).parameters.values()
+    names = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    assert names
+    for name in names:
+        with pytest.raises(UnknownOptionError, match=f"'{name}_'") as refused:
+            target(**{f"{name}_": 1})
+        assert isinstance(refused.value, TypeError)  # what Python itself raises
+        assert isinstance(refused.value, UsageError)
+        assert refused.value.hint == f"did you mean {name!r}?"
+
+
+def test_names_of_other_engines_are_answered() -> None:
+    """The name that vLLM and OpenAI use for the most tokens leads to ours; a name like none lists all."""
+    with pytest.raises(UnknownOptionError, match="did you mean 'max_new_tokens'"):
+        SamplingParams(max_tokens=4)  # type: ignore[call-arg]
+    with pytest.raises(UnknownOptionError, match="it takes max_new_tokens, min_new_tokens, "):
+        SamplingParams(zzz=4)  # type: ignore[call-arg]
+
+
+def test_what_is_decorated_stays_what_it_was() -> None:
+    """A decorated class keeps its signature, equality and replace(); a decorated function its result."""
+    assert next(iter(inspect.signature(SamplingParams).parameters)) == "max_new_tokens"
+    assert dataclasses.replace(SamplingParams(top_k=3), top_k=4) == SamplingParams(top_k=4)
+    assert EngineConfig.load(None, env={}, overrides=["engine.page_size=16"]).engine.page_size == 16
+
+    @named_options
+    def add(a: int, *, b: int = 1) -> int:
+        """Return a sum."""
+        return a + b
+
+    assert (add(1), add(1, b=2), add.__doc__) == (2, 3, "Return a sum.")
+    with pytest.raises(UnknownOptionError, match="did you mean 'b'"):
+        add(1, bb=2)  # type: ignore[call-arg]
