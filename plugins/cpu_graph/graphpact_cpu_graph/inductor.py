@@ -23,7 +23,7 @@ from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_cpu_graph.native import compiled
-from graphpact_tape.host import HostMemory, HostReadGuard, tensors_of
+from graphpact_tape.host import HostMemory, HostReadGuard, plain_tensors, tensors_of
 from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
 
 __tracebackhide__ = True  # a message names the line of the region
@@ -67,7 +67,7 @@ class InductorGraph(Graph):
         for part in recording.parts:
             if isinstance(part, EagerCall):
                 self._steps.append(part)
-                kept += tensors_of((part.args, part.result))
+                kept += plain_tensors(tensors_of((part.args, part.result)))
                 continue
             graph = SegmentGraph.of(part, next(outliving))
             if part.num_nodes:
@@ -114,8 +114,8 @@ class InductorDriver(RecordingDriver):
         """Run ``fn`` ``warmup`` times, then once more recorded, and compile the recording.
 
         Raises:
-            CaptureError: A host read, a change of shape in place, a capture inside another one, or code that
-                inductor cannot compile.
+            CaptureError: A host read, a change of shape in place, an address of memory that the region
+                allocated, a capture inside another one, or code that inductor cannot compile.
         """
         self.refuse_nested_capture()
         with torch.inference_mode():
@@ -124,6 +124,12 @@ class InductorDriver(RecordingDriver):
             host = HostMemory(self.memory.host)
             recorder = Recorder(HostReadGuard(host, "while a graph is recorded", CaptureError))
             recording = self.record(recorder, fn)
+        for line in recording.addressed.values():
+            raise CaptureError(
+                f"the region asks for the address of memory that it allocated, at {line}",
+                hint="compiled code keeps no intermediate results in place: allocate this memory earlier",
+                rule="GP14",
+            )
         return InductorGraph(recording)
 
 

@@ -3,6 +3,10 @@
     tape        the driver, fast and strict
     recorder    records dispatched operations for replay
     compiled    refuses compiled code, which a recorder cannot see
+    threads     refuses work that a region has other threads do
+    raw         refuses access of the host to memory itself
+    entrances   replaces functions of other modules for these three, while a region is recorded
+    draws       refuses what changes a generator, other than draws
     nodes       runs a recorded call again
     code        straight-line code of a fast tape
     rewrites    cheaper nodes that write the same bits

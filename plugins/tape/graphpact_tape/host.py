@@ -11,13 +11,19 @@ a copy from host memory, an index on the host.
 Most host reads reach the dispatcher (``_local_scalar_dense``), where a `TorchDispatchMode` sees them. On a
 CPU some do not, such as ``tolist`` and ``numpy``, so a `TorchFunctionMode` is needed as well.
 
-Does not: record anything, or see a read that bypasses torch (a raw pointer, a storage).
+Only plain tensors are followed, those with one strided memory. Tensors of other kinds are refused: sparse,
+nested, mkldnn, quantized. A subclass that dispatches operations on its parts, such as a jagged tensor, is
+followed through its parts.
+
+Does not: record anything, or see a read that bypasses torch (a raw pointer); see `graphpact_tape.raw`.
 """
 
 import abc
 import contextlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -35,22 +41,39 @@ from graphpact_tape.tasks import RecordedTask
 __tracebackhide__ = True
 
 _aten = torch.ops.aten
+_functorch = torch._C._functorch  # noqa: SLF001  no public names
 
 # These read a tensor's memory on the host. On a CPU they do not reach the dispatcher.
-_READS = {
+READS = {
     torch.Tensor.tolist: "Tensor.tolist()",
     torch.Tensor.numpy: "Tensor.numpy()",
     torch.Tensor.__array__: "Tensor.__array__()",
+    torch.Tensor.__dlpack__: "Tensor.__dlpack__()",
     torch.Tensor.cpu: "Tensor.cpu()",
     torch.Tensor.__repr__: "Tensor.__repr__(), printing,",
     torch.Tensor.__format__: "Tensor.__format__(), printing,",
     torch.Tensor.__reduce_ex__: "Tensor.__reduce_ex__(), pickling,",
 }
+"""Functions that read a tensor on the host and dispatch nothing, with their names for messages."""
+
+# These give the address of a tensor's memory, or an object that has it.
+_ADDRESSES = frozenset(
+    {
+        torch.Tensor.data_ptr,
+        torch.Tensor.untyped_storage,
+        torch.Tensor.storage,
+        vars(torch.Tensor)["__cuda_array_interface__"].__get__,
+    }
+)
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001  no public name
 
 # These reach the dispatcher, but torch has no tag for them: bool(tensor), a split by a tensor.
 _UNTAGGED_READS = frozenset({_aten.is_nonzero.default, _aten.tensor_split.tensor_indices_or_sections})
+
+# These are said to call other operations alone. On a CPU they use memory themselves too, to check an argument
+# or to compute.
+_WHOLE = frozenset({_aten.one_hot.default, _aten._sobol_engine_draw.default})  # noqa: SLF001  no public name
 
 _INDEX_PUTS = frozenset({_aten.index_put_.default, _aten.index_put.default})
 _MASKED_FILLS = frozenset({_aten.masked_fill_.Tensor, _aten.masked_fill.Tensor})
@@ -124,6 +147,30 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     return pytree.tree_map_only(torch.Tensor, fn, tree)
 
 
+def kind_of(tensor: torch.Tensor) -> str | None:
+    """Return what a tensor is that is not plain, in words, or None."""
+    if tensor.layout is not torch.strided:
+        return f"a tensor of the layout {tensor.layout}"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if tensor.is_nested:
+        return "a nested tensor"
+    # Autograd makes these in forward mode.
+    return "a tensor of zeros without memory" if tensor._is_zerotensor() else None  # noqa: SLF001
+
+
+def plain_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the plain tensor that functions of ``torch.func`` wrapped as ``tensor``, itself, or None."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor if kind_of(tensor) is None else None
+
+
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `plain_of` each tensor, without those that have none."""
+    return [plain for plain in map(plain_of, tensors) if plain is not None]
+
+
 class WeakTensor:
     """A weak reference to a tensor's memory, with the layout that makes the tensor again."""
 
@@ -167,7 +214,7 @@ class HostMemory:
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Declare the memory of ``tensors`` as host memory."""
-        for tensor in tensors:
+        for tensor in plain_tensors(tensors):
             reference = StorageWeakRef(tensor.untyped_storage())
             _, extents = self._host.setdefault(storage_id(tensor), (reference, []))
             extent = extent_of(tensor)
@@ -178,8 +225,16 @@ class HostMemory:
         """Drop storages that were freed."""
         self._host = {key: known for key, known in self._host.items() if not known[0].expired()}
 
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether host tensors lie in ``storage``."""
+        return storage._cdata in self._host  # noqa: SLF001  no public name
+
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        known = self._host.get(storage_id(tensor))
+        try:
+            known = self._host.get(storage_id(tensor))
+        except NotImplementedError:  # it has no memory of its own
+            plain = plain_of(tensor)
+            return plain is not None and plain in self
         if known is None:
             return False
         begin, end = extent_of(tensor)
@@ -190,7 +245,8 @@ class HostMemory:
         if tensor.dim():
             return False
         # torch made it from a Python number if it is not among the caller's arguments.
-        return tensor in self or storage_id(tensor) not in {storage_id(t) for t in tensors_of(self.call)}
+        given = plain_tensors(tensors_of(self.call))
+        return tensor in self or storage_id(tensor) not in set(map(storage_id, given))
 
 
 def _has_default_device() -> bool:
@@ -265,10 +321,12 @@ class HostReadGuard(TorchFunctionMode):
         refused: The first error that was raised, in case the caller caught it.
         paused: Whether all calls are allowed, as inside an eager call.
         copying: Whether a copy from host memory is allowed: the driver makes one itself.
+        addressed: The storages whose address the caller asked for, by `storage_id`, each with the first line.
     """
 
     def __init__(self, host: HostMemory, when: str, error: type[ContractError]) -> None:
         super().__init__()
+        self.addressed: dict[int, tuple[torch.UntypedStorage, Line]] = {}
         self.host = host
         self.when = when
         self.error = error
@@ -286,8 +344,10 @@ class HostReadGuard(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        if func in _READS and args[0] not in self.host:
-            raise self.host_read(_READS[func])
+        if func in READS and args[0] not in self.host:
+            raise self.host_read(READS[func])
+        if func in _ADDRESSES:
+            self._note_address(args[0], sys._getframe(1))  # noqa: SLF001  no public way
         if func is torch.Tensor.__deepcopy__:  # replaces storages below the dispatcher
             func, args = torch.clone, args[:1]
         if func is torch.Tensor.__setitem__:
@@ -340,6 +400,12 @@ class HostReadGuard(TorchFunctionMode):
                 "copies host memory to the device, which makes the host wait,",
                 "use driver.copy_async() from a buffer that lives as long as the lane",
             )
+
+    def _note_address(self, tensor: torch.Tensor, caller: FrameType) -> None:
+        plain = plain_of(tensor)
+        # A module of a driver asks which memory it is, not where.
+        if plain is not None and caller.f_globals.get("__tracebackhide__") is not True:
+            self.addressed.setdefault(storage_id(plain), (plain.untyped_storage(), Line()))
 
     def _check_masked_write(self, key: Any, value: Any) -> None:
         mask = _has_mask(key if isinstance(key, tuple) else (key,))
@@ -399,10 +465,13 @@ class Watcher(DispatchMode, abc.ABC):
         # torch.tensor() ends with a detach_.
         if self.guard.paused or func is _aten.detach_.default:
             return func(*args, **kwargs)
+        if types:  # subclasses, which dispatch operations on their parts
+            return NotImplemented
         given = tensors_of((args, kwargs))
+        self.check_kinds(func, "takes", given)
         on_host = [t for t in given if t in self.host]
         if self._is_host_work(func, given, on_host):
-            result = func(*args, **kwargs)
+            result = self.run(func, args, kwargs)
             self.host.add(tensors_of(result))
             return result
         if reads_on_host(func, args, kwargs):
@@ -418,6 +487,21 @@ class Watcher(DispatchMode, abc.ABC):
         if on_host:
             self._check_traffic(func, args, kwargs, len(given), on_host)
         return self.perform(func, args, kwargs, given)
+
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation, of the host or the device, and return its result."""
+        return func(*args, **kwargs)
+
+    def check_kinds(self, what: object, does: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuse tensors of a kind that is not followed, such as ``what`` takes or makes."""
+        for tensor in tensors:
+            kind = kind_of(tensor)
+            if kind is not None:
+                raise self.guard.refusal(
+                    f"{what} {does} {kind}",
+                    "only tensors with one strided memory are recorded: use dense tensors in the region, or"
+                    " driver.eager_call() around work with others",
+                )
 
     def _is_host_work(self, func: Any, given: list[torch.Tensor], on_host: list[torch.Tensor]) -> bool:
         if not given:
@@ -481,7 +565,7 @@ class Watcher(DispatchMode, abc.ABC):
 @cache
 def _is_composite(func: Any) -> bool:
     """Return whether ``func`` only calls other operations; without autograd torch does not decompose it."""
-    if func is _aten.one_hot.default:  # its CPU version reads the argument in order to check it
+    if func in _WHOLE:
         return False
     return not func._schema.is_mutable and torch._C._dispatch_has_kernel_for_dispatch_key(  # noqa: SLF001
         func.name(), _COMPOSITE

@@ -16,7 +16,12 @@ rules are the same for both:
 - An eager call ends a segment and runs unrecorded, outside every mode of the region, as in a replay. Its new
   results are memory of the graph.
 - A task is one operation. Its host arguments belong to the `RecordedTask`, which is the recorded operation.
-- Compiled code is refused, see `graphpact_tape.compiled`; eager calls may run it.
+- Compiled code is refused, see `graphpact_tape.compiled`; so is work of other threads, see
+  `graphpact_tape.threads`, and access of the host to memory itself, see `graphpact_tape.raw`. Eager calls may
+  do all of it.
+- Each replay draws random numbers anew. Whatever else changes a generator is refused, see
+  `graphpact_tape.draws`.
+- Memory whose address the region asked for keeps its address for as long as the graph.
 - The graph's own memory is: allocations of the region, results of its eager calls, its constants. All other
   memory is external.
 
@@ -29,14 +34,25 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from graphpact.graphs.driver import GraphDriver, TaskKey
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_tape.compiled import compiled_code_refused
-from graphpact_tape.host import HostReadGuard, Watcher, map_tensors, modes_left, tensors_of
+from graphpact_tape.draws import Draws
+from graphpact_tape.host import (
+    HostReadGuard,
+    Watcher,
+    map_tensors,
+    modes_left,
+    plain_tensors,
+    tensors_of,
+)
+from graphpact_tape.raw import raw_memory_refused
 from graphpact_tape.tasks import RULE, GraphTasks, RecordedTask
+from graphpact_tape.threads import other_threads_refused
 from graphpact_tape.trace import TracedCall
 
 __tracebackhide__ = True  # a message names the line of the region
@@ -58,7 +74,7 @@ UNINITIALISED = frozenset(
 )
 """Operations that return uninitialised memory; a replay need not run them."""
 
-_RESIZES = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
+_RESIZES = frozenset({_aten.resize_, _aten.resize_as_})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,6 +130,7 @@ class Recording:
             its constants.
         trace: Every operation that was dispatched, views too; None unless the recorder was ``traced``.
         tasks: Its tasks; None without any.
+        addressed: The part of `own` whose address the region asked for, each with the line that did.
     """
 
     parts: list[Segment | EagerCall]
@@ -121,6 +138,7 @@ class Recording:
     own: dict[int, torch.UntypedStorage]
     trace: list[TracedCall] | None = None
     tasks: GraphTasks | None = None
+    addressed: dict[int, Line] = field(default_factory=dict)
 
     @property
     def segments(self) -> list[Segment]:
@@ -159,8 +177,8 @@ class Recording:
         return found
 
     def used_memory(self) -> dict[int, torch.UntypedStorage]:
-        """Return the part of `own` that work or outputs use."""
-        used = {storage_id(t) for t in self.tensors()}
+        """Return the part of `own` that work or outputs use, or whose address the region asked for."""
+        used = {storage_id(t) for t in self.tensors()} | self.addressed.keys()
         return {storage: memory for storage, memory in self.own.items() if storage in used}
 
     def outliving(self) -> list[set[int]]:
@@ -172,7 +190,7 @@ class Recording:
         found: list[set[int]] = []
         for part in reversed(self.parts):
             if isinstance(part, EagerCall):
-                read |= {storage_id(t) for t in tensors_of(part.args)}
+                read |= {storage_id(t) for t in plain_tensors(tensors_of(part.args))}
                 continue
             made = {storage_id(t) for call in part.calls for t in tensors_of(call.made)}
             found.append(made & read)
@@ -217,14 +235,25 @@ class Recorder(Watcher):
         Raises:
             CaptureError: The region did something that a graph cannot record, even if it caught the error.
         """
-        with driver.recorded_run(), compiled_code_refused(self.guard), self.guard, self:
+        self._draws = Draws(self.guard, driver.device)
+        with (
+            driver.recorded_run(),
+            compiled_code_refused(self.guard),
+            raw_memory_refused(self.guard),
+            other_threads_refused(self.guard),
+            self._draws.watched(),
+            self.guard,
+            self,
+        ):
             outputs = fn()
         # The region caught the error, but a capture does not recover.
         if self.guard.refused is not None:
             raise self.guard.refused
+        self._check_outputs(outputs)
         own = self.allocated | self.results | self.constants
         tasks = GraphTasks(self.tasks) if self.tasks else None
-        return Recording(self.parts, outputs, own, self._trace, tasks)
+        addressed = {each: line for each, (_, line) in self.guard.addressed.items() if each in own}
+        return Recording(self.parts, outputs, own, self._trace, tasks, addressed)
 
     def perform(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
@@ -250,7 +279,9 @@ class Recorder(Watcher):
         if not all(map(torch.Tensor.dim, given)):  # there are numbers
             args, kwargs = map_tensors(self.kept, (args, kwargs))
             given = tensors_of((args, kwargs))
-        result = func(*args, **kwargs)
+        self._draws.check_generator(func, args, kwargs)
+        result = self.run(func, args, kwargs)
+        self.check_kinds(func, "makes", tensors_of(result))
         self._record(func, args, kwargs, given, result)
         return result
 
@@ -307,12 +338,13 @@ class Recorder(Watcher):
         try:
             with modes_left(self.guard, self):
                 result = fn(*args)
+                self.check_kinds("an eager call", "returns", tensors_of(result))
+                known = {storage_id(t) for t in plain_tensors(tensors_of(args))}
+                made = {storage_id(t): t.untyped_storage() for t in tensors_of(result)}
         finally:
             self.guard.paused = False
-        known = {storage_id(t) for t in tensors_of(args)}
-        self.results.update(
-            (storage_id(t), t.untyped_storage()) for t in tensors_of(result) if storage_id(t) not in known
-        )
+        self._draws.accept()
+        self.results.update((storage, made[storage]) for storage in made.keys() - known)
         self.parts += [EagerCall(fn, args, result), Segment()]
         return result
 
@@ -346,10 +378,31 @@ class Recorder(Watcher):
         """Note that the region allocated the storages of ``tensors``."""
         self.allocated.update((storage_id(t), t.untyped_storage()) for t in tensors)
 
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation, of the host or the device, and return its result."""
+        return self._draws.run(func, args, kwargs)
+
     # -- internal --------------------------------------------------------------------------------
+
+    def _check_outputs(self, outputs: Any) -> None:
+        """Refuse outputs that are no plain tensors."""
+        returned: list[Any] = tensors_of(outputs)
+        for tensor in returned:
+            if is_traceable_wrapper_subclass(tensor):
+                raise self.guard.refusal(
+                    f"the region returns {type(tensor).__name__}, a tensor made of others,",
+                    "return the plain tensors inside, as by to_local(), values() or wait_tensor(): a replay"
+                    " writes these",
+                )
+        self.check_kinds("the region", "returns", returned)
 
     def _check_reshape(self, func: Any, tensor: torch.Tensor) -> None:
         """Refuse a change of shape in place that resizes memory, or of a tensor from outside the region."""
+        if func.overloadpacket is _aten.set_:
+            raise self.guard.refusal(
+                f"{func} gives a tensor other memory",
+                "use operations: a storage that the host reads or writes is given to a tensor too",
+            )
         if func.overloadpacket in _RESIZES or storage_id(tensor) not in self.allocated:
             raise self.guard.refusal(
                 f"{func} changes a tensor's shape in place",
