@@ -35,6 +35,13 @@ from graphpact_trtllm_mla import TRTLLMMLABackend
 
 ROOT = Path(__file__).parents[1]
 
+RECORDING_DRIVERS: dict[str, Callable[[], GraphDriver]] = {
+    "tape": lambda: TapeDriver(torch.device("cpu")),
+    "strict": lambda: TapeDriver(torch.device("cpu"), strict=True),
+    "inductor": lambda: InductorDriver(torch.device("cpu")),
+}
+"""Makes each driver that records with a `graphpact_tape.recorder.Recorder`."""
+
 
 def load_reference(name: str = "reference") -> ModuleType:
     """Return a script that writes reference pages, as a module."""

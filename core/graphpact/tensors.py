@@ -5,6 +5,8 @@ Does not: know slots, owners or names; see `graphpact.memory_map`.
 
 import torch
 
+__tracebackhide__ = True  # a message names the line of the caller
+
 
 def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return elementwise whether two tensors hold the same value; NaN equals NaN."""

@@ -35,6 +35,7 @@ _NO_CUDA = CudaDriver.unavailable(_CUDA)
 _NOT_FAST = {
     "capture_does_not_run": "it runs what it records",
     "compiled_code": "refused, as by the strict tape",
+    "dlpack": "refused, as by the strict tape",
     "copy_into_pinned_host": "it takes every copy to the host for a host read",
     "pinned_allocation": "without a GPU, torch pins no memory",
     "resize_in_region": "refused, as by the strict tape",

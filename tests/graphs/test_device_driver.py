@@ -18,6 +18,7 @@ from graphpact.plugins import PluginCatalog
 from graphpact_conformance.drivers.promises import CHECKS
 from graphpact_cuda_graph.driver import DEVICES, Device, DeviceDriver
 from graphpact_tape.nodes import RunAndCopy
+from graphpact_tape.operators import is_work, python_implementation
 from graphpact_tape.trees import tensors_of
 
 CPU = torch.device("cpu")
@@ -39,10 +40,14 @@ class _Calls(TorchDispatchMode):
             return func(*args, **kwargs)
         if torch.Tag.data_dependent_output in func.tags:
             raise RuntimeError("operation not permitted while the stream is capturing")
+        implementation = python_implementation(func, tensors_of((args, kwargs)))
+        if implementation is not None:  # it launches kernels, one by one
+            with self:
+                return implementation(*args, **kwargs)
         result = func(*args, **kwargs)
         known = {t.untyped_storage()._cdata for t in tensors_of((args, kwargs))}
         made = tuple(t if t.untyped_storage()._cdata not in known else None for t in tensors_of(result))
-        if any(t is not None for t in made) or func._schema.is_mutable:
+        if is_work(func, allocates=any(t is not None for t in made)):
             args, kwargs = self.graph.by_value((args, kwargs))
             self.graph.work.append((RunAndCopy(func, made, str(func)), args, kwargs))
         return result

@@ -7,15 +7,20 @@ Does not: say what has to come of an act; see `strictness`.
 """
 
 import contextlib
+import ctypes
 import gc
 import inspect
+import queue
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn import functional
 from torch.utils import _pytree as pytree
+from torch.utils.dlpack import from_dlpack
 
 from graphpact.errors import CaptureError, EngineError, GraphpactError, ReplayError
 from graphpact.graphs import DeclaredMemory, Graph, Stream
@@ -218,6 +223,10 @@ _REGIONS: dict[str, Callable[[Any], Any]] = {
     "torch_equal": lambda w: w.x + torch.equal(w.x, w.y),
     "torch_allclose": lambda w: w.x + torch.allclose(w.x, w.y),
     "tensor_split_by_tensor": lambda w: w.x.tensor_split(w.index),
+    "dlpack": lambda w: from_dlpack(w.x) + 1,
+    "storage_element": lambda w: w.x + w.x.untyped_storage()[0],
+    "to_sparse": lambda w: w.x.to_sparse().to_dense(),
+    "vmap": lambda w: torch.vmap(lambda row: row * row.sum())(w.x.view(2, 2)),
     "data_dependent_branch": lambda w: w.x + 1 if w.x.sum() > 0 else w.x - 1,
     "copy_into_pageable_host": lambda w: w.pageable.copy_(w.x),
     "copy_into_pinned_host_blocking": lambda w: w.pinned.copy_(w.x),
@@ -371,6 +380,55 @@ def _go_on_after_error(w: World) -> Seen:
     return _legal(w, region)
 
 
+# -- other threads ---------------------------------------------------------------------------------
+
+
+def _elsewhere(w: World) -> torch.Tensor:
+    """Work that a region has another thread do."""
+    with torch.inference_mode():
+        return w.y.copy_(w.x * 2)
+
+
+@_act(gpu=False)
+def _work_in_another_thread(w: World) -> Seen:
+    def region() -> torch.Tensor:
+        thread = threading.Thread(target=_elsewhere, args=(w,))
+        thread.start()
+        thread.join()
+        return w.y + 1
+
+    return _legal(w, region)
+
+
+@_act(gpu=False)
+def _work_in_a_pool(w: World) -> Seen:
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(int).result()  # its thread starts
+        return _legal(w, lambda: pool.submit(_elsewhere, w).result() + 1)
+
+
+@_act(gpu=False)
+def _work_of_a_worker(w: World) -> Seen:
+    given: queue.Queue[World | None] = queue.Queue()
+    done: queue.Queue[torch.Tensor] = queue.Queue()
+
+    def work() -> None:
+        while (world := given.get()) is not None:
+            done.put(_elsewhere(world))
+
+    def region() -> torch.Tensor:
+        given.put(w)
+        return done.get() + 1
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    try:
+        return _legal(w, region)
+    finally:
+        given.put(None)
+        worker.join()
+
+
 # -- memory ----------------------------------------------------------------------------------------
 
 
@@ -462,6 +520,21 @@ def _pointer_array(w: World) -> Seen:
         w,
         lambda: w.driver.copy_async(pointers, torch.tensor([w.x.data_ptr(), w.y.data_ptr()])),
     )
+
+
+@_act(gpu=False)
+def _address_of_intermediate(w: World) -> Seen:
+    def read(address: int, out: torch.Tensor) -> None:
+        out.copy_(torch.frombuffer((ctypes.c_float * 4).from_address(address), dtype=torch.float32))
+
+    def region() -> torch.Tensor:
+        one = w.x.abs()
+        address = one.data_ptr()
+        other = one.sqrt().exp().neg()
+        w.driver.eager_call(read, address, w.y)
+        return one * 0 + other + w.y
+
+    return _legal(w, region)
 
 
 @_act()
@@ -816,6 +889,29 @@ def _manual_seed(w: World) -> Seen:
 
 
 @_act()
+def _restored_generator(w: World) -> Seen:
+    random = torch.cuda if w.device.type == "cuda" else torch.random
+
+    def region() -> torch.Tensor:
+        state = random.get_rng_state()
+        noise = torch.rand_like(w.x)
+        random.set_rng_state(state)
+        return w.x + (noise - torch.rand_like(w.x))
+
+    return _legal(w, region)
+
+
+@_act()
+def _forked_generator(w: World) -> Seen:
+    def region() -> torch.Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(1234)
+            return w.x + torch.rand_like(w.x)
+
+    return _legal(w, region)
+
+
+@_act()
 def _reseed_between_replays(w: World) -> Seen:
     graph = w.driver.capture(lambda: torch.rand(64, device=w.device))
     drawn = []
@@ -943,7 +1039,7 @@ def _two_captures_at_once(w: World) -> Seen:
 def lines_of(name: str) -> set[int]:
     """Return the numbers of the lines of this file that may perform an act."""
     lines: set[int] = set()
-    for fn in (_REGIONS.get(name, ACTS[name].perform), _put, _after):
+    for fn in (_REGIONS.get(name, ACTS[name].perform), _put, _after, _elsewhere):
         text, first = inspect.getsourcelines(fn)
         lines |= set(range(first, first + len(text)))
     return lines

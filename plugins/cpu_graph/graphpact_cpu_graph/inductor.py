@@ -4,8 +4,8 @@ A replay runs the compiled code: none of the region's Python, and fewer, fused k
 recorded tensors themselves, written in place. Every replay writes the outputs to the same memory.
 
 A compiler believes a schema: it drops a call that returns nothing and declares no write. So collectives, and
-operators of other libraries, are called as the tape calls them, between compiled pieces. Calls of kernels that
-are declared (`graphpact.declare_kernel`), and whose schemas mark what they write, are compiled.
+operators of other libraries, are called as the tape calls them, between compiled pieces. Calls of declared
+kernels (`graphpact.declare_kernel`) whose schemas mark what they write are compiled.
 
 Does not: run on a GPU, freeze or pack weights, or detect wrong use (the tape's strict mode does).
 """
@@ -28,7 +28,7 @@ from graphpact.tensors import storage_id
 from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_cpu_graph.native import compiled
 from graphpact_cpu_graph.pieces import outliving_of, pieces_of
-from graphpact_tape.host import HostMemory, HostReadGuard
+from graphpact_tape.host import HostMemory, HostReadGuard, plain_tensors
 from graphpact_tape.nodes import make_node
 from graphpact_tape.recorder import RecordedCall, Recorder, Recording, RecordingDriver
 from graphpact_tape.trees import tensors_of
@@ -74,7 +74,7 @@ class InductorGraph(Graph):
         for piece, outliving in zip(pieces, outliving_of(pieces, recording.outputs), strict=True):
             if isinstance(piece, EagerCall):
                 self._steps.append(piece)
-                kept += tensors_of((piece.args, piece.result))
+                kept += plain_tensors(tensors_of((piece.args, piece.result)))
             elif isinstance(piece, RecordedCall):
                 op, args, named = make_node(piece)
                 self._steps.append(functools.partial(op, *args, **named))
@@ -124,8 +124,8 @@ class InductorDriver(RecordingDriver):
         """Run ``fn`` ``warmup`` times, then once more recorded, and compile the recording.
 
         Raises:
-            CaptureError: A host read, a change of shape in place, a capture inside another one, or code that
-                inductor cannot compile.
+            CaptureError: A host read, a change of shape in place, an address of memory that the region
+                allocated, a capture inside another one, or code that inductor cannot compile.
         """
         self.refuse_nested_capture()
         with torch.inference_mode():
@@ -134,6 +134,12 @@ class InductorDriver(RecordingDriver):
             host = HostMemory(self.memory.host)
             recorder = Recorder(HostReadGuard(host, "while a graph is recorded", CaptureError))
             recording = self.record(recorder, fn)
+        for line in recording.addressed.values():
+            raise CaptureError(
+                f"the region asks for the address of memory that it allocated, at {line}",
+                hint="compiled code keeps no intermediate results in place: allocate this memory earlier",
+                rule="GP14",
+            )
         return InductorGraph(recording)
 
 

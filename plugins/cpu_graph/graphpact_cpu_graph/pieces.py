@@ -6,10 +6,13 @@ Does not: compile, or call anything.
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
+import torch
+
 from graphpact.graphs import is_kernel
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_tape.collectives import is_collective
+from graphpact_tape.host import plain_tensors
 from graphpact_tape.operators import may_hide_writes
 from graphpact_tape.recorder import RecordedCall, Segment
 from graphpact_tape.trees import tensors_of
@@ -49,12 +52,15 @@ def outliving_of(pieces: Sequence[Piece], outputs: Any) -> list[set[int]]:
         calls = piece.calls if isinstance(piece, Segment) else []
         made = {storage_id(t) for call in calls for t in tensors_of(call.made)}
         found.append(made & read)
-        if isinstance(piece, Segment):
-            used = [t for call in piece.calls for t in call.tensors()]
-        else:
-            used = piece.tensors() if isinstance(piece, RecordedCall) else tensors_of(piece.args)
-        read |= {storage_id(t) for t in used}
+        read |= {storage_id(t) for t in _used_by(piece)}
     return found[::-1]
+
+
+def _used_by(piece: Piece) -> list[torch.Tensor]:
+    """Return the tensors that a piece reads or writes."""
+    if isinstance(piece, Segment):
+        return [t for call in piece.calls for t in call.tensors()]
+    return piece.tensors() if isinstance(piece, RecordedCall) else plain_tensors(tensors_of(piece.args))
 
 
 def _is_compiled(call: RecordedCall) -> bool:

@@ -5,6 +5,10 @@
     compiled    refuses compiled code, which a recorder cannot see
     operators   what a call of an operator does: writes, work, Python implementations
     collectives the collectives that a tape repeats
+    threads     refuses work that a region has other threads do
+    raw         refuses access of the host to memory itself
+    entrances   replaces functions of other modules for these three, while a region is recorded
+    draws       refuses what changes a generator, other than draws
     nodes       runs a recorded call again
     outs        operations whose out-variants compute the same bits
     code        straight-line code of a fast tape

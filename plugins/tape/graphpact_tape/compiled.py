@@ -13,12 +13,12 @@ kernels that Python launches by itself, such as a Triton kernel.
 
 import contextlib
 import sys
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
 
 import torch
 
+from graphpact_tape.entrances import Entrance, recording, replaced
 from graphpact_tape.host import HostReadGuard
 
 __tracebackhide__ = True
@@ -32,7 +32,6 @@ _HINT = (
 
 _Check: TypeAlias = Callable[[], bool]
 _Refuse: TypeAlias = Callable[[str], Exception]
-_Replace: TypeAlias = Callable[[Callable[..., Any], _Check, _Refuse], Callable[..., Any]]
 
 
 @contextlib.contextmanager
@@ -41,39 +40,38 @@ def compiled_code_refused(guard: HostReadGuard) -> Iterator[None]:
 
     Calls of other threads run.
     """
-    thread = threading.get_ident()
-
-    def is_recorded() -> bool:
-        return not guard.paused and threading.get_ident() == thread
 
     def refusal(name: str) -> Exception:
         return guard.refusal(f"{name} is called", _HINT)
 
-    with contextlib.ExitStack() as stack:
-        for owner, name, replace in _entrances():
-            original = getattr(owner, name)
-            stack.callback(setattr, owner, name, original)
-            setattr(owner, name, replace(original, is_recorded, refusal))
+    with replaced(_entrances(recording(guard), refusal)):
         yield
 
 
-def _entrances() -> Iterator[tuple[Any, str, _Replace]]:
-    """Yield each function through which compiled code is called: its owner, its name, and what replaces it.
+def _entrances(is_recorded: _Check, refusal: _Refuse) -> Iterator[Entrance]:
+    """Yield each function through which compiled code is called.
 
     A module that was not imported has made no code.
     """
+
+    def calls(call: Callable[..., Any]) -> Callable[..., Any]:
+        return _refusing_calls(call, is_recorded, refusal)
+
+    def frames(choose: Callable[..., Any]) -> Callable[..., Any]:
+        return _refusing_frames(choose, is_recorded, refusal)
+
     dynamo: Any = sys.modules.get("torch._dynamo.eval_frame")
     if dynamo is not None:
-        yield dynamo, "_callback_from_stance", _refusing_frames
+        yield dynamo, "_callback_from_stance", frames
     inductor: Any = sys.modules.get("torch._inductor.output_code")
     if inductor is not None:
-        yield inductor.CompiledFxGraph, "__call__", _refusing_calls
-        yield inductor.CompiledAOTI, "__call__", _refusing_calls
+        yield inductor.CompiledFxGraph, "__call__", calls
+        yield inductor.CompiledAOTI, "__call__", calls
     # Inductor's C++ programs take their inputs from it.
-    yield torch._C._aoti, "unsafe_alloc_void_ptrs_from_tensors", _refusing_calls  # noqa: SLF001  no public name
+    yield torch._C._aoti, "unsafe_alloc_void_ptrs_from_tensors", calls  # noqa: SLF001  no public name
     for kind in vars(torch._C._aoti).values():  # noqa: SLF001  AOTInductor's loaders have no public names
         for name in {"run", "boxed_run"} & vars(kind).keys() if isinstance(kind, type) else ():
-            yield kind, name, _refusing_calls
+            yield kind, name, calls
 
 
 def _refusing_calls(call: Callable[..., Any], is_recorded: _Check, refusal: _Refuse) -> Callable[..., Any]:

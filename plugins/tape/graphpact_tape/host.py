@@ -11,13 +11,19 @@ a copy from host memory, an index on the host.
 Most host reads reach the dispatcher (``_local_scalar_dense``), where a `TorchDispatchMode` sees them. On a
 CPU some do not, such as ``tolist`` and ``numpy``, so a `TorchFunctionMode` is needed as well.
 
-Does not: record anything, or see a read that bypasses torch (a raw pointer, a storage).
+Only plain tensors are followed, those with one strided memory. Tensors of other kinds are refused: sparse,
+nested, mkldnn, quantized. A subclass that dispatches operations on its parts, such as a jagged tensor, is
+followed through its parts.
+
+Does not: record anything, or see a read that bypasses torch (a raw pointer); see `graphpact_tape.raw`.
 """
 
 import abc
 import contextlib
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache
+from types import FrameType
 from typing import Any
 
 import torch
@@ -31,27 +37,44 @@ from graphpact.errors import ContractError
 from graphpact.graphs.lines import Line
 from graphpact.tensors import extent_of, storage_id
 from graphpact_tape.operators import python_implementation, written_by
-from graphpact_tape.trees import tensors_of
+from graphpact_tape.trees import leaves_of, tensors_of
 
 __tracebackhide__ = True
 
 _aten = torch.ops.aten
+_functorch = torch._C._functorch  # noqa: SLF001  no public names
 
 # These read a tensor's memory on the host. On a CPU they do not reach the dispatcher.
-_READS = {
+READS = {
     torch.Tensor.tolist: "Tensor.tolist()",
     torch.Tensor.numpy: "Tensor.numpy()",
     torch.Tensor.__array__: "Tensor.__array__()",
+    torch.Tensor.__dlpack__: "Tensor.__dlpack__()",
     torch.Tensor.cpu: "Tensor.cpu()",
     torch.Tensor.__repr__: "Tensor.__repr__(), printing,",
     torch.Tensor.__format__: "Tensor.__format__(), printing,",
     torch.Tensor.__reduce_ex__: "Tensor.__reduce_ex__(), pickling,",
 }
+"""Functions that read a tensor on the host and dispatch nothing, with their names for messages."""
+
+# These give the address of a tensor's memory, or an object that has it.
+_ADDRESSES = frozenset(
+    {
+        torch.Tensor.data_ptr,
+        torch.Tensor.untyped_storage,
+        torch.Tensor.storage,
+        vars(torch.Tensor)["__cuda_array_interface__"].__get__,
+    }
+)
 
 _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001  no public name
 
 # These reach the dispatcher, but torch has no tag for them: bool(tensor), a split by a tensor.
 _UNTAGGED_READS = frozenset({_aten.is_nonzero.default, _aten.tensor_split.tensor_indices_or_sections})
+
+# These are said to call other operations alone. On a CPU they use memory themselves too, to check an argument
+# or to compute.
+_WHOLE = frozenset({_aten.one_hot.default, _aten._sobol_engine_draw.default})  # noqa: SLF001  no public name
 
 _INDEX_PUTS = frozenset({_aten.index_put_.default, _aten.index_put.default})
 _MASKED_FILLS = frozenset({_aten.masked_fill_.Tensor, _aten.masked_fill.Tensor})
@@ -79,6 +102,30 @@ _FACTORIES = frozenset(
 )
 _FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _FROM_MEMORY = frozenset({torch.from_numpy, torch.frombuffer, torch.from_file})
+
+
+def kind_of(tensor: torch.Tensor) -> str | None:
+    """Return what a tensor is that is not plain, in words, or None."""
+    if tensor.layout is not torch.strided:
+        return f"a tensor of the layout {tensor.layout}"
+    if tensor.is_quantized:
+        return "a quantized tensor"
+    if tensor.is_nested:
+        return "a nested tensor"
+    # Autograd makes these in forward mode.
+    return "a tensor of zeros without memory" if tensor._is_zerotensor() else None  # noqa: SLF001
+
+
+def plain_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """Return the plain tensor that functions of ``torch.func`` wrapped as ``tensor``, itself, or None."""
+    while _functorch.is_functorch_wrapped_tensor(tensor):
+        tensor = _functorch.get_unwrapped(tensor)
+    return tensor if kind_of(tensor) is None else None
+
+
+def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    """Return `plain_of` each tensor, without those that have none."""
+    return [plain for plain in map(plain_of, tensors) if plain is not None]
 
 
 class WeakTensor:
@@ -124,7 +171,7 @@ class HostMemory:
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
         """Declare the memory of ``tensors`` as host memory."""
-        for tensor in tensors:
+        for tensor in plain_tensors(tensors):
             reference = StorageWeakRef(tensor.untyped_storage())
             _, extents = self._host.setdefault(storage_id(tensor), (reference, []))
             extent = extent_of(tensor)
@@ -135,8 +182,16 @@ class HostMemory:
         """Drop storages that were freed."""
         self._host = {key: known for key, known in self._host.items() if not known[0].expired()}
 
+    def holds(self, storage: torch.UntypedStorage) -> bool:
+        """Return whether host tensors lie in ``storage``."""
+        return storage._cdata in self._host  # noqa: SLF001  no public name
+
     def __contains__(self, tensor: torch.Tensor) -> bool:
-        known = self._host.get(storage_id(tensor))
+        try:
+            known = self._host.get(storage_id(tensor))
+        except NotImplementedError:  # it has no memory of its own
+            plain = plain_of(tensor)
+            return plain is not None and plain in self
         if known is None:
             return False
         begin, end = extent_of(tensor)
@@ -147,7 +202,8 @@ class HostMemory:
         if tensor.dim():
             return False
         # torch made it from a Python number if it is not among the caller's arguments.
-        return tensor in self or storage_id(tensor) not in {storage_id(t) for t in tensors_of(self.call)}
+        given = plain_tensors(tensors_of(self.call))
+        return tensor in self or storage_id(tensor) not in set(map(storage_id, given))
 
 
 def _has_default_device() -> bool:
@@ -207,10 +263,12 @@ class HostReadGuard(TorchFunctionMode):
         refused: The first error that was raised, in case the caller caught it.
         paused: Whether all calls are allowed, as inside an eager call.
         copying: Whether a copy from host memory is allowed: the driver makes one itself.
+        addressed: The storages whose address the caller asked for, by `storage_id`, each with the first line.
     """
 
     def __init__(self, host: HostMemory, when: str, error: type[ContractError]) -> None:
         super().__init__()
+        self.addressed: dict[int, tuple[torch.UntypedStorage, Line]] = {}
         self.host = host
         self.when = when
         self.error = error
@@ -229,8 +287,10 @@ class HostReadGuard(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        if func in _READS and args[0] not in self.host:
-            raise self.host_read(_READS[func])
+        if func in READS and args[0] not in self.host:
+            raise self.host_read(READS[func])
+        if func in _ADDRESSES:
+            self._note_address(args[0], sys._getframe(1))  # noqa: SLF001  no public way
         if func is torch.Tensor.__deepcopy__:  # replaces storages below the dispatcher
             func, args = torch.clone, args[:1]
         if func is torch.Tensor.__setitem__:
@@ -283,6 +343,12 @@ class HostReadGuard(TorchFunctionMode):
                 "copies host memory to the device, which makes the host wait,",
                 "use driver.copy_async() from a buffer that lives as long as the lane",
             )
+
+    def _note_address(self, tensor: torch.Tensor, caller: FrameType) -> None:
+        plain = plain_of(tensor)
+        # A module of a driver asks which memory it is, not where.
+        if plain is not None and caller.f_globals.get("__tracebackhide__") is not True:
+            self.addressed.setdefault(storage_id(plain), (plain.untyped_storage(), Line()))
 
     def _check_masked_write(self, key: Any, value: Any) -> None:
         mask = _has_mask(key if isinstance(key, tuple) else (key,))
@@ -364,11 +430,11 @@ class Watcher(DispatchMode, abc.ABC):
             return func(*args, **kwargs)
         if types:  # a subclass of torch's tensor: it calls operations on its parts, which come here
             return NotImplemented
-        self._check_kind(func)
         given = tensors_of((args, kwargs))
+        self._check_call(func, given)
         on_host = [t for t in given if t in self.host]
         if self._is_host_work(func, given, on_host):
-            result = func(*args, **kwargs)
+            result = self.run(func, args, kwargs)
             self.host.add(tensors_of(result))
             return result
         if reads_on_host(func, args, kwargs):
@@ -379,6 +445,7 @@ class Watcher(DispatchMode, abc.ABC):
                 return func._op_dk(_COMPOSITE, *args, **kwargs)  # noqa: SLF001  no public name
         implementation = python_implementation(func, given)
         if implementation is not None:
+            self._check_addresses(func, args, kwargs)
             with self.guard.inside(func), self:
                 return implementation(*args, **kwargs)
         if func in _INDEX_PUTS:
@@ -389,12 +456,40 @@ class Watcher(DispatchMode, abc.ABC):
             self._check_traffic(func, args, kwargs, len(given), on_host)
         return self.perform(func, args, kwargs, given)
 
-    def _check_kind(self, func: Any) -> None:
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation, of the host or the device, and return its result."""
+        return func(*args, **kwargs)
+
+    def _check_call(self, func: Any, given: list[torch.Tensor]) -> None:
         if isinstance(func, HigherOrderOperator):
             raise self.guard.refusal(
                 f"{func.name()} is called, an operator that takes functions,",
                 "call in the region the function that it would call",
             )
+        self.check_kinds(func, "takes", given)
+
+    def _check_addresses(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Refuse an operator in Python that is given an address: what it reads there is not seen."""
+        numbers = [leaf for leaf in leaves_of((args, kwargs)) if type(leaf) is int]
+        for memory, line in self.guard.addressed.values() if numbers else ():
+            begin = memory.data_ptr()
+            if any(begin <= number < begin + memory.nbytes() for number in numbers):
+                raise self.guard.refusal(
+                    f"{func}, which is implemented in Python, is given the address taken at {line}",
+                    "if it models one kernel, declare that with graphpact.declare_kernel; else give it the"
+                    " tensor",
+                )
+
+    def check_kinds(self, what: object, does: str, tensors: Iterable[torch.Tensor]) -> None:
+        """Refuse tensors of a kind that is not followed, such as ``what`` takes or makes."""
+        for tensor in tensors:
+            kind = kind_of(tensor)
+            if kind is not None:
+                raise self.guard.refusal(
+                    f"{what} {does} {kind}",
+                    "only tensors with one strided memory are recorded: use dense tensors in the region, or"
+                    " driver.eager_call() around work with others",
+                )
 
     def _is_host_work(self, func: Any, given: list[torch.Tensor], on_host: list[torch.Tensor]) -> bool:
         if not given:
@@ -458,7 +553,7 @@ class Watcher(DispatchMode, abc.ABC):
 @cache
 def _is_composite(func: Any) -> bool:
     """Return whether ``func`` only calls other operations; without autograd torch does not decompose it."""
-    if func is _aten.one_hot.default:  # its CPU version reads the argument in order to check it
+    if func in _WHOLE:
         return False
     return not func._schema.is_mutable and torch._C._dispatch_has_kernel_for_dispatch_key(  # noqa: SLF001
         func.name(), _COMPOSITE

@@ -18,7 +18,12 @@ rules are the same for both:
 - An eager call ends a segment and runs unrecorded, outside every mode of the region, as in a replay. Its new
   results are memory of the graph.
 - A task is one operation. Its host arguments belong to the `RecordedTask`, which is the recorded operation.
-- Compiled code is refused, see `graphpact_tape.compiled`; eager calls may run it.
+- Compiled code is refused, see `graphpact_tape.compiled`; so is work of other threads, see
+  `graphpact_tape.threads`, and access of the host to memory itself, see `graphpact_tape.raw`. Eager calls may
+  do all of it.
+- Each replay draws random numbers anew. Whatever else changes a generator is refused, see
+  `graphpact_tape.draws`.
+- Memory whose address the region asked for keeps its address for as long as the graph.
 - The graph's own memory is: allocations of the region, results of its eager calls, its constants. All other
   memory is external.
 
@@ -27,7 +32,7 @@ Does not: replay, compile, or check rules beyond those of recording; the strict 
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Any, TypeAlias
 
 import torch
@@ -39,9 +44,12 @@ from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_tape.collectives import WRITTEN, is_collective, is_repeated, run_and_wait
 from graphpact_tape.compiled import compiled_code_refused
-from graphpact_tape.host import HostReadGuard, Watcher, modes_left
+from graphpact_tape.draws import Draws
+from graphpact_tape.host import HostReadGuard, Watcher, modes_left, plain_tensors
 from graphpact_tape.operators import is_work
+from graphpact_tape.raw import raw_memory_refused
 from graphpact_tape.tasks import RULE, GraphTasks, RecordedTask
+from graphpact_tape.threads import other_threads_refused
 from graphpact_tape.trace import TracedCall
 from graphpact_tape.trees import map_tensors, tensors_of
 
@@ -51,7 +59,7 @@ Place: TypeAlias = tuple[Any, ...]
 
 _aten = torch.ops.aten
 
-_RESIZES = frozenset({_aten.resize_, _aten.resize_as_, _aten.set_})
+_RESIZES = frozenset({_aten.resize_, _aten.resize_as_})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -107,6 +115,7 @@ class Recording:
             its constants.
         trace: Every operation that was dispatched, views too; None unless the recorder was ``traced``.
         tasks: Its tasks; None without any.
+        addressed: The part of `own` whose address the region asked for, each with the line that did.
     """
 
     parts: list[Segment | EagerCall]
@@ -114,6 +123,7 @@ class Recording:
     own: dict[int, torch.UntypedStorage]
     trace: list[TracedCall] | None = None
     tasks: GraphTasks | None = None
+    addressed: dict[int, Line] = field(default_factory=dict)
 
     @property
     def segments(self) -> list[Segment]:
@@ -152,8 +162,8 @@ class Recording:
         return found
 
     def used_memory(self) -> dict[int, torch.UntypedStorage]:
-        """Return the part of `own` that work or outputs use."""
-        used = {storage_id(t) for t in self.tensors()}
+        """Return the part of `own` that work or outputs use, or whose address the region asked for."""
+        used = {storage_id(t) for t in self.tensors()} | self.addressed.keys()
         return {storage: memory for storage, memory in self.own.items() if storage in used}
 
 
@@ -194,14 +204,25 @@ class Recorder(Watcher):
         Raises:
             CaptureError: The region did something that a graph cannot record, even if it caught the error.
         """
-        with driver.recorded_run(), compiled_code_refused(self.guard), self.guard, self:
-            outputs = map_tensors(self._plain, fn())
+        self._draws = Draws(self.guard, driver.device)
+        with (
+            driver.recorded_run(),
+            compiled_code_refused(self.guard),
+            raw_memory_refused(self.guard),
+            other_threads_refused(self.guard),
+            self._draws.watched(),
+            self.guard,
+            self,
+        ):
+            outputs = map_tensors(_complete, fn())
         # The region caught the error, but a capture does not recover.
         if self.guard.refused is not None:
             raise self.guard.refused
+        self._check_outputs(outputs)
         own = self.allocated | self.results | self.constants
         tasks = GraphTasks(self.tasks) if self.tasks else None
-        return Recording(self.parts, outputs, own, self._trace, tasks)
+        addressed = {each: line for each, (_, line) in self.guard.addressed.items() if each in own}
+        return Recording(self.parts, outputs, own, self._trace, tasks, addressed)
 
     def perform(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
@@ -219,7 +240,6 @@ class Recorder(Watcher):
         if torch.Tag.inplace_view in func.tags:
             self._check_reshape(func, args[0])
             return func(*args, **kwargs)
-        run = partial(run_and_wait, func) if self._is_collective(func) else func
         if func is _aten.lift_fresh.default:
             result = func(*args, **kwargs)
             constant = self.constant(result)
@@ -228,7 +248,9 @@ class Recorder(Watcher):
         if not all(map(torch.Tensor.dim, given)):  # there are numbers
             args, kwargs = map_tensors(self.kept, (args, kwargs))
             given = tensors_of((args, kwargs))
-        result = run(*args, **kwargs)
+        self._draws.check_generator(func, args, kwargs)
+        result = self.run(func, args, kwargs)
+        self.check_kinds(func, "makes", tensors_of(result))
         self._record(func, args, kwargs, given, result)
         return result
 
@@ -285,12 +307,13 @@ class Recorder(Watcher):
         try:
             with modes_left(self.guard, self):
                 result = fn(*args)
+                self.check_kinds("an eager call", "returns", tensors_of(result))
+                known = {storage_id(t) for t in plain_tensors(tensors_of(args))}
+                made = {storage_id(t): t.untyped_storage() for t in tensors_of(result)}
         finally:
             self.guard.paused = False
-        known = {storage_id(t) for t in tensors_of(args)}
-        self.results.update(
-            (storage_id(t), t.untyped_storage()) for t in tensors_of(result) if storage_id(t) not in known
-        )
+        self._draws.accept()
+        self.results.update((storage, made[storage]) for storage in made.keys() - known)
         self.parts += [EagerCall(fn, args, result), Segment()]
         return result
 
@@ -324,31 +347,42 @@ class Recorder(Watcher):
         """Note that the region allocated the storages of ``tensors``."""
         self.allocated.update((storage_id(t), t.untyped_storage()) for t in tensors)
 
-    # -- internal --------------------------------------------------------------------------------
+    def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation, of the host or the device, and return its result: of a collective, complete.
 
-    def _plain(self, output: torch.Tensor) -> torch.Tensor:
-        """Return an output of the region as a tensor of torch's own class: of a collective, waited for."""
-        wait = getattr(output, "wait", None)
-        plain = output if wait is None else wait()
-        if is_traceable_wrapper_subclass(plain):
-            raise self.guard.refusal(
-                f"a {type(plain).__name__} is returned",
-                "a graph's outputs are memory: return the tensors inside it, such as its local tensor",
-            )
-        return plain
-
-    def _is_collective(self, func: Any) -> bool:
-        """Return whether ``func`` is a collective to wait for; refuse one that no replay can repeat."""
-        if is_collective(func) and not is_repeated(func):
+        Raises:
+            CaptureError: It is a collective that no replay can repeat, or it draws from a changed generator.
+        """
+        if not is_collective(func):
+            return self._draws.run(func, args, kwargs)
+        if not is_repeated(func):
             raise self.guard.refusal(
                 f"{func} is called",
                 "a graph repeats collectives, and waits for each: move point-to-point transfers and barriers"
                 " out of the region, or between its segments by driver.eager_call()",
             )
-        return is_collective(func) and func.name() in WRITTEN
+        return run_and_wait(func, *args, **kwargs) if func.name() in WRITTEN else func(*args, **kwargs)
+
+    # -- internal --------------------------------------------------------------------------------
+
+    def _check_outputs(self, outputs: Any) -> None:
+        """Refuse outputs that are no plain tensors."""
+        returned: list[Any] = tensors_of(outputs)
+        for tensor in returned:
+            if is_traceable_wrapper_subclass(tensor):
+                raise self.guard.refusal(
+                    f"the region returns {type(tensor).__name__}, a tensor made of others,",
+                    "return the plain tensors inside, as by to_local() or values(): a replay writes these",
+                )
+        self.check_kinds("the region", "returns", returned)
 
     def _check_reshape(self, func: Any, tensor: torch.Tensor) -> None:
         """Refuse a change of shape in place that resizes memory, or of a tensor from outside the region."""
+        if func.overloadpacket is _aten.set_:
+            raise self.guard.refusal(
+                f"{func} gives a tensor other memory",
+                "use operations: a storage that the host reads or writes is given to a tensor too",
+            )
         if func.overloadpacket in _RESIZES or storage_id(tensor) not in self.allocated:
             raise self.guard.refusal(
                 f"{func} changes a tensor's shape in place",
@@ -395,6 +429,12 @@ class RecordingDriver(GraphDriver):
         """Call ``fn(*args)`` now, and at every replay, between two segments."""
         assert self._recorder is not None  # noqa: S101  it is capturing
         return self._recorder.eager_call(fn, args)
+
+
+def _complete(output: Any) -> Any:
+    """Return an output, or what a functional collective wrapped that nothing has waited for yet."""
+    wait = getattr(output, "wait", None)
+    return output if wait is None else wait()
 
 
 def place_of(tensor: torch.Tensor) -> Place:

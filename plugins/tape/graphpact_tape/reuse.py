@@ -1,8 +1,9 @@
 """Reuse of memory inside a fast tape: tensors that are never needed at the same time share a storage.
 
-Only private memory is reused: allocated by the region, written before it is read, and of no tensor that is
-held outside of the record when the capture ends. So outputs, the arguments and results of eager calls, and
-tensors that the region gave to somebody keep their addresses and contents.
+Only private memory is reused: allocated by the region, written before it is read, of no tensor that is held
+outside of the record when the capture ends, and of none whose address the region asked for. So outputs, the
+arguments and results of eager calls, and tensors that the region gave to somebody keep their addresses and
+contents, and so does memory that a kernel may find by a number.
 
 A tensor moves to the begin of the other storage, at its own offset and strides. So a kernel sees the same
 alignment as before, and computes the same bits.
@@ -52,6 +53,7 @@ def private_memory(recording: Recording, nodes: Sequence[Node]) -> set[int]:
         if storage in recording.own
         and first.get(storage)
         and storage not in flipped
+        and storage not in recording.addressed
         and torch._C._storage_Use_Count(storage) == len(held) + 1  # noqa: SLF001  no public way
     }
 

@@ -29,6 +29,7 @@ from graphpact.graphs.driver import DeclaredMemory, Graph, TaskKey
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import equal, storage_id
+from graphpact_tape.draws import default_generator
 from graphpact_tape.host import (
     DispatchMode,
     HostMemory,
@@ -36,6 +37,8 @@ from graphpact_tape.host import (
     Watcher,
     WeakTensor,
     followed,
+    kind_of,
+    plain_tensors,
 )
 from graphpact_tape.nodes import make_node
 from graphpact_tape.operators import UNINITIALISED, Contents, may_hide_writes, whole, written_by
@@ -53,9 +56,6 @@ from graphpact_tape.trees import tensors_of
 from graphpact_tape.writes import write
 
 __tracebackhide__ = True
-
-_UNOWNED_SEED = 0x6772_6170_6870_6163
-"""Seed of the default generator during a capture; if it is another one afterwards, the region set it."""
 
 
 class _External:
@@ -166,24 +166,14 @@ class StrictRecorder(Recorder):
     def recording(self) -> Iterator[None]:
         """Check the rules that need the end of the region, and undo its writes to external memory."""
         self.shared.order.begin_capture()
-        generator = self.shared.generator
-        state = generator.get_state()
         try:
-            generator.manual_seed(_UNOWNED_SEED)
             yield
             self.shared.order.check_joined()
-            if generator.initial_seed() != _UNOWNED_SEED:
-                raise CaptureError(
-                    "the region seeds the random generator, which a replay does not repeat",
-                    hint="seed before the replay",
-                    rule="GP18",
-                )
             for external in self.external:
                 if external.tensor.storage.expired():
                     raise external.gone("was freed while the graph was recorded", CaptureError)
         finally:
             self.shared.order.end_capture()
-            generator.set_state(state)
             for written, before in self._undo.values():
                 tensor = written.revive()
                 if tensor is not None:
@@ -194,13 +184,6 @@ class StrictRecorder(Recorder):
     ) -> Any:
         """Check the memory that ``func`` reads and writes, then run and record it."""
         self._func = func
-        for leaf in (*args, *kwargs.values()):
-            if isinstance(leaf, torch.Generator):
-                raise self.guard.refusal(
-                    f"{func} draws from a generator other than the default",
-                    "use the device's default generator: a graph advances no other",
-                    "GP18",
-                )
         written = written_by(func, args, kwargs)
         for tensor in written:
             if not self.owns(tensor):
@@ -396,7 +379,7 @@ class StrictTape(Graph):
         """Return the external tensors among the arguments of its eager calls, which may write them."""
         calls = [node for node in self._nodes if isinstance(node, EagerCall)]
         own = self.pool.keys() | self._results.keys()
-        return [t for t in tensors_of([c.args for c in calls]) if storage_id(t) not in own]
+        return [t for t in plain_tensors(tensors_of([c.args for c in calls])) if storage_id(t) not in own]
 
     def writes(self, tensor: torch.Tensor) -> bool:
         """Return whether the graph writes the storage of the external tensor ``tensor``."""
@@ -434,7 +417,7 @@ class _PoisonedEmpty(DispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket in UNINITIALISED:
+        if func.overloadpacket in UNINITIALISED and kind_of(result) is None:
             poison(result)
         return result
 
@@ -467,6 +450,7 @@ class _PreparationWatch(Watcher):
         self._order.carry_out()
         contents = Contents(given if may_hide_writes(func) else (), disturb=False)
         result = func(*args, **kwargs)
+        self.check_kinds(func, "makes", tensors_of(result))
         changed = contents.written()
         hidden = [t for t in given if storage_id(t) in changed]
         self._check_writes(f"{func}, whose schema does not declare it, writes", hidden)
@@ -493,9 +477,7 @@ class StrictShared:
         self.tasks = TaskTable(
             lambda what, read, written: self.order.work(what, read, written, Line(), ReplayError)
         )
-        self.generator = torch.default_generator
-        if device.type == "cuda":
-            self.generator = torch.cuda.default_generators[device.index or 0]
+        self.generator = default_generator(device)
         self._tapes: weakref.WeakSet[StrictTape] = weakref.WeakSet()
         self._guard: HostReadGuard | None = None
         # Tensors that hooks made on the host stay host tensors in later preparations.

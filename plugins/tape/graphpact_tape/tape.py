@@ -69,7 +69,8 @@ class Tape(Graph):
             nodes = in_shared_memory(nodes, recording.own, private)
         self._nodes = nodes
         self._code = Code(nodes)
-        kept = {storage_id(t) for t in tensors_of(recording.outputs)}
+        self._addressed = [recording.own[each] for each in recording.addressed]
+        kept = {storage_id(t) for t in tensors_of(recording.outputs)} | recording.addressed.keys()
         for node in nodes:
             kept |= memory_of(node)
         self.pool_nbytes = sum(recording.own[each].nbytes() for each in kept & recording.own.keys())
@@ -87,7 +88,7 @@ class Tape(Graph):
         """Drop the operations and every tensor that only they held."""
         self._nodes = [(_replay_of_released, (), {})]
         self._code = Code(self._nodes)
-        self._external = []
+        self._external, self._addressed = [], []
         self.outputs = self.tasks = None
         self.pool_nbytes = 0
 

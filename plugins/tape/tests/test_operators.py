@@ -1,5 +1,6 @@
 """What a tape makes of operators that are not torch's: hidden writes, Python implementations, no tensors."""
 
+import ctypes
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -63,6 +64,11 @@ store_and_compute = _define(
 scaled = _define("scaled(Tensor x) -> Tensor", _scaled, kernel=False)
 reads = _define("reads(Tensor x) -> Tensor", lambda x: x * len(x.tolist()), kernel=False)
 reads_as_kernel = _define("reads_as_kernel(Tensor x) -> Tensor", lambda x: x * x.tolist()[0], kernel=True)
+reads_at = _define(
+    "reads_at(int address, Tensor x) -> Tensor",
+    lambda address, x: x * ctypes.c_float.from_address(address).value,
+    kernel=False,
+)
 sometimes = _define("sometimes(Tensor x) -> Tensor", lambda x: x if x.sum() > 0 else x * 2, kernel=True)
 count = _define("count() -> int", lambda: live.update(calls=live["calls"] + 1) or 7, kernel=True)
 
@@ -180,6 +186,18 @@ def test_an_operator_that_returns_its_argument_by_its_contents_is_refused(make: 
     x.fill_(-1)
     with pytest.raises(ReplayError, match="returned an argument at capture and new memory now"):
         graph.replay()
+
+
+@drivers
+def test_an_address_is_not_given_to_the_python_of_an_operator(make: Callable[[], GraphDriver]) -> None:
+    """What such an implementation reads at an address would be that of the capture, so it is refused."""
+    x = torch.ones(4)
+
+    def region() -> torch.Tensor:
+        return torch.ops.tape_tests.reads_at(x.data_ptr() + 4, x) + 1
+
+    with pytest.raises(CaptureError, match=r"is given the address taken at .*test_operators\.py"):
+        make().capture(region)
 
 
 def test_a_hidden_write_to_undeclared_memory_is_refused() -> None:
