@@ -18,8 +18,10 @@ from graphpact.attention import Capabilities, GraphSupport, HeadLayout, LayerSpe
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, describe_error, place_of
 from graphpact.shapes import GraphShape
+from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
+from graphpact_adapters.needs import needs_of
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.states import RecurrentLane
 from graphpact_adapters.under_test import BuilderUnderTest
@@ -28,7 +30,7 @@ from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vl
 from graphpact_adapters.vllm.readers import read as read_by_fields
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import PlannedLane, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, plan_lanes
 from graphpact_conformance.targets import Options
 from graphpact_conformance.world.lanes import Case, Config
 
@@ -95,8 +97,11 @@ class Builders:
 
     @property
     def not_shown(self) -> Sequence[str]:
-        """What no lane exercises: the kernels themselves."""
-        return ("the builder's own kernels, all rules: a model of them reads the metadata",)
+        """What no lane exercises: the kernels themselves, and what stand-ins took the place of."""
+        return (
+            "the builder's own kernels, all rules: a model of them reads the metadata",
+            *stand_ins.notes(),
+        )
 
     # -- lanes -----------------------------------------------------------------------------------
 
@@ -158,6 +163,7 @@ class Builders:
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
         try:
             builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
+            stand_ins.called()  # those of imports do not count
             builder.get_cudagraph_support(engine, getattr(builder, "kv_cache_spec", spec))
         except NotGivenError:
             raise
@@ -181,17 +187,41 @@ class Builders:
             return GraphSupport.NEVER
         return SUPPORT[int(builder.get_cudagraph_support(engine, spec).value)]
 
+    def needs(self, options: Options) -> Iterator[Needs]:
+        """Yield what builders read of their configuration and batches, and the adapter lacks."""
+        return needs_of(lambda asked: [*self._plain(asked)], options, self._declared)
+
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
-        """Yield the lanes of a run, each with the graph support that is declared in it."""
+        """Yield the lanes of a run, each with the graph support that is declared in it.
+
+        A lane whose builder cannot say, as it reads what the adapter lacks, has all graphs: it will read it
+        again there.
+        """
+        for plan in self._plain(options):
+            try:
+                yield from self._declared(plan)
+            except NotGivenError:
+                yield plan
+
+    def _plain(self, options: Options) -> Iterator[PlannedLane]:
+        """Yield the lanes of a run, with all graphs."""
         for plan in plan_lanes(self.backend(), ReferenceRunner, options):
             config = plan.lane.config
-            if config.case.segments or config.case.frozen or config.mixed_dim is not None:
-                continue
-            support = self.declared(config)
-            of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
-            yield replace(plan, lane=of_kind(config, self.backend(config, support)))
-            if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
-                yield from self._of_different_lengths(plan)
+            if not (config.case.segments or config.case.frozen or config.mixed_dim is not None):
+                yield replace(plan, lane=self._lane(config))
+
+    def _lane(self, config: Config, support: GraphSupport = GraphSupport.ALWAYS) -> BuilderUnderTest:
+        of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
+        return of_kind(config, self.backend(config, support))
+
+    def _declared(self, plan: PlannedLane) -> list[PlannedLane]:
+        """Return a lane with the graph support that its builder declares, and the lanes that follow of it."""
+        config = plan.lane.config
+        support = self.declared(config)
+        found = [replace(plan, lane=self._lane(config, support))]
+        if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
+            found += self._of_different_lengths(plan)
+        return found
 
     def _of_different_lengths(self, plan: PlannedLane) -> Iterator[PlannedLane]:
         """Yield a lane of decodes of different lengths, if a builder declares graphs for them."""
@@ -218,9 +248,7 @@ class Builders:
             needs = config.case.needs
             is_plain = not config.unusual and config.case.mode in _PROBED and not config.case.segments
             if is_plain and not self.declared(config).covers(needs):
-                of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
-                lane = of_kind(config, self.backend(config))
-                yield f"graphs {_NAMES[needs]}", replace(plan, lane=lane)
+                yield f"graphs {_NAMES[needs]}", replace(plan, lane=self._lane(config))
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,9 @@ from typing import Any, Self
 
 import torch
 
+from graphpact_adapters.needs import missing
+from graphpact_adapters.vllm.given import NotGivenError
+
 
 @dataclass
 class CommonAttentionMetadata:
@@ -67,6 +70,19 @@ class CommonAttentionMetadata:
     mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
     rswa_prefix_lens: torch.Tensor | None = None
     replayssm_decode_base_cpu: torch.Tensor | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise: Python asks here only for what is no field."""
+        if name.startswith("__"):  # of Python's own protocols, such as copying
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return missing(
+            "common_attn_metadata",
+            name,
+            f"common_attn_metadata.{name}: the suite has no value for it",
+            hint=f"read it with getattr(common_attn_metadata, {name!r}, ...) where an engine may lack it, or"
+            " give it to the builder in its factory",
+            error=NotGivenError,
+        )
 
     def batch_size(self) -> int:
         """Return the number of requests."""
