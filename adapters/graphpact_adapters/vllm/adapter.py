@@ -35,16 +35,19 @@ from graphpact_conformance.targets import Options
 from graphpact_conformance.world.lanes import Case, Config
 
 SUPPORT = {
-    3: GraphSupport.ALWAYS,
-    2: GraphSupport.UNIFORM,
-    1: GraphSupport.UNIFORM_DECODE,
-    0: GraphSupport.NEVER,
+    "ALWAYS": GraphSupport.ALWAYS,
+    "UNIFORM_BATCH": GraphSupport.UNIFORM,
+    "UNIFORM_SINGLE_TOKEN_DECODE": GraphSupport.UNIFORM_DECODE,
+    "PURE_DECODE_ONLY": GraphSupport.UNIFORM_DECODE,
+    "NEVER": GraphSupport.NEVER,
 }
-"""Graph support by the value of vLLM's ``AttentionCGSupport``."""
+"""Graph support by the names of vLLM's ``AttentionCGSupport``; the values had other meanings before."""
 _NAMES = {GraphSupport.ALWAYS: "ALWAYS", GraphSupport.UNIFORM: "UNIFORM_BATCH"} | {
     GraphSupport.UNIFORM_DECODE: "UNIFORM_SINGLE_TOKEN_DECODE"
 }
 """vLLM's names of graph support."""
+_EARLIER = ("cudagraph_support", "attn_cudagraph_support")
+"""The attributes in which builders of earlier releases declare it; later ones have a method."""
 _PROBED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.MIXED)
 VARLEN = 4
 """The most tokens of a request in lanes of decodes of different lengths."""
@@ -76,6 +79,9 @@ class Builders:
         block_sizes: The sizes of a KV-cache block that the builder serves.
         head_sizes: The head sizes that it serves; None for any.
         modes: The kinds of step; by default those that the kind's kernel model has.
+        pads_replays: Whether the build of a replay gets the graph's padding rows and tokens, as V2 does it.
+            False for runners of earlier releases: the builder then sees the live requests alone, and the
+            graph reads what stands in the rows behind them.
     """
 
     make: Make
@@ -84,6 +90,7 @@ class Builders:
     block_sizes: Sequence[int] = (16,)
     head_sizes: Sequence[int] | None = None
     modes: frozenset[ForwardMode] | None = None
+    pads_replays: bool = True
 
     @property
     def name(self) -> str:
@@ -148,6 +155,7 @@ class Builders:
             kind = adapter.kind
             capture_sizes = tuple(sizes)
             varlen = most
+            pads_replays = adapter.pads_replays
             capabilities = replace(adapter._capabilities, graph_support=support)
 
         return OfFactory
@@ -156,7 +164,7 @@ class Builders:
         """Return a builder for a lane, and the configuration and spec that its class methods get.
 
         Raises:
-            ConfigError: The factory makes no builder, or that has no ``get_cudagraph_support``.
+            ConfigError: The factory makes no builder, or that does not say its graph support.
         """
         group = 1 if self.kind == "sliding_window" else 0  # the layers of the other group have no window
         sizes = sizes_of(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen)
@@ -164,7 +172,7 @@ class Builders:
         try:
             builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
             stand_ins.called()  # those of imports do not count
-            builder.get_cudagraph_support(engine, getattr(builder, "kv_cache_spec", spec))
+            support_of(builder, engine, getattr(builder, "kv_cache_spec", spec))
         except NotGivenError:
             raise
         except Exception as error:
@@ -172,7 +180,8 @@ class Builders:
                 f"{self.name} makes no builder with graph support: {describe_error(error)},"
                 f" at {place_of(error)}",
                 hint="it is called with (kv_cache_spec, layer_names, vllm_config, device), on the CPU; the"
-                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport",
+                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport,"
+                " and its cudagraph_support was one in earlier releases",
             ) from error
         return builder, engine, getattr(builder, "kv_cache_spec", spec)
 
@@ -185,7 +194,7 @@ class Builders:
         drafts = config.case.mode is ForwardMode.DRAFT_DECODE
         if drafts and not getattr(builder, "supports_draft_decode_metadata_update", False):
             return GraphSupport.NEVER
-        return SUPPORT[int(builder.get_cudagraph_support(engine, spec).value)]
+        return support_of(builder, engine, spec)
 
     def needs(self, options: Options) -> Iterator[Needs]:
         """Yield what builders read of their configuration and batches, and the adapter lacks."""
@@ -249,6 +258,27 @@ class Builders:
             is_plain = not config.unusual and config.case.mode in _PROBED and not config.case.segments
             if is_plain and not self.declared(config).covers(needs):
                 yield f"graphs {_NAMES[needs]}", replace(plan, lane=self._lane(config))
+
+
+def support_of(builder: Any, vllm_config: Any, kv_cache_spec: Any) -> GraphSupport:
+    """Return the graph support that a builder declares, in the way of any release.
+
+    Raises:
+        ConfigError: It declares none, or one that no release has.
+    """
+    ask = getattr(builder, "get_cudagraph_support", None)
+    if ask is not None:
+        declared = ask(vllm_config, kv_cache_spec)
+    elif (name := next((name for name in _EARLIER if hasattr(builder, name)), None)) is not None:
+        declared = getattr(builder, name)
+    else:
+        raise ConfigError(f"{type(builder).__name__} has no get_cudagraph_support, and no {_EARLIER[0]}")
+    found = SUPPORT.get(str(getattr(declared, "name", declared)))
+    if found is None:
+        raise ConfigError(
+            f"{type(builder).__name__} declares graph support {declared!r}; there are {', '.join(SUPPORT)}"
+        )
+    return found
 
 
 @dataclass(frozen=True)

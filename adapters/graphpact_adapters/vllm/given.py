@@ -222,6 +222,7 @@ def vllm_config(sizes: Sizes) -> Namespace:
                 cudagraph_mode=GraphMode.FULL_DECODE_ONLY,
                 cudagraph_capture_sizes=list(sizes.capture_sizes),
                 max_cudagraph_capture_size=max(sizes.capture_sizes, default=None),
+                max_capture_size=max(sizes.capture_sizes, default=None),  # as releases up to 0.11 have it
                 static_forward_context={name: _layer(sizes, name) for name in sizes.layer_names},
             ),
             "scheduler_config": group(
