@@ -17,7 +17,7 @@ import torch
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
 from graphpact_adapters import stand_ins
-from graphpact_adapters.backend import Make
+from graphpact_adapters.backend import DEVICE, Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
@@ -29,6 +29,7 @@ from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.suite import Needs, PlannedLane, plan_lanes
 from graphpact_conformance.targets import Options
+from graphpact_tape import HostMemory, two_memories
 
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
     "mha": frozenset({HeadLayout.MHA, HeadLayout.GQA}),
@@ -109,7 +110,8 @@ class Backends:
             is_draft_worker=True,
             drafts=True,
         )
-        made = self.make(model_runner(sizes, table))
+        with two_memories(HostMemory(), DEVICE):
+            made = self.make(model_runner(sizes, table))
         stand_ins.called()  # those of imports do not count
         return made
 

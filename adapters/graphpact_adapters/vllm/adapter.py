@@ -19,7 +19,7 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, describe_error, place_of
 from graphpact.shapes import GraphShape
 from graphpact_adapters import stand_ins
-from graphpact_adapters.backend import Make
+from graphpact_adapters.backend import DEVICE, Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
 from graphpact_adapters.reads import Reader
@@ -33,6 +33,7 @@ from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.suite import Needs, PlannedLane, plan_lanes
 from graphpact_conformance.targets import Options
 from graphpact_conformance.world.lanes import Case, Config
+from graphpact_tape import HostMemory, two_memories
 
 SUPPORT = {
     "ALWAYS": GraphSupport.ALWAYS,
@@ -170,7 +171,8 @@ class Builders:
         sizes = sizes_of(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen)
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
         try:
-            builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
+            with two_memories(HostMemory(), DEVICE):
+                builder: Any = self.make(spec, sizes.layer_names, engine, DEVICE)
             stand_ins.called()  # those of imports do not count
             support_of(builder, engine, getattr(builder, "kv_cache_spec", spec))
         except NotGivenError:

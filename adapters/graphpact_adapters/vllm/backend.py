@@ -164,12 +164,13 @@ class VllmBackend(BuilderBackend):
             states=states,
             windows=[sizes.sliding_window for sizes in of_groups],
         )
-        self._builders: list[Any] = [
-            cls.make(
-                kv_cache_spec(told), told.layer_names[group::NUM_GROUPS], vllm_config(told), context.device
-            )
-            for group, told in enumerate(sizes.times(self.room) for sizes in of_groups)
-        ]
+        with self.two_memories():
+            self._builders: list[Any] = [
+                cls.make(
+                    kv_cache_spec(told), told.layer_names[group::NUM_GROUPS], vllm_config(told), self.device
+                )
+                for group, told in enumerate(sizes.times(self.room) for sizes in of_groups)
+            ]
         self._builds = 0
         self._objects: dict[int, tuple[Built, dict[int, Any]]] = {}
         """The metadata of captures by group, by the identity of what was read of it: drafts update it."""
@@ -185,9 +186,13 @@ class VllmBackend(BuilderBackend):
 
     def shared_in_step(self, lent: Lent) -> Mapping[str, torch.Tensor]:
         """Return the persistent buffers, and the tensors on the host, which the groups of a step share."""
-        common = lent.common[0]
-        on_host = {name: getattr(common, name) for name in _ON_HOST}
-        return {**self.buffers.tensors(), **{name: t for name, t in on_host.items() if t is not None}}
+        return {**self.buffers.tensors(), **self.host_tensors(lent)}
+
+    def host_tensors(self, lent: Lent) -> Mapping[str, torch.Tensor]:
+        """Return the tensors on the host, which the groups of a step share."""
+        found = {name: getattr(lent.common[0], name) for name in _ON_HOST}
+        found["num_decode_draft_tokens_cpu"] = lent.num_decode_draft_tokens_cpu
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
         """Write the persistent buffers as model runner V2 does."""
@@ -249,7 +254,9 @@ class VllmBackend(BuilderBackend):
         if part.built is None and not part.num_reqs:
             return Built(())  # no builder sees a step without requests
         if part.built is None:
-            return self.build(self.buffers.lend_step(part.step, part.num_reqs), "draft", part.step)
+            lent = self.buffers.lend_step(part.step, part.num_reqs)
+            with self.two_memories(lent):
+                return self.build(lent, "draft", part.step)
         self.buffers.advance(part.step, part.num_reqs)
         objects = self._objects[id(part.built)][1]
         for group in self._in_turn():
