@@ -18,6 +18,7 @@ from graphpact.attention import Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
 from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import DEVICE, Make
+from graphpact_adapters.calls import uncalled
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
@@ -27,10 +28,15 @@ from graphpact_adapters.sglang.readers import read as read_by_fields
 from graphpact_adapters.under_test import BuilderUnderTest
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import Needs, PlannedLane, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, plan_lanes
 from graphpact_conformance.targets import Options
 from graphpact_tape import HostMemory, two_memories
 
+METHODS = {
+    "update_verify_buffers_to_fill_after_draft": "after a draft, for a verify that was planned before it",
+    "init_mha_chunk_metadata": "in extends of latents with cached keys",
+}
+"""Methods of backends that SGLang calls and the lanes do not, and when."""
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
     "mha": frozenset({HeadLayout.MHA, HeadLayout.GQA}),
     "mla": frozenset({HeadLayout.MLA}),
@@ -155,6 +161,11 @@ class Backends:
     def needs(self, options: Options) -> Iterator[Needs]:
         """Yield what backends read of the model runner and batch, and the adapter lacks."""
         return needs_of(lambda asked: [*replace(self).lanes(asked)], options)
+
+    def uncalled(self, plans: Sequence[PlannedLane]) -> Iterator[Uncalled]:
+        """Yield the methods of backends that SGLang calls, and none of the lanes of a run."""
+        del plans
+        yield from uncalled([self._example], METHODS, (), base="AttentionBackend")
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run."""

@@ -20,17 +20,19 @@ from graphpact.errors import ConfigError, describe_error, place_of
 from graphpact.shapes import GraphShape
 from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import DEVICE, Make
+from graphpact_adapters.calls import uncalled
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.states import RecurrentLane
 from graphpact_adapters.under_test import BuilderUnderTest
-from graphpact_adapters.vllm.backend import VllmBackend, sizes_of
+from graphpact_adapters.vllm.backend import UPDATE, ModelRunner, VllmBackend, sizes_of, updates_block_tables
 from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.readers import read as read_by_fields
 from graphpact_conformance.experiments import Experiment
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import Needs, PlannedLane, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, is_asked, plan_lanes
 from graphpact_conformance.targets import Options
 from graphpact_conformance.world.lanes import Case, Config
 from graphpact_tape import HostMemory, two_memories
@@ -50,6 +52,10 @@ _NAMES = {GraphSupport.ALWAYS: "ALWAYS", GraphSupport.UNIFORM: "UNIFORM_BATCH"} 
 _EARLIER = ("cudagraph_support", "attn_cudagraph_support")
 """The attributes in which builders of earlier releases declare it; later ones have a method."""
 _PROBED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.MIXED)
+_SUFFIXES = ("", _V1 := "-v1", _DIFFERENT_LENGTHS := "-varlen")
+"""Suffixes of lanes that follow of a plain one."""
+_OF_V1 = (Case(ForwardMode.DECODE), Case(ForwardMode.TARGET_VERIFY))
+"""The kinds of step in which calls of model runner V1 are made too."""
 VARLEN = 4
 """The most tokens of a request in lanes of decodes of different lengths."""
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
@@ -134,6 +140,7 @@ class Builders:
         config: Config | None = None,
         support: GraphSupport = GraphSupport.ALWAYS,
         varlen: int | None = None,
+        runner: ModelRunner = "V2",
     ) -> type[VllmBackend]:
         """Return the backend class of a lane.
 
@@ -141,6 +148,7 @@ class Builders:
             config: The lane; None for all lanes.
             support: The graph support that its builder declares there.
             varlen: See `VllmBackend`.
+            runner: The model runner whose calls are made.
         """
         adapter, most, sizes = (
             self,
@@ -157,6 +165,7 @@ class Builders:
             capture_sizes = tuple(sizes)
             varlen = most
             pads_replays = adapter.pads_replays
+            model_runner = runner
             capabilities = replace(adapter._capabilities, graph_support=support)
 
         return OfFactory
@@ -208,11 +217,14 @@ class Builders:
         A lane whose builder cannot say, as it reads what the adapter lacks, has all graphs: it will read it
         again there.
         """
-        for plan in self._plain(options):
+        for plan in self._plain(replace(options, lanes=())):
+            if not any(is_asked(replace(plan, suffix=suffix), options) for suffix in _SUFFIXES):
+                continue
             try:
-                yield from self._declared(plan)
+                found = self._declared(plan)
             except NotGivenError:
-                yield plan
+                found = [plan]
+            yield from (each for each in found if is_asked(each, options))
 
     def _plain(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run, with all graphs."""
@@ -221,18 +233,32 @@ class Builders:
             if not (config.case.segments or config.case.frozen or config.mixed_dim is not None):
                 yield replace(plan, lane=self._lane(config))
 
-    def _lane(self, config: Config, support: GraphSupport = GraphSupport.ALWAYS) -> BuilderUnderTest:
+    def _lane(
+        self, config: Config, support: GraphSupport = GraphSupport.ALWAYS, runner: ModelRunner = "V2"
+    ) -> BuilderUnderTest:
         of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
-        return of_kind(config, self.backend(config, support))
+        return of_kind(config, self.backend(config, support, runner=runner))
 
     def _declared(self, plan: PlannedLane) -> list[PlannedLane]:
         """Return a lane with the graph support that its builder declares, and the lanes that follow of it."""
         config = plan.lane.config
         support = self.declared(config)
         found = [replace(plan, lane=self._lane(config, support))]
+        if self._is_of_v1(plan, support):
+            found.append(replace(plan, lane=self._lane(config, support, "V1"), suffix=_V1))
         if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
             found += self._of_different_lengths(plan)
         return found
+
+    def _is_of_v1(self, plan: PlannedLane, support: GraphSupport) -> bool:
+        """Return whether model runner V1 makes other calls in the graphs of a plain lane.
+
+        It makes the metadata of a group from that of another one only where their specifications are equal.
+        """
+        config = plan.lane.config
+        if not plan.is_full or config.unusual or config.case not in _OF_V1 or self.kind == "sliding_window":
+            return False
+        return support.covers(config.case.needs) and updates_block_tables(self._asked(config)[0])
 
     def _of_different_lengths(self, plan: PlannedLane) -> Iterator[PlannedLane]:
         """Yield a lane of decodes of different lengths, if a builder declares graphs for them."""
@@ -250,7 +276,14 @@ class Builders:
             ReferenceRunner.of(config),
             most_tokens=VARLEN,
         )
-        yield replace(plan, lane=lane, suffix="-varlen")
+        yield replace(plan, lane=lane, suffix=_DIFFERENT_LENGTHS)
+
+    def uncalled(self, plans: Sequence[PlannedLane]) -> Iterator[Uncalled]:
+        """Yield the methods of builders that vLLM calls, and none of the lanes of a run."""
+        lanes = [plan.lane for plan in plans]
+        called = {name for lane in lanes for name in _called_in(lane)}
+        builders = {type(made): made for made in (self._asked(lane.config)[0] for lane in lanes)}
+        yield from uncalled(list(builders.values()), METHODS, called, base="AttentionMetadataBuilder")
 
     def probes(self, options: Options) -> Iterator[tuple[str, PlannedLane]]:
         """Yield the plain lanes of graphs that the builder does not declare, each with the declaration."""
@@ -260,6 +293,34 @@ class Builders:
             is_plain = not config.unusual and config.case.mode in _PROBED and not config.case.segments
             if is_plain and not self.declared(config).covers(needs):
                 yield f"graphs {_NAMES[needs]}", replace(plan, lane=self._lane(config))
+
+
+METHODS = {
+    "build_for_cudagraph_capture": "before it captures a graph",
+    "build_for_drafting": "in drafts of several steps that no graph holds",
+    "update_draft_decode_metadata": "between the steps of a draft in one graph",
+    UPDATE: "in replays, for KV-cache groups after the first; model runner V2 only for recurrent layers",
+    "set_workspace_buffer": "once, so that the builders of all groups share a workspace",
+    "use_cascade_attention": "in eager steps whose requests have a common prefix, in earlier releases",
+    "reorder_batch": "before each build, in earlier releases",
+    "can_run_in_cudagraph": "before each replay, in earlier releases",
+}
+"""Methods of builders that vLLM calls beside ``build``, and when."""
+
+
+def _called_in(lane: LaneUnderTest) -> set[str]:
+    """Return the methods of builders that are called in a lane, if they have them."""
+    backend, case = lane.backend, lane.config.case
+    assert issubclass(backend, VllmBackend)  # noqa: S101  lanes of this adapter have no other
+    has_graphs = backend.capabilities.graph_support.covers(case.needs)
+    drafts = case.mode is ForwardMode.DRAFT_DECODE
+    found = {
+        "build_for_cudagraph_capture": has_graphs,
+        "build_for_drafting": drafts,
+        "update_draft_decode_metadata": drafts and has_graphs,
+        UPDATE: backend.model_runner == "V1" or backend.kind == "mamba",
+    }
+    return {name for name, is_called in found.items() if is_called}
 
 
 def support_of(builder: Any, vllm_config: Any, kv_cache_spec: Any) -> GraphSupport:

@@ -56,7 +56,7 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[P
     if target.kind == "adapter":
         adapter = adapter_of(target, catalog)
         named = (plan.of(target.names, adapter.experiments) for plan in adapter.lanes(options))
-        return [plan for plan in named if _is_asked(plan, options)]
+        return [plan for plan in named if is_asked(plan, options)]
     if target.kind == "attention_backend":
         backend = catalog.select("attention_backend", target.name)
         runner: type[GraphRunner] = ReferenceRunner
@@ -114,10 +114,11 @@ def recorded_lanes(
             own, sized = runner, _with_shapes_of(runner, config, backend, device)
         lane = LaneUnderTest(sized, backend, own, kind, device=device)
         plans.append(PlannedLane(lane, is_full=True, recorded=recorded))
-    return [plan for plan in plans if _is_asked(plan, options)]
+    return [plan for plan in plans if is_asked(plan, options)]
 
 
-def _is_asked(plan: PlannedLane, options: Options) -> bool:
+def is_asked(plan: PlannedLane, options: Options) -> bool:
+    """Return whether a lane's name matches the patterns of a run."""
     return not options.lanes or any(fnmatchcase(str(plan), glob) for glob in options.lanes)
 
 
@@ -240,7 +241,7 @@ def plan_lanes(
             for plan in plans
             if plan.lane.driver is None
         ]
-    return [plan for plan in plans if _is_asked(plan, options)]
+    return [plan for plan in plans if is_asked(plan, options)]
 
 
 _EMBEDS = {"input_embeds", MROPE}
