@@ -122,6 +122,13 @@ def test_kinds_of_step_that_lack_nothing_are_checked() -> None:
     assert "decode" not in kinds
 
 
+def test_a_probe_looks_at_the_lanes_that_are_asked() -> None:
+    """A run of some lanes lists what these read: the other kinds of step are not tried."""
+    builders = Builders(reading({"build": ["vllm_config.alpha"]}, []))
+    for asked, kinds in (("decode-*", {"decode"}), ("*verify*", {"target_verify"})):
+        assert {each.kind for each in builders.needs(Options(size="quick", lanes=(asked,)))} == kinds
+
+
 def test_a_missing_value_is_no_finding_where_no_probe_looked() -> None:
     """In a lane that reads what the adapter lacks every requirement is not run, with the name."""
     builders = Builders(reading({"build": ["vllm_config.alpha"]}, []))

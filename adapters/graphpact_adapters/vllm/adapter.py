@@ -217,9 +217,7 @@ class Builders:
         A lane whose builder cannot say, as it reads what the adapter lacks, has all graphs: it will read it
         again there.
         """
-        for plan in self._plain(replace(options, lanes=())):
-            if not any(is_asked(replace(plan, suffix=suffix), options) for suffix in _SUFFIXES):
-                continue
+        for plan in self._plain(options):
             try:
                 found = self._declared(plan)
             except NotGivenError:
@@ -227,10 +225,12 @@ class Builders:
             yield from (each for each in found if is_asked(each, options))
 
     def _plain(self, options: Options) -> Iterator[PlannedLane]:
-        """Yield the lanes of a run, with all graphs."""
-        for plan in plan_lanes(self.backend(), ReferenceRunner, options):
+        """Yield the plain lanes of a run, with all graphs: those that are asked, or one that follows."""
+        for plan in plan_lanes(self.backend(), ReferenceRunner, replace(options, lanes=())):
             config = plan.lane.config
-            if not (config.case.segments or config.case.frozen or config.mixed_dim is not None):
+            if config.case.segments or config.case.frozen or config.mixed_dim is not None:
+                continue
+            if any(is_asked(replace(plan, suffix=suffix), options) for suffix in _SUFFIXES):
                 yield replace(plan, lane=self._lane(config))
 
     def _lane(

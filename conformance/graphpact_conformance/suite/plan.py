@@ -27,6 +27,7 @@ from graphpact_conformance.lane.reference import (
     SegmentsRunner,
 )
 from graphpact_conformance.lane.rig import planned_shapes, runner_context
+from graphpact_conformance.subject.raised import NeedsValueError
 from graphpact_conformance.suite.adapter import adapter_of
 from graphpact_conformance.suite.planned import LaneKind, PlannedLane
 from graphpact_conformance.targets import (
@@ -152,7 +153,10 @@ def require_lanes(found: Iterable[Target], options: Options, catalog: PluginCata
     if not options.lanes:
         return
     every = replace(options, lanes=())
-    names = list(dict.fromkeys(lane for t in targets for lane in checks_by_lane(t, every, catalog)))
+    try:
+        names = list(dict.fromkeys(lane for t in targets for lane in checks_by_lane(t, every, catalog)))
+    except NeedsValueError:
+        return  # a target has no lanes yet: its examination says what it lacks
     for pattern in options.lanes:
         if any(fnmatchcase(name, pattern) for name in names):
             continue
