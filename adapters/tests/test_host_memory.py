@@ -136,7 +136,7 @@ def test_an_error_in_a_builder_has_its_own_line() -> None:
             return common.seq_lens.view(0, 7)
 
     (told, *_) = findings_of(Builders(Raises), LANES["decode"])
-    assert "test_memories.py" in str(told.raised_at)
+    assert "test_host_memory.py" in str(told.raised_at)
 
 
 # -- SGLang --------------------------------------------------------------------------------------------
