@@ -15,18 +15,17 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from graphpact_adapters.stand_ins import NOTE
 from graphpact_conformance.cli.results import progress
 from graphpact_conformance.isolation import supervise
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Report
 from graphpact_conformance.targets import Options
 
-STAND_INS = "stand-ins called: "
-"""How an adapter's note on them begins; see `peers.stand_ins`."""
 WORKERS = 2
 TIMEOUT = 300.0
 """Seconds for one piece of work: kernels of metadata are interpreted."""
 _MOST = 100  # characters of a value in the table
-_OF_PROCESS = ("ends", "quiet", "suite")
+_OF_NO_LANE = ("ends", "quiet", "suite", "calls")
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def verdicts(rows: Sequence[Row], report: Report) -> Iterator[Verdict]:
 
 
 def _verdict(row: Row, plugin: PluginResults) -> Verdict:
-    results = [result for result in plugin.results if result.check not in _OF_PROCESS]
+    results = [result for result in plugin.results if result.check not in _OF_NO_LANE]
     faults = [result.reason or "" for result in plugin.results if result.outcome is Outcome.ERROR]
     first: dict[tuple[str | None, str], Finding] = {}
     for result in plugin.results:
@@ -147,7 +146,7 @@ def _verdict(row: Row, plugin: PluginResults) -> Verdict:
         lanes=len({result.lane for result in results}),
         replayed=len(with_graph),
         findings=tuple(first.values()),
-        stand_ins="".join(n.removeprefix(STAND_INS) for n in plugin.not_shown if n.startswith(STAND_INS)),
+        stand_ins=", ".join(n.removeprefix(NOTE) for n in plugin.not_shown if n.startswith(NOTE)),
         fault=faults[0] if faults else "",
     )
 

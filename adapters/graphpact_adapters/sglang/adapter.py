@@ -17,8 +17,11 @@ import torch
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
 from graphpact.errors import named_options
-from graphpact_adapters.backend import Make
+from graphpact_adapters import stand_ins
+from graphpact_adapters.backend import DEVICE, Make
+from graphpact_adapters.calls import uncalled
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
+from graphpact_adapters.needs import needs_of
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
 from graphpact_adapters.sglang.batch import OWN, EngineTypes
 from graphpact_adapters.sglang.given import Kind, ModelRunnerSizes, model_runner
@@ -26,9 +29,15 @@ from graphpact_adapters.sglang.readers import read as read_by_fields
 from graphpact_adapters.under_test import BuilderUnderTest
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import PlannedLane, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, plan_lanes
 from graphpact_conformance.targets import Options
+from graphpact_tape import HostMemory, two_memories
 
+METHODS = {
+    "update_verify_buffers_to_fill_after_draft": "after a draft, for a verify that was planned before it",
+    "init_mha_chunk_metadata": "in extends of latents with cached keys",
+}
+"""Methods of backends that SGLang calls and the lanes do not, and when."""
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
     "mha": frozenset({HeadLayout.MHA, HeadLayout.GQA}),
     "mla": frozenset({HeadLayout.MLA}),
@@ -87,6 +96,7 @@ class Backends:
         return (
             "the backend's own kernels, all rules: a model of them reads the metadata",
             "draft trees, all rules: the drafts of all steps are chains",
+            *stand_ins.notes(),
         )
 
     # -- lanes -----------------------------------------------------------------------------------
@@ -111,7 +121,10 @@ class Backends:
             is_draft_worker=True,
             drafts=True,
         )
-        return self.make(model_runner(sizes, table))
+        with two_memories(HostMemory(), DEVICE):
+            made = self.make(model_runner(sizes, table))
+        stand_ins.called()  # those of imports do not count
+        return made
 
     @property
     def _modes(self) -> frozenset[ForwardMode]:
@@ -149,6 +162,15 @@ class Backends:
             )
 
         return OfFactory
+
+    def needs(self, options: Options) -> Iterator[Needs]:
+        """Yield what backends read of the model runner and batch, and the adapter lacks."""
+        return needs_of(lambda asked: [*replace(self).lanes(asked)], options)
+
+    def uncalled(self, plans: Sequence[PlannedLane]) -> Iterator[Uncalled]:
+        """Yield the methods of backends that SGLang calls, and none of the lanes of a run."""
+        del plans
+        yield from uncalled([self._example], METHODS, (), base="AttentionBackend")
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run."""

@@ -18,32 +18,44 @@ from graphpact.attention import Capabilities, GraphSupport, HeadLayout, LayerSpe
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, describe_error, named_options, place_of
 from graphpact.shapes import GraphShape
-from graphpact_adapters.backend import Make
+from graphpact_adapters import stand_ins
+from graphpact_adapters.backend import DEVICE, Make
+from graphpact_adapters.calls import uncalled
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
+from graphpact_adapters.needs import needs_of
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.states import RecurrentLane
 from graphpact_adapters.under_test import BuilderUnderTest
-from graphpact_adapters.vllm.backend import VllmBackend, sizes_of
+from graphpact_adapters.vllm.backend import UPDATE, ModelRunner, VllmBackend, sizes_of, updates_block_tables
 from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.readers import read as read_by_fields
 from graphpact_conformance.experiments import Experiment
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import PlannedLane, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, is_asked, plan_lanes
 from graphpact_conformance.targets import Options
 from graphpact_conformance.world.lanes import Case, Config
+from graphpact_tape import HostMemory, two_memories
 
 SUPPORT = {
-    3: GraphSupport.ALWAYS,
-    2: GraphSupport.UNIFORM,
-    1: GraphSupport.UNIFORM_DECODE,
-    0: GraphSupport.NEVER,
+    "ALWAYS": GraphSupport.ALWAYS,
+    "UNIFORM_BATCH": GraphSupport.UNIFORM,
+    "UNIFORM_SINGLE_TOKEN_DECODE": GraphSupport.UNIFORM_DECODE,
+    "PURE_DECODE_ONLY": GraphSupport.UNIFORM_DECODE,
+    "NEVER": GraphSupport.NEVER,
 }
-"""Graph support by the value of vLLM's ``AttentionCGSupport``."""
+"""Graph support by the names of vLLM's ``AttentionCGSupport``; the values had other meanings before."""
 _NAMES = {GraphSupport.ALWAYS: "ALWAYS", GraphSupport.UNIFORM: "UNIFORM_BATCH"} | {
     GraphSupport.UNIFORM_DECODE: "UNIFORM_SINGLE_TOKEN_DECODE"
 }
 """vLLM's names of graph support."""
+_EARLIER = ("cudagraph_support", "attn_cudagraph_support")
+"""The attributes in which builders of earlier releases declare it; later ones have a method."""
 _PROBED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.MIXED)
+_SUFFIXES = ("", _V1 := "-v1", _DIFFERENT_LENGTHS := "-varlen")
+"""Suffixes of lanes that follow of a plain one."""
+_OF_V1 = (Case(ForwardMode.DECODE), Case(ForwardMode.TARGET_VERIFY))
+"""The kinds of step in which calls of model runner V1 are made too."""
 VARLEN = 4
 """The most tokens of a request in lanes of decodes of different lengths."""
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
@@ -75,6 +87,9 @@ class Builders:
         block_sizes: The sizes of a KV-cache block that the builder serves.
         head_sizes: The head sizes that it serves; None for any.
         modes: The kinds of step; by default those that the kind's kernel model has.
+        pads_replays: Whether the build of a replay gets the graph's padding rows and tokens, as V2 does it.
+            False for runners of earlier releases: the builder then sees the live requests alone, and the
+            graph reads what stands in the rows behind them.
     """
 
     make: Make
@@ -83,6 +98,7 @@ class Builders:
     block_sizes: Sequence[int] = (16,)
     head_sizes: Sequence[int] | None = None
     modes: frozenset[ForwardMode] | None = None
+    pads_replays: bool = True
 
     @property
     def name(self) -> str:
@@ -96,8 +112,11 @@ class Builders:
 
     @property
     def not_shown(self) -> Sequence[str]:
-        """What no lane exercises: the kernels themselves."""
-        return ("the builder's own kernels, all rules: a model of them reads the metadata",)
+        """What no lane exercises: the kernels themselves, and what stand-ins took the place of."""
+        return (
+            "the builder's own kernels, all rules: a model of them reads the metadata",
+            *stand_ins.notes(),
+        )
 
     # -- lanes -----------------------------------------------------------------------------------
 
@@ -122,6 +141,7 @@ class Builders:
         config: Config | None = None,
         support: GraphSupport = GraphSupport.ALWAYS,
         varlen: int | None = None,
+        runner: ModelRunner = "V2",
     ) -> type[VllmBackend]:
         """Return the backend class of a lane.
 
@@ -129,6 +149,7 @@ class Builders:
             config: The lane; None for all lanes.
             support: The graph support that its builder declares there.
             varlen: See `VllmBackend`.
+            runner: The model runner whose calls are made.
         """
         adapter, most, sizes = (
             self,
@@ -144,6 +165,8 @@ class Builders:
             kind = adapter.kind
             capture_sizes = tuple(sizes)
             varlen = most
+            pads_replays = adapter.pads_replays
+            model_runner = runner
             capabilities = replace(adapter._capabilities, graph_support=support)
 
         return OfFactory
@@ -152,14 +175,16 @@ class Builders:
         """Return a builder for a lane, and the configuration and spec that its class methods get.
 
         Raises:
-            ConfigError: The factory makes no builder, or that has no ``get_cudagraph_support``.
+            ConfigError: The factory makes no builder, or that does not say its graph support.
         """
         group = 1 if self.kind == "sliding_window" else 0  # the layers of the other group have no window
         sizes = sizes_of(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen)
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
         try:
-            builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
-            builder.get_cudagraph_support(engine, getattr(builder, "kv_cache_spec", spec))
+            with two_memories(HostMemory(), DEVICE):
+                builder: Any = self.make(spec, sizes.layer_names, engine, DEVICE)
+            stand_ins.called()  # those of imports do not count
+            support_of(builder, engine, getattr(builder, "kv_cache_spec", spec))
         except NotGivenError:
             raise
         except Exception as error:
@@ -167,7 +192,8 @@ class Builders:
                 f"{self.name} makes no builder with graph support: {describe_error(error)},"
                 f" at {place_of(error)}",
                 hint="it is called with (kv_cache_spec, layer_names, vllm_config, device), on the CPU; the"
-                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport",
+                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport,"
+                " and its cudagraph_support was one in earlier releases",
             ) from error
         return builder, engine, getattr(builder, "kv_cache_spec", spec)
 
@@ -180,19 +206,60 @@ class Builders:
         drafts = config.case.mode is ForwardMode.DRAFT_DECODE
         if drafts and not getattr(builder, "supports_draft_decode_metadata_update", False):
             return GraphSupport.NEVER
-        return SUPPORT[int(builder.get_cudagraph_support(engine, spec).value)]
+        return support_of(builder, engine, spec)
+
+    def needs(self, options: Options) -> Iterator[Needs]:
+        """Yield what builders read of their configuration and batches, and the adapter lacks."""
+        return needs_of(lambda asked: [*self._plain(asked)], options, self._declared)
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
-        """Yield the lanes of a run, each with the graph support that is declared in it."""
-        for plan in plan_lanes(self.backend(), ReferenceRunner, options):
+        """Yield the lanes of a run, each with the graph support that is declared in it.
+
+        A lane whose builder cannot say, as it reads what the adapter lacks, has all graphs: it will read it
+        again there.
+        """
+        for plan in self._plain(options):
+            try:
+                found = self._declared(plan)
+            except NotGivenError:
+                found = [plan]
+            yield from (each for each in found if is_asked(each, options))
+
+    def _plain(self, options: Options) -> Iterator[PlannedLane]:
+        """Yield the plain lanes of a run, with all graphs: those that are asked, or one that follows."""
+        for plan in plan_lanes(self.backend(), ReferenceRunner, replace(options, lanes=())):
             config = plan.lane.config
             if config.case.segments or config.case.frozen or config.mixed_dim is not None:
                 continue
-            support = self.declared(config)
-            of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
-            yield replace(plan, lane=of_kind(config, self.backend(config, support)))
-            if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
-                yield from self._of_different_lengths(plan)
+            if any(is_asked(replace(plan, suffix=suffix), options) for suffix in _SUFFIXES):
+                yield replace(plan, lane=self._lane(config))
+
+    def _lane(
+        self, config: Config, support: GraphSupport = GraphSupport.ALWAYS, runner: ModelRunner = "V2"
+    ) -> BuilderUnderTest:
+        of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
+        return of_kind(config, self.backend(config, support, runner=runner))
+
+    def _declared(self, plan: PlannedLane) -> list[PlannedLane]:
+        """Return a lane with the graph support that its builder declares, and the lanes that follow of it."""
+        config = plan.lane.config
+        support = self.declared(config)
+        found = [replace(plan, lane=self._lane(config, support))]
+        if self._is_of_v1(plan, support):
+            found.append(replace(plan, lane=self._lane(config, support, "V1"), suffix=_V1))
+        if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
+            found += self._of_different_lengths(plan)
+        return found
+
+    def _is_of_v1(self, plan: PlannedLane, support: GraphSupport) -> bool:
+        """Return whether model runner V1 makes other calls in the graphs of a plain lane.
+
+        It makes the metadata of a group from that of another one only where their specifications are equal.
+        """
+        config = plan.lane.config
+        if not plan.is_full or config.unusual or config.case not in _OF_V1 or self.kind == "sliding_window":
+            return False
+        return support.covers(config.case.needs) and updates_block_tables(self._asked(config)[0])
 
     def _of_different_lengths(self, plan: PlannedLane) -> Iterator[PlannedLane]:
         """Yield a lane of decodes of different lengths, if a builder declares graphs for them."""
@@ -210,7 +277,14 @@ class Builders:
             ReferenceRunner.of(config),
             most_tokens=VARLEN,
         )
-        yield replace(plan, lane=lane, suffix="-varlen")
+        yield replace(plan, lane=lane, suffix=_DIFFERENT_LENGTHS)
+
+    def uncalled(self, plans: Sequence[PlannedLane]) -> Iterator[Uncalled]:
+        """Yield the methods of builders that vLLM calls, and none of the lanes of a run."""
+        lanes = [plan.lane for plan in plans]
+        called = {name for lane in lanes for name in _called_in(lane)}
+        builders = {type(made): made for made in (self._asked(lane.config)[0] for lane in lanes)}
+        yield from uncalled(list(builders.values()), METHODS, called, base="AttentionMetadataBuilder")
 
     def probes(self, options: Options) -> Iterator[tuple[str, PlannedLane]]:
         """Yield the plain lanes of graphs that the builder does not declare, each with the declaration."""
@@ -219,9 +293,56 @@ class Builders:
             needs = config.case.needs
             is_plain = not config.unusual and config.case.mode in _PROBED and not config.case.segments
             if is_plain and not self.declared(config).covers(needs):
-                of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
-                lane = of_kind(config, self.backend(config))
-                yield f"graphs {_NAMES[needs]}", replace(plan, lane=lane)
+                yield f"graphs {_NAMES[needs]}", replace(plan, lane=self._lane(config))
+
+
+METHODS = {
+    "build_for_cudagraph_capture": "before it captures a graph",
+    "build_for_drafting": "in drafts of several steps that no graph holds",
+    "update_draft_decode_metadata": "between the steps of a draft in one graph",
+    UPDATE: "in replays, for KV-cache groups after the first; model runner V2 only for recurrent layers",
+    "set_workspace_buffer": "once, so that the builders of all groups share a workspace",
+    "use_cascade_attention": "in eager steps whose requests have a common prefix, in earlier releases",
+    "reorder_batch": "before each build, in earlier releases",
+    "can_run_in_cudagraph": "before each replay, in earlier releases",
+}
+"""Methods of builders that vLLM calls beside ``build``, and when."""
+
+
+def _called_in(lane: LaneUnderTest) -> set[str]:
+    """Return the methods of builders that are called in a lane, if they have them."""
+    backend, case = lane.backend, lane.config.case
+    assert issubclass(backend, VllmBackend)  # noqa: S101  lanes of this adapter have no other
+    has_graphs = backend.capabilities.graph_support.covers(case.needs)
+    drafts = case.mode is ForwardMode.DRAFT_DECODE
+    found = {
+        "build_for_cudagraph_capture": has_graphs,
+        "build_for_drafting": drafts,
+        "update_draft_decode_metadata": drafts and has_graphs,
+        UPDATE: backend.model_runner == "V1" or backend.kind == "mamba",
+    }
+    return {name for name, is_called in found.items() if is_called}
+
+
+def support_of(builder: Any, vllm_config: Any, kv_cache_spec: Any) -> GraphSupport:
+    """Return the graph support that a builder declares, in the way of any release.
+
+    Raises:
+        ConfigError: It declares none, or one that no release has.
+    """
+    ask = getattr(builder, "get_cudagraph_support", None)
+    if ask is not None:
+        declared = ask(vllm_config, kv_cache_spec)
+    elif (name := next((name for name in _EARLIER if hasattr(builder, name)), None)) is not None:
+        declared = getattr(builder, name)
+    else:
+        raise ConfigError(f"{type(builder).__name__} has no get_cudagraph_support, and no {_EARLIER[0]}")
+    found = SUPPORT.get(str(getattr(declared, "name", declared)))
+    if found is None:
+        raise ConfigError(
+            f"{type(builder).__name__} declares graph support {declared!r}; there are {', '.join(SUPPORT)}"
+        )
+    return found
 
 
 @dataclass(frozen=True)

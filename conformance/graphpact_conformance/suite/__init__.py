@@ -10,11 +10,12 @@
 Does not: implement experiments, or survive a plugin that crashes (see `graphpact_conformance.isolation`).
 """
 
-from graphpact_conformance.suite.adapter import Adapter
+from graphpact_conformance.suite.adapter import Adapter, Needs, Uncalled
 from graphpact_conformance.suite.names import targets
 from graphpact_conformance.suite.plan import (
     checks_by_lane,
     experiments_of,
+    is_asked,
     lanes_of,
     plan_lanes,
     require_lanes,
@@ -27,11 +28,14 @@ from graphpact_conformance.suite.target import examine
 __all__ = [
     "Adapter",
     "LaneKind",
+    "Needs",
     "PlannedLane",
+    "Uncalled",
     "checks_by_lane",
     "examine",
     "examine_lane",
     "experiments_of",
+    "is_asked",
     "lanes_of",
     "plan_lanes",
     "require_lanes",

@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from graphpact.errors import UsageError, describe_error, did_you_mean
@@ -19,6 +20,41 @@ from graphpact.plugins import PluginCatalog
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.suite.planned import PlannedLane
 from graphpact_conformance.targets import Options, Target
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the code reads in one kind of step, and the adapter has no value for.
+
+    Args:
+        kind: The kind of step, with which the names of its lanes begin; None if it makes nothing to run.
+        paths: The values, as the code reads them, each once.
+        stopped: The error that ended the probe, after which it may read more; None if it ended by itself.
+    """
+
+    kind: str | None
+    paths: Sequence[str]
+    stopped: str | None = None
+
+    def __str__(self) -> str:
+        more = f"; perhaps more, as it then raised {self.stopped}" if self.stopped else ""
+        return f"needs {', '.join(self.paths)}, which its factory can give{more}"
+
+
+@dataclass(frozen=True)
+class Uncalled:
+    """A method of the code that its engine calls, and no lane does.
+
+    Args:
+        name: The method.
+        when: When the engine calls it, such as ``in steps with a common prefix``.
+    """
+
+    name: str
+    when: str
+
+    def __str__(self) -> str:
+        return f"never called here; the engine calls it {self.when}"
 
 
 @runtime_checkable
@@ -33,8 +69,14 @@ class Adapter(Protocol):
     def not_shown(self) -> Sequence[str]:
         """What lanes on a CPU cannot exercise, each with the reason."""
 
+    def needs(self, options: Options) -> Iterable[Needs]:
+        """Return what the code reads and the adapter lacks, by kind of step: none if nothing is missing."""
+
     def lanes(self, options: Options) -> Iterable[PlannedLane]:
         """Return the lanes of a run."""
+
+    def uncalled(self, plans: Sequence[PlannedLane]) -> Iterable[Uncalled]:
+        """Return the methods of the code that its engine calls, and none of the lanes of a run."""
 
     def probes(self, options: Options) -> Iterable[tuple[str, PlannedLane]]:
         """Return lanes of what the code does not declare, each with the declaration that it lacks."""

@@ -19,6 +19,7 @@
     tasks       recorded operators whose host arguments are updated
     order       streams, events and copies, with a check for missing waits
     host        distinguishes host tensors from device tensors, and refuses host reads
+    memories    copies between host and device as two memories, where a machine has one
     poison      values for memory that no step may read
     trees       the tensors in arguments and results
     guard       the strict guard of a lane's hooks and steps
@@ -30,6 +31,7 @@ Does not: import more than torch and the core.
 
 from graphpact_tape.guard import StrictGuard, is_due
 from graphpact_tape.host import HostMemory, HostReadGuard, WeakTensor
+from graphpact_tape.memories import two_memories
 from graphpact_tape.nodes import RunAndCopy, make_node
 from graphpact_tape.operators import written_by
 from graphpact_tape.order import Order, TapeEvent, TapeStream
@@ -70,5 +72,6 @@ __all__ = [
     "poison",
     "poison_of",
     "tensors_of",
+    "two_memories",
     "written_by",
 ]

@@ -36,10 +36,10 @@ from graphpact_tape.host import (
     HostReadGuard,
     Watcher,
     WeakTensor,
-    followed,
     kind_of,
     plain_tensors,
 )
+from graphpact_tape.memories import two_memories
 from graphpact_tape.nodes import make_node
 from graphpact_tape.operators import UNINITIALISED, Contents, may_hide_writes, whole, written_by
 from graphpact_tape.order import Order
@@ -472,6 +472,7 @@ class StrictShared:
     """The shared state of one driver's strict tapes: their pools, and the order of all work."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.order = Order()
         self.order.unwatched = self.unwatched
         self.tasks = TaskTable(
@@ -542,6 +543,7 @@ class StrictShared:
         self._learn(memory, host)
         self.tasks.preparation += 1
         guard = HostReadGuard(self._host, "while a replay is prepared", ReplayError)
+        guard.may_pin = True
         protected = {
             external.tensor.storage.cdata: external.name for tape in self._tapes for external in tape.external
         }
@@ -561,7 +563,7 @@ class StrictShared:
         The eager work that follows is not watched, so copies of the hooks are done before it, as on a stream.
         """
         self._learn(memory, host)
-        with followed(self._host):
+        with two_memories(self._host, self._device):
             yield
         self.order.finish_copies()
 
