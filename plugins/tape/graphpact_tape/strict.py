@@ -95,6 +95,19 @@ class _External:
         )
 
 
+class _Rebound(_External):
+    """A tensor that an update rebound, held weakly until the replay."""
+
+    def gone(self, how: str, error: type[ContractError] = ReplayError) -> ContractError:
+        """Return the error for memory that the replay reads and that ``how`` describes."""
+        return error(
+            f"{self.name} {how}, but the replay reads its address: {self.first_use}",
+            hint="keep the tensor until the replay has run, for instance until the next update, and update"
+            " the task with a tensor that stays in place",
+            rule="GP14",
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class _Borrowed:
     """A placeholder in the record for an external tensor, which is held weakly."""
@@ -151,6 +164,7 @@ class StrictRecorder(Recorder):
     ) -> None:
         super().__init__(guard, traced=traced, work_only=True)
         self.shared = shared
+        self.hold = shared.hold
         self.memory = memory
         self.external: list[_External] = []
         self.changed: set[int] = set()  # indices of external tensors that the region writes
@@ -256,11 +270,6 @@ class StrictRecorder(Recorder):
             self.external.append(_External(tensor, self.memory.name_of(tensor), first_use))
         return self._known[place]
 
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is in the graph's own memory."""
-        storage = storage_id(tensor)
-        return storage in self.allocated or storage in self.constants or storage in self.results
-
     def _check_write(self, func: Any, tensor: torch.Tensor) -> None:
         storage = storage_id(tensor)
         self.changed.add(self.borrow(tensor))
@@ -333,19 +342,25 @@ class StrictTape(Graph):
                 updated.
             PoisonError: An operation fails on its inputs.
         """
-        self._shared.tasks.begin_replay(self.tasks)
-        self._run(contextlib.nullcontext())
+        self._shared.tasks.launch(self.tasks, self._submit, lambda: self._run(contextlib.nullcontext()))
 
     def rehearse(self) -> None:
         """Replay with uninitialised memory of the eager calls poisoned, so that replays are comparable."""
+        self._submit()
         self._run(_PoisonedEmpty())  # type: ignore[no-untyped-call]  # torch has no annotation here
 
-    def _run(self, call_context: contextlib.AbstractContextManager[object]) -> None:
+    def _submit(self) -> None:
+        """Order a replay after earlier work, and poison the memory that it may overwrite."""
         if self._released:
             raise EngineError("a released tape was replayed", hint="capture the shape again")
         with torch.inference_mode():
+            self._shared.begin_replay(self, [e.revive() for e in self.external])
+
+    def _run(self, call_context: contextlib.AbstractContextManager[object]) -> None:
+        with torch.inference_mode():
             external = [e.revive() for e in self.external]
-            self._shared.begin_replay(self, external)
+            if self.tasks is not None and (rebound := self.tasks.rebound()):
+                self._shared.order.work("a replay", rebound, (), Line(), ReplayError)
             for node in self._nodes:
                 if isinstance(node, EagerCall):
                     with call_context:
@@ -453,9 +468,8 @@ class StrictShared:
     def __init__(self, device: torch.device) -> None:
         self.order = Order()
         self.order.unwatched = self.unwatched
-        self.tasks = TaskTable(
-            lambda what, read, written: self.order.work(what, read, written, Line(), ReplayError)
-        )
+        self.tasks = TaskTable(self.order)
+        self.order.settle = self.tasks.settle
         self.generator = torch.default_generator
         if device.type == "cuda":
             self.generator = torch.cuda.default_generators[device.index or 0]
@@ -522,6 +536,7 @@ class StrictShared:
         """
         self._learn(memory, host)
         self.tasks.preparation += 1
+        self.tasks.settle()
         guard = HostReadGuard(self._host, "while a replay is prepared", ReplayError)
         protected = {
             external.tensor.storage.cdata: external.name for tape in self._tapes for external in tape.external
@@ -563,13 +578,29 @@ class StrictShared:
             return
         self.order.copy(target, source)
 
-    def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
-        """Update a task; in a preparation refuse device tensors, whose values the host would wait for."""
+    def update_task(
+        self, key: TaskKey, updated: Mapping[str, Any], rebound: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Update a task; in a preparation refuse values of device tensors, for which the host would wait."""
         for tensor in tensors_of(dict(updated)):
             if self._guard is not None and tensor not in self._guard.host:
                 raise self._guard.host_read("an update of a task")
         with self.unwatched():
-            self.tasks.update(key, updated)
+            self.tasks.update(key, updated, rebound)
+
+    def hold(self, what: str, tensor: torch.Tensor) -> "_Rebound":
+        """Hold a rebound tensor of a task weakly.
+
+        Raises:
+            ReplayError: It is memory that a graph's capture allocated.
+        """
+        if storage_id(tensor) in self.pools():
+            raise ReplayError(
+                f"{what} is rebound to memory that a graph's capture allocated, at {Line()}",
+                hint="every replay may overwrite it: copy the tensor into memory of its own",
+                rule="GP15",
+            )
+        return _Rebound(tensor, what, f"the update at {Line()} gave it")
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:

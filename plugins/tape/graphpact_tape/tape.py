@@ -17,7 +17,15 @@ from typing import Any, ClassVar
 import torch
 
 from graphpact.errors import CaptureError, EngineError
-from graphpact.graphs.driver import DeclaredMemory, Event, Graph, Ownership, Stream, TaskKey
+from graphpact.graphs.driver import (
+    NONE_REBOUND,
+    DeclaredMemory,
+    Event,
+    Graph,
+    Ownership,
+    Stream,
+    TaskKey,
+)
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
@@ -34,6 +42,10 @@ from graphpact_tape.tasks import RULE, TaskTable
 __tracebackhide__ = True
 
 _WHEN = "while a graph is recorded"
+
+
+def _nothing() -> None:
+    """Order nothing: in fast mode all streams are one."""
 
 
 def _replay_of_released() -> None:
@@ -79,8 +91,15 @@ class Tape(Graph):
         return self._code.source
 
     def replay(self) -> None:
-        """Run every recorded operation once, in order."""
-        self._code.run()
+        """Run every recorded operation once, in order.
+
+        Raises:
+            ReplayError: A later graph has the key of its tasks, or the replay before waits for an update.
+        """
+        if self.tasks is None or self.tasks.table is None:
+            self._code.run()
+        else:
+            self.tasks.table.launch(self.tasks, _nothing, self._code.run)
 
     def release(self) -> None:
         """Drop the operations and every tensor that only they held."""
@@ -153,25 +172,40 @@ class TapeDriver(RecordingDriver):
                 tape = StrictTape(strict, self.record(strict, fn))
             return self._shared.keep(tape, self.memory, armed)
 
-    def task(self, key: TaskKey, op: Any, args: tuple[Any, ...], updated: Mapping[str, Any]) -> None:
-        """Call ``op(*args, **updated)``; in a region record it as one node, whose arguments are updated."""
+    def task(
+        self,
+        key: TaskKey,
+        op: Any,
+        args: tuple[Any, ...],
+        updated: Mapping[str, Any],
+        *,
+        rebound: Mapping[str, torch.Tensor] = NONE_REBOUND,
+        waits: bool = False,
+    ) -> None:
+        """Call ``op``; in a region record it as one node, whose arguments are updated."""
         if not self.is_capturing or self._recorder is None:
-            op(*args, **updated)
+            op(*args, **updated, **rebound)
         else:
-            self._recorder.task(key, op, args, updated)
+            self._recorder.task(key, op, args, updated, rebound=rebound, waits=waits)
 
     # -- around the replay -----------------------------------------------------------------------
 
-    def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
-        """Set the host arguments of a task for the next replay; see `graphpact_tape.tasks`."""
+    def update_task(
+        self,
+        key: TaskKey,
+        updated: Mapping[str, Any],
+        *,
+        rebound: Mapping[str, torch.Tensor] = NONE_REBOUND,
+    ) -> None:
+        """Set the arguments of a task for the next replay; see `graphpact_tape.tasks`."""
         if self.is_capturing and self._recorder is not None:
             raise self._recorder.guard.refusal(
                 f"the task {key.layer!r} of {key.graph} is updated",
                 "update tasks while a replay is prepared: a graph does not record updates",
                 RULE,
             )
-        table = self._tasks.update if self._shared is None else self._shared.update_task
-        table(key, updated)
+        update = self._tasks.update if self._shared is None else self._shared.update_task
+        update(key, updated, rebound)
 
     def guard(self, ownership: Ownership | None = None) -> object:
         """Return a `StrictGuard`.
@@ -187,6 +221,7 @@ class TapeDriver(RecordingDriver):
     ) -> Iterator[None]:
         """In strict mode refuse host reads of device tensors, and writes to the batch and other inputs."""
         if self._shared is None:
+            self._tasks.settle()
             yield
             return
         with self._shared.preparation(self.memory, host, read_only):
@@ -225,6 +260,12 @@ class TapeDriver(RecordingDriver):
         return None if self._shared is None else self._shared.order.copy_in_flight(source)
 
     def synchronize(self) -> None:
-        """Wait for every copy in flight; fast mode has none."""
-        if self._shared is not None:
+        """Wait for every copy in flight, of which fast mode has none.
+
+        Raises:
+            ReplayError: A replay was launched, and waits for the update of a task.
+        """
+        if self._shared is None:
+            self._tasks.settle()
+        else:
             self._shared.order.synchronize()
