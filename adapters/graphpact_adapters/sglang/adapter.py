@@ -17,12 +17,13 @@ import torch
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
 from graphpact_adapters.backend import Make
-from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
+from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
 from graphpact_adapters.sglang.batch import OWN, EngineTypes
 from graphpact_adapters.sglang.given import Kind, ModelRunnerSizes, model_runner
 from graphpact_adapters.sglang.readers import read as read_by_fields
-from graphpact_adapters.under_test import BuilderUnderTest
+from graphpact_adapters.tasks import Tasks
+from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.suite import PlannedLane, plan_lanes
@@ -55,6 +56,8 @@ class Backends:
             graphs of prefill.
         engine: What only an installed engine can make; by default the types of
             `graphpact_adapters.sglang.batch`.
+        tasks: What of the kernels the engine updates for each replay, as on an NPU. An update gets the batch
+            of the replay. Not for draft decodes.
     """
 
     make: Make
@@ -65,6 +68,7 @@ class Backends:
     trees: bool = False
     modes: frozenset[ForwardMode] | None = None
     engine: EngineTypes = OWN
+    tasks: Tasks | None = None
 
     @property
     def name(self) -> str:
@@ -74,7 +78,7 @@ class Backends:
     @property
     def experiments(self) -> Sequence[Experiment]:
         """The experiments of its lanes."""
-        return BUILDER_EXPERIMENTS
+        return BUILDER_EXPERIMENTS if self.tasks is None else TASK_EXPERIMENTS
 
     @property
     def not_shown(self) -> Sequence[str]:
@@ -129,6 +133,7 @@ class Backends:
             read = staticmethod(adapter.read)
             kind = adapter.kind
             trees = adapter.trees
+            tasks = adapter.tasks
             engine = adapter.engine
             calls = calls_of(adapter._example)
             capabilities = Capabilities(
@@ -152,4 +157,7 @@ class Backends:
             config = plan.lane.config
             if config.case.segments or config.mixed_dim is not None or config.case.frozen:
                 continue
-            yield replace(plan, lane=BuilderUnderTest(config, backend))
+            if self.tasks is not None and config.case.mode is ForwardMode.DRAFT_DECODE:
+                continue
+            driver = None if self.tasks is None else TaskTape
+            yield replace(plan, lane=BuilderUnderTest(config, backend, driver=driver))

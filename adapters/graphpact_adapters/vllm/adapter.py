@@ -19,10 +19,11 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, describe_error, place_of
 from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import Make
-from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
+from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.states import RecurrentLane
-from graphpact_adapters.under_test import BuilderUnderTest
+from graphpact_adapters.tasks import Tasks
+from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
 from graphpact_adapters.vllm.backend import VllmBackend, sizes_of
 from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.readers import read as read_by_fields
@@ -74,6 +75,8 @@ class Builders:
         block_sizes: The sizes of a KV-cache block that the builder serves.
         head_sizes: The head sizes that it serves; None for any.
         modes: The kinds of step; by default those that the kind's kernel model has.
+        tasks: What of the kernels the engine updates for each replay, as on an NPU. An update gets the
+            metadata of the step by layer name. Not for recurrent states, and for no draft of several steps.
     """
 
     make: Make
@@ -82,6 +85,15 @@ class Builders:
     block_sizes: Sequence[int] = (16,)
     head_sizes: Sequence[int] | None = None
     modes: frozenset[ForwardMode] | None = None
+    tasks: Tasks | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse tasks of a kind that has none."""
+        if self.tasks is not None and self.kind == "mamba":
+            raise ConfigError(
+                "Builders(kind='mamba', tasks=...): recurrent states are not updated in a graph",
+                hint="leave tasks out: the kernels of recurrent states take device tensors",
+            )
 
     @property
     def name(self) -> str:
@@ -91,7 +103,7 @@ class Builders:
     @property
     def experiments(self) -> Sequence[Experiment]:
         """The experiments of its lanes."""
-        return BUILDER_EXPERIMENTS
+        return BUILDER_EXPERIMENTS if self.tasks is None else TASK_EXPERIMENTS
 
     @property
     def not_shown(self) -> Sequence[str]:
@@ -100,11 +112,17 @@ class Builders:
 
     # -- lanes -----------------------------------------------------------------------------------
 
+    @property
+    def _all_modes(self) -> frozenset[ForwardMode]:
+        """The kinds of step. The steps of a draft in one graph are built by no replay, so none is updated."""
+        modes = _MODES[self.kind] if self.modes is None else self.modes
+        return modes if self.tasks is None else modes - {ForwardMode.DRAFT_DECODE}
+
     @cached_property
     def _capabilities(self) -> Capabilities:
         """All that the kernel model and the lanes of this kind have; graphs are asked of the builder."""
         return Capabilities(
-            modes=_MODES[self.kind] if self.modes is None else self.modes,
+            modes=self._all_modes,
             graph_support=GraphSupport.ALWAYS,
             dtypes=frozenset({torch.float32, torch.bfloat16}),
             devices=frozenset({"cpu"}),
@@ -141,6 +159,7 @@ class Builders:
             make = staticmethod(adapter.make)
             read = staticmethod(adapter.read)
             kind = adapter.kind
+            tasks = adapter.tasks
             capture_sizes = tuple(sizes)
             varlen = most
             capabilities = replace(adapter._capabilities, graph_support=support)
@@ -188,10 +207,18 @@ class Builders:
             if config.case.segments or config.case.frozen or config.mixed_dim is not None:
                 continue
             support = self.declared(config)
-            of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
-            yield replace(plan, lane=of_kind(config, self.backend(config, support)))
+            yield replace(plan, lane=self._lane(config, self.backend(config, support)))
             if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
                 yield from self._of_different_lengths(plan)
+
+    def _lane(
+        self, config: Config, backend: type[VllmBackend], most_tokens: int | None = None
+    ) -> BuilderUnderTest:
+        """Return a lane of the kind."""
+        of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
+        runner = ReferenceRunner if most_tokens is None else ReferenceRunner.of(config)
+        driver = None if self.tasks is None else TaskTape
+        return of_kind(config, backend, runner, driver=driver, most_tokens=most_tokens)
 
     def _of_different_lengths(self, plan: PlannedLane) -> Iterator[PlannedLane]:
         """Yield a lane of decodes of different lengths, if a builder declares graphs for them."""
@@ -203,12 +230,7 @@ class Builders:
         sizes = ((2, 2 * VARLEN), (4, 4 * VARLEN - 2))
         shapes = tuple(GraphShape(ForwardMode.MIXED, requests, tokens) for requests, tokens in sizes)
         config = replace(plan.lane.config, capture_shapes=shapes)
-        lane = BuilderUnderTest(
-            config,
-            self.backend(config, varlen=VARLEN),
-            ReferenceRunner.of(config),
-            most_tokens=VARLEN,
-        )
+        lane = self._lane(config, self.backend(config, varlen=VARLEN), most_tokens=VARLEN)
         yield replace(plan, lane=lane, suffix="-varlen")
 
     def probes(self, options: Options) -> Iterator[tuple[str, PlannedLane]]:
@@ -218,8 +240,7 @@ class Builders:
             needs = config.case.needs
             is_plain = not config.unusual and config.case.mode in _PROBED and not config.case.segments
             if is_plain and not self.declared(config).covers(needs):
-                of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
-                lane = of_kind(config, self.backend(config))
+                lane = self._lane(config, self.backend(config))
                 yield f"graphs {_NAMES[needs]}", replace(plan, lane=lane)
 
 

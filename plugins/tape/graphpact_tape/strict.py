@@ -108,6 +108,11 @@ class _Rebound(_External):
         )
 
 
+def hold_weakly(what: str, tensor: torch.Tensor) -> _Rebound:
+    """Hold a rebound tensor of a task weakly, as a graph holds its memory."""
+    return _Rebound(tensor, what, f"the update at {Line()} gave it")
+
+
 @dataclass(frozen=True, slots=True)
 class _Borrowed:
     """A placeholder in the record for an external tensor, which is held weakly."""
@@ -600,7 +605,7 @@ class StrictShared:
                 hint="every replay may overwrite it: copy the tensor into memory of its own",
                 rule="GP15",
             )
-        return _Rebound(tensor, what, f"the update at {Line()} gave it")
+        return hold_weakly(what, tensor)
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:

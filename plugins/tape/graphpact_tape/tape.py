@@ -33,10 +33,11 @@ from graphpact_tape.code import Code
 from graphpact_tape.guard import StrictGuard
 from graphpact_tape.host import HostMemory, HostReadGuard, tensors_of
 from graphpact_tape.nodes import Node, repeat
+from graphpact_tape.order import Order
 from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
 from graphpact_tape.reuse import in_shared_memory, private_memory
 from graphpact_tape.rewrites import memory_of, rewritten
-from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape
+from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape, hold_weakly
 from graphpact_tape.tasks import RULE, TaskTable
 
 __tracebackhide__ = True
@@ -129,6 +130,7 @@ class TapeDriver(RecordingDriver):
         device: See `GraphDriver`.
         strict: See `GraphDriver`.
         traced: Whether tapes keep a `trace`: every operation that their capture dispatched.
+        strict_tasks: Whether updates of tasks are checked in fast mode too, as in strict mode.
     """
 
     name: ClassVar[str] = "tape"
@@ -136,11 +138,19 @@ class TapeDriver(RecordingDriver):
     has_tasks: ClassVar[bool] = True
     repeats_eager_kernels: ClassVar[bool] = True
 
-    def __init__(self, device: torch.device, *, strict: bool = False, traced: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        strict: bool = False,
+        traced: bool = False,
+        strict_tasks: bool = False,
+    ) -> None:
         super().__init__(device, strict=strict)
         self.traced = traced
         self._shared = StrictShared(device) if strict else None
-        self._tasks = TaskTable()  # of fast mode
+        self._hold = hold_weakly if strict_tasks else None  # these two are of fast mode
+        self._tasks = TaskTable(Order() if strict_tasks else None)
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:  # noqa: ARG003  it runs anywhere
@@ -163,7 +173,9 @@ class TapeDriver(RecordingDriver):
             host = HostMemory(self.memory.host, strict=self.strict)
             guard = HostReadGuard(host, _WHEN, CaptureError)
             if self._shared is None:
-                fast = Tape(self.record(Recorder(guard, traced=self.traced, work_only=True), fn))
+                recorder = Recorder(guard, traced=self.traced, work_only=True)
+                recorder.hold = self._hold
+                fast = Tape(self.record(recorder, fn))
                 self._tasks.add(fast.tasks)
                 return fast
             self._shared.order.finish_copies()
@@ -222,6 +234,7 @@ class TapeDriver(RecordingDriver):
         """In strict mode refuse host reads of device tensors, and writes to the batch and other inputs."""
         if self._shared is None:
             self._tasks.settle()
+            self._tasks.preparation += 1
             yield
             return
         with self._shared.preparation(self.memory, host, read_only):

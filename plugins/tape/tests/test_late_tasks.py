@@ -139,7 +139,9 @@ def test_a_rebound_tensor_that_is_gone_is_named(way: Callable[[Tabled], None], s
     """A tensor that was freed or moved before the replay is GP14, with the argument and the update's line."""
     layers = Tabled(strict=True)
     way(layers)
-    with pytest.raises(ReplayError, match=f"table of task 0 of g .* {says}.*the update at .*test_late") as gone:
+    with pytest.raises(
+        ReplayError, match=f"table of task 0 of g .* {says}.*the update at .*test_late"
+    ) as gone:
         layers.graph.replay()
     assert gone.value.rule == "GP14"
     layers.tables = [_table(3), _table(4)]
@@ -341,7 +343,10 @@ def test_an_update_of_the_next_step_waits_for_the_replay() -> None:
         layers.update_all(layers.tables)
     layers.require(3)
     layers.graph.replay()
-    with pytest.raises(ReplayError, match="its arguments are in use: a replay of g reads them") as refused, side:
+    with (
+        pytest.raises(ReplayError, match="its arguments are in use: a replay of g reads them") as refused,
+        side,
+    ):
         layers.update_all(layers.tables)
     assert refused.value.rule == "GP21"
 
