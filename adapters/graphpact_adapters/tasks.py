@@ -66,6 +66,14 @@ class Tasks:
     update: Update | None = None
     key: Callable[[GraphShape], Hashable] = lambda shape: shape
 
+    def __post_init__(self) -> None:
+        """Refuse tasks without an argument that is updated."""
+        if not self.arguments:
+            raise ConfigError(
+                "Tasks(arguments=()): no argument is updated",
+                hint="name the arguments that the engine updates, or leave tasks out",
+            )
+
 
 @dataclass
 class Task:
@@ -173,9 +181,9 @@ class TaskRecorder:
         for other, graph in self._graphs.items():
             if other != shape and graph.key == key:
                 raise CaptureError(
-                    f"the graphs of {other} and {shape} have one key, {key}: an update finds the tasks of both",
-                    hint="give each graph a key of its own: a count of tokens is that of several graphs, if they"
-                    " differ in requests or kind of step",
+                    f"the graphs of {other} and {shape} have one key, {key}: an update finds both",
+                    hint="give each graph a key of its own: a count of tokens is that of several graphs, if"
+                    " they differ in requests or kind of step",
                     rule="GP21",
                 )
         self._shape = shape
@@ -251,9 +259,10 @@ def paths_of(reads: Reads, names: Sequence[str]) -> dict[str, str]:
     there = {field_name(reads, path): path for path, value in leaves(reads) if value is not None}
     if unknown := [name for name in names if name not in there]:
         raise ConfigError(
-            f"Tasks(arguments=...) has {', '.join(unknown)}, which is no argument of the kernel; its reads have"
-            f" {', '.join(there)}",
-            hint="name what the reader returns: a field of its parts, or the name that Part(names=...) gives it",
+            f"Tasks(arguments=...) has {', '.join(unknown)}, which is no argument of the kernel; its reads"
+            f" have {', '.join(there)}",
+            hint="name what the reader returns: a field of its parts, or the name that Part(names=...) gives"
+            " it",
         )
     return {name: there[name] for name in names}
 
@@ -356,8 +365,8 @@ def _operator(parameters: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
     """Return the operator of kernels with some updated arguments, each a name and its type."""
     updated = "".join(f", {kind} {name}" for name, kind in parameters)
     return define_kernel(
-        f"attend_task_{next(_NUMBERS)}(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache, Tensor(b!) v_cache,"
-        f" Tensor[] fixed, int call, Tensor(c!) out, *{updated}) -> ()",
+        f"attend_task_{next(_NUMBERS)}(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache,"
+        f" Tensor(b!) v_cache, Tensor[] fixed, int call, Tensor(c!) out, *{updated}) -> ()",
         _run,
         namespace="graphpact_adapters",
     )

@@ -99,10 +99,12 @@ def test_an_argument_that_the_kernel_has_not_is_told() -> None:
 
 
 def test_tasks_are_of_attention_alone() -> None:
-    """Recurrent states take device tensors, and the steps of a draft are built by no replay."""
+    """Recurrent states and steps of a draft have none, and one argument at least is named."""
     with pytest.raises(ConfigError, match="recurrent states are not updated"):
-        Builders(built.AscendBuilder, kind="mamba", tasks=Tasks(()))
-    modes = built.under_test()._all_modes  # noqa: SLF001
+        Builders(built.AscendBuilder, kind="mamba", tasks=Tasks(("seq_lens",)))
+    with pytest.raises(ConfigError, match="no argument is updated"):
+        Tasks(())
+    modes = built.under_test()._all_modes
     assert "draft_decode" not in {mode.value for mode in modes}
 
 

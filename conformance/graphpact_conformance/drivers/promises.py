@@ -68,7 +68,7 @@ def _(x: torch.Tensor, out: torch.Tensor, weights: list[int]) -> None:
 
 @torch.library.custom_op("graphpact_conformance::pick_rows", mutates_args=("out",))
 def _pick_rows(x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write the rows of ``x`` with some indices into ``out``: an operator that takes a table by its address."""
+    """Write the rows of ``x`` with some indices into ``out``: an operator that takes a table by address."""
     out.copy_(x[rows])
 
 
@@ -513,8 +513,8 @@ def a_task_takes_the_arguments_of_its_update(driver: GraphDriver) -> None:
 @_promise(
     "GP21",
     "GraphDriver.task",
-    "read the device tensors of `rebound` at the addresses that the last `update_task` gave, and not at those of the"
-    " capture, whose memory may be gone",
+    "read the device tensors of `rebound` at the addresses that the last `update_task` gave, and not at those"
+    " of the capture, whose memory may be gone",
 )
 def a_task_reads_the_tensors_of_its_update(driver: GraphDriver) -> None:
     """A replay reads each rebound tensor where its update says, with the contents at the replay."""
@@ -539,8 +539,8 @@ def a_task_reads_the_tensors_of_its_update(driver: GraphDriver) -> None:
 @_promise(
     "GP21",
     "GraphDriver.task",
-    "let the graph wait for the update in front of a task that `waits`, as for an event, and run the task with its"
-    " arguments",
+    "let the graph wait for the update in front of a task that `waits`, as for an event, and run the task with"
+    " its arguments",
 )
 def an_update_may_follow_the_launch(driver: GraphDriver) -> None:
     """A replay whose tasks wait takes the arguments of updates that come after its launch."""

@@ -383,16 +383,20 @@ def _keeps_tables(base: type[Any]) -> type[Any]:
     class KeepsTables(base):  # type: ignore[misc]
         """A driver that rebinds a tensor to the address of the capture."""
 
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.tables: dict[TaskKey, Mapping[str, torch.Tensor]] = {}
+
         def task(self, key: TaskKey, op: Any, args: Any, updated: Any, **more: Any) -> None:
             """Record, and keep the tensors."""
-            vars(self).setdefault("tables", {})[key] = more.get("rebound", {})
+            self.tables[key] = more.get("rebound", {})
             super().task(key, op, args, updated, **more)
 
         def update_task(
             self, key: TaskKey, updated: Any, *, rebound: Mapping[str, torch.Tensor] = NONE_REBOUND
         ) -> None:
             """Update by value alone."""
-            captured = vars(self).get("tables", {}).get(key, {})
+            captured = self.tables.get(key, rebound)
             super().update_task(key, updated, rebound={name: captured[name] for name in rebound})
 
     return KeepsTables

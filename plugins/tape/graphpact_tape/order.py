@@ -348,7 +348,7 @@ class Order:
         """Return whether the current stream's next work waits for a piece of work."""
         stream = self.current
         assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
-        return max(stream.clock.get(point.stream, 0), self._host.get(point.stream, 0)) >= point.count
+        return max(stream.clock.get(point.stream, 0), self._host.get(point.stream, 0)) >= point.place
 
     # -- copies and waits ------------------------------------------------------------------------
 

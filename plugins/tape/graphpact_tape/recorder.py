@@ -275,8 +275,7 @@ class Recorder(Watcher):
         try:
             with modes_left(self.guard, self):  # copies of arguments are no work of the region
                 task = RecordedTask(key, op, updated, rebound, Line(), waits=waits, hold=self.hold)
-            if inside := [name for name, tensor in rebound.items() if self.owns(tensor)]:
-                raise TypeError(f"{', '.join(inside)} is memory of the graph, which cannot be rebound")
+            self._require_outside(rebound)
         except TypeError as error:
             raise self.guard.refusal(
                 f"the task {key.layer!r} of {key.graph}: {error}, recorded",
@@ -371,6 +370,11 @@ class Recorder(Watcher):
         self.allocated.update((storage_id(t), t.untyped_storage()) for t in tensors)
 
     # -- internal --------------------------------------------------------------------------------
+
+    def _require_outside(self, rebound: Mapping[str, torch.Tensor]) -> None:
+        """Raise `TypeError` for a rebound argument in the graph's own memory, which replays reuse."""
+        if inside := [name for name, tensor in rebound.items() if self.owns(tensor)]:
+            raise TypeError(f"{', '.join(inside)} is memory of the graph, which cannot be rebound")
 
     def _check_reshape(self, func: Any, tensor: torch.Tensor) -> None:
         """Refuse a change of shape in place that resizes memory, or of a tensor from outside the region."""

@@ -167,10 +167,10 @@ def _forms(values: Mapping[str, Any], rebound: Mapping[str, Any]) -> dict[str, s
 
 
 class Point(NamedTuple):
-    """A piece of work of a stream: its number there, what it is, and the caller's line."""
+    """A piece of work of a stream: its place there, what it is, and the caller's line."""
 
     stream: int
-    count: int
+    place: int
     what: str
     line: Line
 
@@ -429,7 +429,7 @@ class TaskTable:
             if launch is None:
                 return
             point = launch.point
-            if clock is not None and point is not None and clock.get(point.stream, 0) < point.count:
+            if clock is not None and point is not None and clock.get(point.stream, 0) < point.place:
                 return
             graph, self._launched = launch.graph, None
             late = (task for layer, task in graph.tasks.items() if layer not in graph.updated)

@@ -153,7 +153,7 @@ def test_a_rebound_tensor_that_is_gone_is_named(way: Callable[[Tabled], None], s
 def test_a_rebound_tensor_is_no_memory_of_a_graph() -> None:
     """A tensor that a capture allocated is overwritten by replays: GP15."""
     layers = Tabled(strict=True)
-    with pytest.raises(ReplayError, match="table of task 0 of g .* a graph's capture allocated") as refused:
+    with pytest.raises(ReplayError, match=r"table of task 0 of g .* a graph's capture allocated") as refused:
         layers.update(0, layers.graph.outputs.flatten().long().set_(layers.graph.outputs.untyped_storage()))
     assert refused.value.rule == "GP15"
 
@@ -181,7 +181,7 @@ def test_an_update_rebinds_what_the_capture_declared(way: Callable[[Tabled], Non
     layers = Tabled(strict=strict)
     if way is _of_another_dtype and not strict:
         return
-    with pytest.raises(ReplayError, match="task 0 of g .* is updated at") as refused:
+    with pytest.raises(ReplayError, match=r"task 0 of g .* is updated at") as refused:
         way(layers)
     assert refused.value.rule == "GP21"
 
@@ -226,7 +226,7 @@ def test_a_capture_refuses_what_cannot_be_rebound(*, strict: bool) -> None:
 def test_updates_may_follow_the_launch(
     *, strict: bool, count: int, before: int, on_side: bool, beside: bool, values: list[int]
 ) -> None:
-    """Some updates before the launch and the rest after it, on any stream, from any thread: the same result."""
+    """Updates before the launch and after it, on any stream, from any thread, give the same result."""
     layers = Tabled(strict=strict, waits=True, count=count)
     main, side = layers.driver.current_stream(), layers.driver.stream()
     for value in values:
@@ -290,7 +290,7 @@ def _waits_for_an_event(layers: Tabled) -> None:
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("need", [_synchronizes, _prepares, _replays, _waits_for_an_event])
 def test_an_update_that_never_comes_is_named(need: Callable[[Tabled], None], *, strict: bool) -> None:
-    """What needs a replay that waits for an update is GP21, names the task and the launch, and is told once."""
+    """What needs a replay that waits for an update is GP21, once, with the task and the launch."""
     layers = Tabled(strict=strict, waits=True)
     if need is _waits_for_an_event and not strict:
         return  # an event of a driver without streams knows no driver
