@@ -1,5 +1,7 @@
 """Attention builders of other engines under graphpact's suite: the adapters.
 
+    stand_ins     modules in the place of absent ones, for authors
+    needs         what code reads and an adapter lacks
     reads         what a recorded kernel reads of a builder's metadata, and models of the kernels
     recurrent     the same of layers with recurrent states
     tasks         kernels whose arguments an engine updates in the graph, as on an NPU

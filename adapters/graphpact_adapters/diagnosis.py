@@ -26,7 +26,7 @@ from graphpact_adapters.under_test import BuilderUnderTest, backend_of
 from graphpact_conformance.experiments.base import differences, spell, values_at, wrong_results
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.raised import message_of, rule_of
+from graphpact_conformance.subject.raised import message_of, need_of, rule_of
 from graphpact_conformance.subject.records import StepRecord
 from graphpact_conformance.world.problems import Problem
 from graphpact_tape.poison import is_poison
@@ -65,6 +65,8 @@ def explain(
     try:
         right = _right(lane, fresh, step, view, shape)
     except ConfigError as unread:
+        if need_of(unread) is not None:
+            raise
         yield lane.finding(
             "GP10",
             hook=hook_of(rig),

@@ -19,7 +19,7 @@ from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.experiments.base import Findings, spell, values_at
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.raised import causes, message_of
+from graphpact_conformance.subject.raised import causes, message_of, need_of
 from graphpact_conformance.subject.under_test import CannotCaptureError, UnderTest
 from graphpact_conformance.world.problems import (
     Drawn,
@@ -146,7 +146,9 @@ def _captures(
     try:
         for shape in shapes:
             rig.capture(shape)
-    except Exception as error:  # noqa: BLE001  the code under test may raise anything
+    except Exception as error:  # the code under test may raise anything
+        if need_of(error) is not None:
+            raise
         return lane.of_error(error, expected=expected, problem=steps.exact)
     return None
 

@@ -18,7 +18,7 @@ from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.raised import causes
+from graphpact_conformance.subject.raised import causes, need_of
 from graphpact_conformance.subject.records import StepRecord, copies
 from graphpact_conformance.subject.under_test import CannotCaptureError
 from graphpact_conformance.world.problems import Drawn, Problem
@@ -95,7 +95,9 @@ class BuilderUnderTest(LaneUnderTest):
         try:
             with torch.inference_mode():
                 outputs = rig.net(view, backend_of(rig).steps_of(view, built), rig.backend.forward)
-        except Exception as error:  # noqa: BLE001  kernels refuse what they cannot read
+        except Exception as error:  # kernels refuse what they cannot read
+            if need_of(error) is not None:
+                raise
             step.error = error
             return step
         live = outputs.rows(problem.batch_size, len(problem.tokens))

@@ -24,7 +24,8 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
     for result in results:
         kept.setdefault(result.model_dump_json(exclude={"seconds"}), result)
     results = [*kept.values()]
-    claims = [_all_of(claims) for claims in zip(*(part.claims for part in parts), strict=True)]
+    # A part that was stopped has none.
+    claims = [_all_of(claims) for claims in zip(*(p.claims for p in parts if p.claims), strict=True)]
     if claims:
         results.append(of_claims(claims, results))
     drivers = dict.fromkeys(name for part in parts for name in part.drivers)
@@ -32,7 +33,8 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
         update={
             "results": results,
             "claims": claims,
-            "hints": hints_of(claims),
+            "hints": hints_of(claims) if claims else list(dict.fromkeys(h for p in parts for h in p.hints)),
+            "not_shown": list(dict.fromkeys(text for part in parts for text in part.not_shown)),
             "drivers": list(drivers),
             "drawn": joined(part.drawn for part in parts),
         }

@@ -36,6 +36,7 @@ class Options:
         all_findings: Whether to keep every finding, also several of one field, and more than 8 of a rule.
         scenario: File of recorded steps; the lanes are then those of the file.
         kernels: Kernel provider of the checked backends.
+        probe: Whether to look only for values that code of another engine reads and its adapter lacks.
     """
 
     seed: int = 0
@@ -49,6 +50,7 @@ class Options:
     all_findings: bool = False
     scenario: str | None = None
     kernels: Kernels = "auto"
+    probe: bool = False
 
 
 @dataclass(frozen=True, slots=True)

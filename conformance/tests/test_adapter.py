@@ -29,6 +29,10 @@ class Checks:
     def __init__(self, make: Any) -> None:
         self.make = make
 
+    def needs(self, options: Options) -> Iterator[Any]:
+        """Return no need."""
+        return self.lanes(options)
+
     def lanes(self, options: Options) -> Iterator[Any]:
         """Return no lane."""
         del options

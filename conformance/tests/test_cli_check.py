@@ -1,6 +1,7 @@
 """``graphpact check``, ``report`` and ``explain``: options, output and exit status."""
 
 import json
+import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
@@ -40,6 +41,26 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
         return asked
 
     return put
+
+
+def test_a_terminated_run_prints_what_it_had(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """SIGTERM ends a run as Ctrl-C does: what was found is printed and written, and the status is 143."""
+    before = signal.getsignal(signal.SIGTERM)
+
+    def check(*_: Any, **__: Any) -> Report:
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt as interrupt:
+            raise supervise.StoppedError(report(), signal.Signals(interrupt.args[0])) from interrupt
+        raise AssertionError("SIGTERM did not stop it")
+
+    monkeypatch.setattr(supervise, "check", check)
+    assert main(["check", "some_backend", "--report", str(tmp_path)]) == 128 + signal.SIGTERM
+    assert report().plugins[0].name in capsys.readouterr().out
+    assert {path.name for path in tmp_path.iterdir()} == {*FILES}
+    assert signal.getsignal(signal.SIGTERM) is before
 
 
 @pytest.mark.parametrize(

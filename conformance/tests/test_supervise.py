@@ -704,3 +704,22 @@ def test_an_interrupt_leaves_no_process_behind(bench: Bench) -> None:
     with pytest.raises(KeyboardInterrupt):
         bench.check("hangs", on_begin=interrupt, workers=1)
     assert not is_alive(int((bench.root / "hangs").read_text()))
+
+
+def test_a_stopped_run_has_what_it_had_found(bench: Bench) -> None:
+    """The results before a signal are there, what was not examined is said, and it is no verdict."""
+
+    def interrupt(target: Target, work: str) -> None:
+        if (target.name, work) == ("hangs", "work_2"):
+            raise KeyboardInterrupt(signal.SIGTERM)
+
+    with pytest.raises(supervise.StoppedError) as stopped:
+        bench.check("good", "hangs", on_begin=interrupt, workers=1)
+    assert stopped.value.number == signal.SIGTERM
+    good, hangs = stopped.value.report.plugins
+    assert {result.outcome for result in good.results} == {Outcome.PASS}
+    assert [(r.lane, r.outcome, r.reason) for r in hangs.results if r.check == "suite"] == [
+        ("the rest", Outcome.ERROR, "the run was stopped by SIGTERM")
+    ]
+    assert "work_1" in {result.lane for result in hangs.results}
+    assert stopped.value.report.exit_code is ExitCode.SUITE_ERROR

@@ -15,13 +15,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from graphpact_adapters.stand_ins import NOTE
 from graphpact_conformance.cli.results import progress
 from graphpact_conformance.isolation import supervise
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Report
 from graphpact_conformance.targets import Options
 
-STAND_INS = "stand-ins called: "
-"""How an adapter's note on them begins; see `peers.stand_ins`."""
 WORKERS = 2
 TIMEOUT = 300.0
 """Seconds for one piece of work: kernels of metadata are interpreted."""
@@ -147,7 +146,7 @@ def _verdict(row: Row, plugin: PluginResults) -> Verdict:
         lanes=len({result.lane for result in results}),
         replayed=len(with_graph),
         findings=tuple(first.values()),
-        stand_ins="".join(n.removeprefix(STAND_INS) for n in plugin.not_shown if n.startswith(STAND_INS)),
+        stand_ins=", ".join(n.removeprefix(NOTE) for n in plugin.not_shown if n.startswith(NOTE)),
         fault=faults[0] if faults else "",
     )
 

@@ -17,7 +17,6 @@ Does not: run a kernel of attention, or hold anything of SGLang.
 import contextlib
 import importlib
 import os
-import sys
 import types
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,8 +26,9 @@ from unittest import mock
 import torch
 from torch.overrides import TorchFunctionMode
 
+from graphpact_adapters import stand_ins
 from graphpact_adapters.sglang.given import Given
-from peers import flashinfer_wrappers, stand_ins
+from peers import flashinfer_wrappers
 
 ABSENT = (
     "IPython", "PIL", "aiter", "compressed_tensors", "cuda", "dill", "einops", "fastapi", "flash_attn",
@@ -63,9 +63,7 @@ def install(wheel: Path) -> None:
     os.environ["SGLANG_FLASHINFER_WORKSPACE_SIZE"] = "1024"
     stand_ins.install(ABSENT, HEAVY)
     for name in ("sglang", "sglang.srt.configs"):
-        package = stand_ins._Module(name)
-        package.__path__ = [str(wheel.joinpath(*name.split(".")))]
-        sys.modules[name] = package
+        stand_ins.package(name, wheel.joinpath(*name.split(".")))
     flashinfer = importlib.import_module("flashinfer")
     for name in vars(flashinfer_wrappers):
         if name.startswith(("Batch", "fast_")):

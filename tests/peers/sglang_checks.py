@@ -10,15 +10,16 @@ interprets the kernels of metadata, element by element.
 
 import functools
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, fields
 from typing import Any
 
+from graphpact_adapters import stand_ins
 from graphpact_adapters.sglang import Backends
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.targets import Options
-from peers import sglang_adapted, stand_ins
-from peers.job import STAND_INS, Known, Row
+from peers import sglang_adapted
+from peers.job import Known, Row
 from peers.wheels import TRITON, Wheel, unpack
 
 SGLANG = Wheel("sglang", "0.5.23", tuple(f"sglang/kernels/jit/{name}/*" for name in ("csrc", "include")))
@@ -29,12 +30,6 @@ MSGSPEC = Wheel("msgspec", "0.22.0", ("msgspec/*.so",))
 @dataclass(frozen=True)
 class Released(Backends):
     """A backend of the wheel."""
-
-    @property
-    def not_shown(self) -> Sequence[str]:
-        """What no lane exercises, and the stand-ins that the backend called."""
-        called = sorted(set(stand_ins.called()))
-        return (*super().not_shown, *([STAND_INS + ", ".join(called)] if called else []))
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run."""

@@ -24,8 +24,8 @@ from typing import Any
 
 import torch
 
+from graphpact_adapters import stand_ins
 from graphpact_adapters.vllm.given import Kind, Namespace
-from peers import stand_ins
 from peers.wheels import TRITON, Wheel, unpack
 
 VLLM = Wheel("vllm", "0.33.0")

@@ -5,7 +5,7 @@
 Does not: run anything; see `peers.__main__`.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,8 @@ from graphpact_adapters.vllm import Builders
 from graphpact_adapters.vllm.readers import read as by_fields
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.targets import Options
-from peers import stand_ins, vllm_builders, vllm_readers
-from peers.job import STAND_INS, Known, Row
+from peers import vllm_builders, vllm_readers
+from peers.job import Known, Row
 from peers.wheels import TRITON, unpack
 
 _DECODE = frozenset({ForwardMode.DECODE})
@@ -50,12 +50,6 @@ class Released(Builders):
     """
 
     of_low_caches: bool = False
-
-    @property
-    def not_shown(self) -> Sequence[str]:
-        """What no lane exercises, and the stand-ins that builders called."""
-        called = sorted(set(stand_ins.called()))
-        return (*super().not_shown, *([STAND_INS + ", ".join(called)] if called else []))
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run."""

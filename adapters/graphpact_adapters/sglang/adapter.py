@@ -16,8 +16,10 @@ import torch
 
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
+from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
+from graphpact_adapters.needs import needs_of
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
 from graphpact_adapters.sglang.batch import OWN, EngineTypes
 from graphpact_adapters.sglang.given import Kind, ModelRunnerSizes, model_runner
@@ -26,7 +28,7 @@ from graphpact_adapters.tasks import Tasks
 from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import PlannedLane, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, plan_lanes
 from graphpact_conformance.targets import Options
 
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
@@ -86,6 +88,7 @@ class Backends:
         return (
             "the backend's own kernels, all rules: a model of them reads the metadata",
             "draft trees, all rules: the drafts of all steps are chains",
+            *stand_ins.notes(),
         )
 
     # -- lanes -----------------------------------------------------------------------------------
@@ -110,7 +113,9 @@ class Backends:
             is_draft_worker=True,
             drafts=True,
         )
-        return self.make(model_runner(sizes, table))
+        made = self.make(model_runner(sizes, table))
+        stand_ins.called()  # those of imports do not count
+        return made
 
     @property
     def _modes(self) -> frozenset[ForwardMode]:
@@ -149,6 +154,10 @@ class Backends:
             )
 
         return OfFactory
+
+    def needs(self, options: Options) -> Iterator[Needs]:
+        """Yield what backends read of the model runner and batch, and the adapter lacks."""
+        return needs_of(lambda asked: [*replace(self).lanes(asked)], options)
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run."""

@@ -14,7 +14,8 @@ from typing import Any, Literal
 
 import torch
 
-from graphpact.errors import UsageError
+from graphpact_adapters.needs import missing
+from graphpact_conformance.subject.raised import NeedsValueError
 
 Kind = Literal["mha", "mla"]
 
@@ -69,7 +70,7 @@ class ModelRunnerSizes:
         return replace(self, max_requests=self.max_requests * room)
 
 
-class NotInModelRunnerError(UsageError):
+class NotInModelRunnerError(NeedsValueError):
     """A backend read an attribute that it was not given.
 
     It is no ``AttributeError``: ``getattr(runner, name, default)`` and ``hasattr`` raise it too, since a
@@ -101,9 +102,12 @@ class Given:
         if name in self._absent:
             raise AttributeError(f"{self._path} has no attribute {name!r}")
         there = ", ".join(sorted(key for key in self.__dict__ if not key.startswith("_"))) or "nothing"
-        raise NotInModelRunnerError(
+        return missing(
+            self._path,
+            name,
             f"{self._path}.{name} was read, and is not given; given are {there}",
             hint=f"give {self._path} a value for {name!r}, or list it as absent if an engine may lack it",
+            error=NotInModelRunnerError,
         )
 
     def __repr__(self) -> str:

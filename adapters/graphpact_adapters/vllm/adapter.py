@@ -18,8 +18,10 @@ from graphpact.attention import Capabilities, GraphSupport, HeadLayout, LayerSpe
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, describe_error, place_of
 from graphpact.shapes import GraphShape
+from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import Make
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
+from graphpact_adapters.needs import needs_of
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.states import RecurrentLane
 from graphpact_adapters.tasks import Tasks
@@ -29,21 +31,24 @@ from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vl
 from graphpact_adapters.vllm.readers import read as read_by_fields
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import PlannedLane, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, plan_lanes
 from graphpact_conformance.targets import Options
 from graphpact_conformance.world.lanes import Case, Config
 
 SUPPORT = {
-    3: GraphSupport.ALWAYS,
-    2: GraphSupport.UNIFORM,
-    1: GraphSupport.UNIFORM_DECODE,
-    0: GraphSupport.NEVER,
+    "ALWAYS": GraphSupport.ALWAYS,
+    "UNIFORM_BATCH": GraphSupport.UNIFORM,
+    "UNIFORM_SINGLE_TOKEN_DECODE": GraphSupport.UNIFORM_DECODE,
+    "PURE_DECODE_ONLY": GraphSupport.UNIFORM_DECODE,
+    "NEVER": GraphSupport.NEVER,
 }
-"""Graph support by the value of vLLM's ``AttentionCGSupport``."""
+"""Graph support by the names of vLLM's ``AttentionCGSupport``; the values had other meanings before."""
 _NAMES = {GraphSupport.ALWAYS: "ALWAYS", GraphSupport.UNIFORM: "UNIFORM_BATCH"} | {
     GraphSupport.UNIFORM_DECODE: "UNIFORM_SINGLE_TOKEN_DECODE"
 }
 """vLLM's names of graph support."""
+_EARLIER = ("cudagraph_support", "attn_cudagraph_support")
+"""The attributes in which builders of earlier releases declare it; later ones have a method."""
 _PROBED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.MIXED)
 VARLEN = 4
 """The most tokens of a request in lanes of decodes of different lengths."""
@@ -75,6 +80,9 @@ class Builders:
         block_sizes: The sizes of a KV-cache block that the builder serves.
         head_sizes: The head sizes that it serves; None for any.
         modes: The kinds of step; by default those that the kind's kernel model has.
+        pads_replays: Whether the build of a replay gets the graph's padding rows and tokens, as V2 does it.
+            False for runners of earlier releases: the builder then sees the live requests alone, and the
+            graph reads what stands in the rows behind them.
         tasks: What of the kernels the engine updates for each replay, as on an NPU. An update gets the
             metadata of the step by layer name. Not for recurrent states, and for no draft of several steps.
     """
@@ -85,6 +93,7 @@ class Builders:
     block_sizes: Sequence[int] = (16,)
     head_sizes: Sequence[int] | None = None
     modes: frozenset[ForwardMode] | None = None
+    pads_replays: bool = True
     tasks: Tasks | None = None
 
     def __post_init__(self) -> None:
@@ -107,8 +116,11 @@ class Builders:
 
     @property
     def not_shown(self) -> Sequence[str]:
-        """What no lane exercises: the kernels themselves."""
-        return ("the builder's own kernels, all rules: a model of them reads the metadata",)
+        """What no lane exercises: the kernels themselves, and what stand-ins took the place of."""
+        return (
+            "the builder's own kernels, all rules: a model of them reads the metadata",
+            *stand_ins.notes(),
+        )
 
     # -- lanes -----------------------------------------------------------------------------------
 
@@ -162,6 +174,7 @@ class Builders:
             tasks = adapter.tasks
             capture_sizes = tuple(sizes)
             varlen = most
+            pads_replays = adapter.pads_replays
             capabilities = replace(adapter._capabilities, graph_support=support)
 
         return OfFactory
@@ -170,14 +183,15 @@ class Builders:
         """Return a builder for a lane, and the configuration and spec that its class methods get.
 
         Raises:
-            ConfigError: The factory makes no builder, or that has no ``get_cudagraph_support``.
+            ConfigError: The factory makes no builder, or that does not say its graph support.
         """
         group = 1 if self.kind == "sliding_window" else 0  # the layers of the other group have no window
         sizes = sizes_of(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen)
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
         try:
             builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
-            builder.get_cudagraph_support(engine, getattr(builder, "kv_cache_spec", spec))
+            stand_ins.called()  # those of imports do not count
+            support_of(builder, engine, getattr(builder, "kv_cache_spec", spec))
         except NotGivenError:
             raise
         except Exception as error:
@@ -185,7 +199,8 @@ class Builders:
                 f"{self.name} makes no builder with graph support: {describe_error(error)},"
                 f" at {place_of(error)}",
                 hint="it is called with (kv_cache_spec, layer_names, vllm_config, device), on the CPU; the"
-                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport",
+                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport,"
+                " and its cudagraph_support was one in earlier releases",
             ) from error
         return builder, engine, getattr(builder, "kv_cache_spec", spec)
 
@@ -198,18 +213,39 @@ class Builders:
         drafts = config.case.mode is ForwardMode.DRAFT_DECODE
         if drafts and not getattr(builder, "supports_draft_decode_metadata_update", False):
             return GraphSupport.NEVER
-        return SUPPORT[int(builder.get_cudagraph_support(engine, spec).value)]
+        return support_of(builder, engine, spec)
+
+    def needs(self, options: Options) -> Iterator[Needs]:
+        """Yield what builders read of their configuration and batches, and the adapter lacks."""
+        return needs_of(lambda asked: [*self._plain(asked)], options, self._declared)
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
-        """Yield the lanes of a run, each with the graph support that is declared in it."""
+        """Yield the lanes of a run, each with the graph support that is declared in it.
+
+        A lane whose builder cannot say, as it reads what the adapter lacks, has all graphs: it will read it
+        again there.
+        """
+        for plan in self._plain(options):
+            try:
+                yield from self._declared(plan)
+            except NotGivenError:
+                yield plan
+
+    def _plain(self, options: Options) -> Iterator[PlannedLane]:
+        """Yield the lanes of a run, with all graphs."""
         for plan in plan_lanes(self.backend(), ReferenceRunner, options):
             config = plan.lane.config
-            if config.case.segments or config.case.frozen or config.mixed_dim is not None:
-                continue
-            support = self.declared(config)
-            yield replace(plan, lane=self._lane(config, self.backend(config, support)))
-            if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
-                yield from self._of_different_lengths(plan)
+            if not (config.case.segments or config.case.frozen or config.mixed_dim is not None):
+                yield replace(plan, lane=self._lane(config, self.backend(config)))
+
+    def _declared(self, plan: PlannedLane) -> list[PlannedLane]:
+        """Return a lane with the graph support that its builder declares, and the lanes that follow of it."""
+        config = plan.lane.config
+        support = self.declared(config)
+        found = [replace(plan, lane=self._lane(config, self.backend(config, support)))]
+        if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
+            found += self._of_different_lengths(plan)
+        return found
 
     def _lane(
         self, config: Config, backend: type[VllmBackend], most_tokens: int | None = None
@@ -242,6 +278,27 @@ class Builders:
             if is_plain and not self.declared(config).covers(needs):
                 lane = self._lane(config, self.backend(config))
                 yield f"graphs {_NAMES[needs]}", replace(plan, lane=lane)
+
+
+def support_of(builder: Any, vllm_config: Any, kv_cache_spec: Any) -> GraphSupport:
+    """Return the graph support that a builder declares, in the way of any release.
+
+    Raises:
+        ConfigError: It declares none, or one that no release has.
+    """
+    ask = getattr(builder, "get_cudagraph_support", None)
+    if ask is not None:
+        declared = ask(vllm_config, kv_cache_spec)
+    elif (name := next((name for name in _EARLIER if hasattr(builder, name)), None)) is not None:
+        declared = getattr(builder, name)
+    else:
+        raise ConfigError(f"{type(builder).__name__} has no get_cudagraph_support, and no {_EARLIER[0]}")
+    found = SUPPORT.get(str(getattr(declared, "name", declared)))
+    if found is None:
+        raise ConfigError(
+            f"{type(builder).__name__} declares graph support {declared!r}; there are {', '.join(SUPPORT)}"
+        )
+    return found
 
 
 @dataclass(frozen=True)

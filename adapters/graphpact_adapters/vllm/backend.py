@@ -1,7 +1,8 @@
 """`VllmBackend`: builders of vLLM as a backend, with the calls that model runner V2 makes.
 
     capture   ``build_for_cudagraph_capture`` for every group, twice: V2 warms up with metadata of its own
-    replay    ``build(0, common)`` for every group; the result is dropped
+    replay    ``build(0, common)`` for every group; the result is dropped. Runners of earlier releases gave no
+              padding rows to it: an author's choice (`VllmBackend.pads_replays`)
     draft     the metadata of a capture serves all steps: in the graph, each step advances the buffers and
               calls ``update_draft_decode_metadata``; an eager draft builds each step, ``build_for_drafting``
     idle      as a capture: V2 gives a rank without requests the metadata of a dummy, and replays
@@ -51,6 +52,14 @@ class OfLane(Protocol):
         """The forward mode of the lane."""
 
 
+_ON_HOST = (
+    "query_start_loc_cpu",
+    "seq_lens_cpu_upper_bound",
+    "is_prefilling",
+    "_seq_lens_cpu",
+    "_num_computed_tokens_cpu",
+)
+"""Fields on the host that the builders of a step share."""
 ROPE = 8
 """Width of the rotary part of an MLA key in the suite's lanes."""
 
@@ -113,6 +122,7 @@ class VllmBackend(BuilderBackend):
         kind: What the KV cache holds.
         capture_sizes: Token counts that the lane captures.
         varlen: The most tokens of a request in a graph of decodes of different lengths; None in other lanes.
+        pads_replays: Whether a replay's build gets the padding rows and tokens of the graph.
     """
 
     make: ClassVar[Make]
@@ -120,6 +130,7 @@ class VllmBackend(BuilderBackend):
     kind: ClassVar[Kind] = "full"
     capture_sizes: ClassVar[Sequence[int]] = ()
     varlen: ClassVar[int | None] = None
+    pads_replays: ClassVar[bool] = True
     warmups = 1
     bounds = "seq_lens_cpu_upper_bound"
     calls: ClassVar[Mapping[Phase, str]] = {
@@ -176,8 +187,8 @@ class VllmBackend(BuilderBackend):
     def shared_in_step(self, lent: Lent) -> Mapping[str, torch.Tensor]:
         """Return the persistent buffers, and the tensors on the host, which the groups of a step share."""
         common = lent.common[0]
-        names = ("query_start_loc_cpu", "seq_lens_cpu_upper_bound", "is_prefilling")
-        return {**self.buffers.tensors(), **{name: getattr(common, name) for name in names}}
+        on_host = {name: getattr(common, name) for name in _ON_HOST}
+        return {**self.buffers.tensors(), **{name: t for name, t in on_host.items() if t is not None}}
 
     def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
         """Write the persistent buffers as model runner V2 does."""
@@ -205,6 +216,8 @@ class VllmBackend(BuilderBackend):
 
     def build(self, lent: Lent, phase: Phase, step: int = 0) -> Built:
         """Build for each group, in the other order than the step before; ``step`` is that of a draft."""
+        if phase == "replay" and not self.pads_replays:
+            lent = lent.unpadded()
         updates = self.kind == "mamba" and getattr(self._builders[0], "supports_update_block_table", False)
         found: dict[int, Any] = {}
         for group in range(NUM_GROUPS) if updates else self._in_turn():

@@ -1,7 +1,8 @@
 """`CommonAttentionMetadata`: what vLLM's model runner gives to every builder of a step, typed here.
 
 It has the fields and methods of vLLM's class of the same name (``vllm/v1/attention/backend.py``), so that
-builders take either. Fields of features that the suite has no lanes for are None.
+builders take either; those of releases since 0.11 too, which later ones lack. Fields of features that the
+suite has no lanes for are None.
 
 Does not: fill them; see `graphpact_adapters.vllm.runner`.
 """
@@ -10,6 +11,9 @@ from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import torch
+
+from graphpact_adapters.needs import missing
+from graphpact_adapters.vllm.given import NotGivenError
 
 
 @dataclass
@@ -33,6 +37,7 @@ class CommonAttentionMetadata:
         encoder_seq_lens: None: of cross attention.
         encoder_seq_lens_cpu: None, as above.
         dcp_local_seq_lens: None: of decode context parallelism.
+        dcp_local_seq_lens_cpu: None, as above.
         dcp_local_seq_lens_cpu_upper_bound: None, as above.
         seq_lens_cpu_upper_bound: ``[num_reqs]`` int32 on the host: at least ``seq_lens``.
         is_prefilling: ``[num_reqs]`` bool on the host: whether a prompt is not yet computed.
@@ -41,6 +46,10 @@ class CommonAttentionMetadata:
         mm_req_doc_ranges: None: of multimodal prefixes.
         rswa_prefix_lens: None: of a reference window.
         replayssm_decode_base_cpu: None: of replayed state space models.
+        _seq_lens_cpu: ``[num_reqs]`` int32 on the host: exactly ``seq_lens``, of releases since 0.11. None
+            where a runner that speculates does not know them; `seq_lens_cpu` copies them from the device.
+        _num_computed_tokens_cpu: ``[num_reqs]`` int32 on the host: keys that are in the cache already; None
+            as above.
     """
 
     query_start_loc: torch.Tensor
@@ -59,6 +68,7 @@ class CommonAttentionMetadata:
     encoder_seq_lens: torch.Tensor | None = None
     encoder_seq_lens_cpu: Any = None
     dcp_local_seq_lens: torch.Tensor | None = None
+    dcp_local_seq_lens_cpu: torch.Tensor | None = None
     dcp_local_seq_lens_cpu_upper_bound: torch.Tensor | None = None
     positions: torch.Tensor | None = None
     is_prefilling: torch.Tensor | None = None
@@ -67,6 +77,35 @@ class CommonAttentionMetadata:
     mm_req_doc_ranges: dict[int, list[tuple[int, int]]] | None = None
     rswa_prefix_lens: torch.Tensor | None = None
     replayssm_decode_base_cpu: torch.Tensor | None = None
+    _seq_lens_cpu: torch.Tensor | None = None
+    _num_computed_tokens_cpu: torch.Tensor | None = None
+
+    @property
+    def seq_lens_cpu(self) -> torch.Tensor:
+        """``[num_reqs]`` int32 on the host: exactly ``seq_lens``, after speculation too."""
+        if self._seq_lens_cpu is None:
+            self._seq_lens_cpu = self.seq_lens.to("cpu")
+        return self._seq_lens_cpu
+
+    @property
+    def num_computed_tokens_cpu(self) -> torch.Tensor:
+        """``[num_reqs]`` int32 on the host: exactly the keys of each request in the cache."""
+        if self._num_computed_tokens_cpu is None:
+            self._num_computed_tokens_cpu = self.seq_lens_cpu - self.query_start_loc_cpu.diff()
+        return self._num_computed_tokens_cpu
+
+    def __getattr__(self, name: str) -> Any:
+        """Raise: Python asks here only for what is no field."""
+        if name.startswith("__"):  # of Python's own protocols, such as copying
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        return missing(
+            "common_attn_metadata",
+            name,
+            f"common_attn_metadata.{name}: the suite has no value for it",
+            hint=f"read it with getattr(common_attn_metadata, {name!r}, ...) where an engine may lack it, or"
+            " give it to the builder in its factory",
+            error=NotGivenError,
+        )
 
     def batch_size(self) -> int:
         """Return the number of requests."""
@@ -100,6 +139,8 @@ class CommonAttentionMetadata:
             "block_table_tensor",
             "is_prefilling",
             "seq_lens_cpu_upper_bound",
+            "_seq_lens_cpu",
+            "_num_computed_tokens_cpu",
             "req_idx",
         )
         cut = {name: value[rows] for name in by_request if (value := getattr(self, name)) is not None}

@@ -21,11 +21,13 @@ from typing import Any, Literal
 import torch
 
 from graphpact.errors import ConfigError
+from graphpact_adapters.needs import missing
+from graphpact_conformance.subject.raised import NeedsValueError
 
 Kind = Literal["full", "mla", "sliding_window", "mamba"]
 
 
-class NotGivenError(ConfigError, AttributeError):
+class NotGivenError(NeedsValueError, AttributeError):
     """A builder read an attribute for which the suite has no value."""
 
 
@@ -46,10 +48,13 @@ class Namespace:
         if name.startswith("_"):  # of Python's own protocols, such as copying
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         path, known = self._path, ", ".join(sorted(self.names()))
-        raise NotGivenError(
+        return missing(
+            path,
+            name,
             f"{path}.{name}: the suite has no value for it; it has {known}",
             hint=f"set it in the builder's factory, `{path}.{name} = ...`, or construct the builder with an "
             "object of your own",
+            error=NotGivenError,
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -217,6 +222,7 @@ def vllm_config(sizes: Sizes) -> Namespace:
                 cudagraph_mode=GraphMode.FULL_DECODE_ONLY,
                 cudagraph_capture_sizes=list(sizes.capture_sizes),
                 max_cudagraph_capture_size=max(sizes.capture_sizes, default=None),
+                max_capture_size=max(sizes.capture_sizes, default=None),  # as releases up to 0.11 have it
                 static_forward_context={name: _layer(sizes, name) for name in sizes.layer_names},
             ),
             "scheduler_config": group(

@@ -48,6 +48,17 @@ class Lent:
     num_accepted_tokens: torch.Tensor | None = None
     num_decode_draft_tokens_cpu: torch.Tensor | None = None
 
+    def unpadded(self) -> "Lent":
+        """Return the same without padding rows and padding tokens, in the same memory."""
+        (first, *_) = self.common
+        num_reqs = int((first.query_start_loc_cpu.diff() > 0).sum())  # live requests come first
+        num_tokens = int(first.query_start_loc_cpu[-1])
+        return Lent(
+            tuple(common.unpadded(num_tokens, num_reqs) for common in self.common),
+            None if self.num_accepted_tokens is None else self.num_accepted_tokens[:num_reqs],
+            None if self.num_decode_draft_tokens_cpu is None else self.num_decode_draft_tokens_cpu[:num_reqs],
+        )
+
 
 class States(Protocol):
     """What an engine keeps of recurrent layers: see `graphpact_adapters.states.StateMemory`."""
@@ -203,9 +214,9 @@ class RunnerBuffers:
         if self._varlen is not None and most <= self._varlen:  # such batches have no prefill
             requests = sum(count > 0 for count in counts)
             starts = _even(total, requests) if requests else starts
-            most, prefills = self._varlen, False
+            most, prefills, is_known = self._varlen, False, False
         else:
-            prefills = view.forward_mode.is_ragged
+            prefills, is_known = view.forward_mode.is_ragged, more == 1
         bound = torch.tensor(upper, dtype=torch.int32).clamp_(max=self._sizes.max_model_len)
         prefilling = [prefills and (view.forward_mode is ForwardMode.EXTEND or n > 1) for n in counts]
         lent = self._slices(
@@ -215,6 +226,7 @@ class RunnerBuffers:
             max_query_len=most,
             max_seq_len=int(bound.max()) if lens else 0,
             bound=bound,
+            lens=torch.tensor(lens, dtype=torch.int32) if is_known else None,
             is_prefilling=torch.tensor(prefilling, dtype=torch.bool) & (torch.tensor(counts) > 0),
         )
         if not drafts or self._states is None:
@@ -247,6 +259,7 @@ class RunnerBuffers:
                 max_query_len=max(counts) if is_uniform else self._varlen or tokens,
                 max_seq_len=self._sizes.max_model_len,
                 bound=torch.tensor(counts, dtype=torch.int32),
+                lens=torch.tensor(counts, dtype=torch.int32),
                 is_prefilling=torch.zeros(requests, dtype=torch.bool),
             )
         )
@@ -274,6 +287,7 @@ class RunnerBuffers:
                 max_query_len=1,
                 max_seq_len=int(bound.max()) if num_reqs else 0,
                 bound=bound,
+                lens=None,
                 is_prefilling=torch.zeros(num_reqs, dtype=torch.bool),
             )
         )
@@ -287,6 +301,7 @@ class RunnerBuffers:
         max_query_len: int,
         max_seq_len: int,
         bound: torch.Tensor,
+        lens: torch.Tensor | None,
         is_prefilling: torch.Tensor,
     ) -> tuple[CommonAttentionMetadata, ...]:
         on_host = torch.tensor([*starts, *[starts[-1]] * (num_reqs + 1 - len(starts))], dtype=torch.int32)
@@ -304,6 +319,8 @@ class RunnerBuffers:
                 positions=self.positions[:num_tokens],
                 is_prefilling=is_prefilling,
                 seq_lens_cpu_upper_bound=bound,
+                _seq_lens_cpu=lens,
+                _num_computed_tokens_cpu=None if lens is None else lens - on_host.diff(),
             )
             for group, table in enumerate(self.block_tables)
         )

@@ -7,8 +7,10 @@ Does not: run experiments (see `graphpact_conformance.suite`), or format results
 import contextlib
 import enum
 import json
+import signal
 import sys
-from collections.abc import Collection, Sequence
+import threading
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -24,7 +26,7 @@ from graphpact_conformance.rules import RULES, Rule, find_rule
 if TYPE_CHECKING:
     from graphpact_conformance.cli.results import Progress
     from graphpact_conformance.results import Report, Result
-    from graphpact_conformance.targets import Options, Target
+    from graphpact_conformance.targets import Options, Size, Target
 
 _RULE_COLUMNS = ("rule", "level", "since", "requirement", "hooks")
 
@@ -138,6 +140,14 @@ def check(
             help="Keep and print every finding: usually the first of each field, 8 of a rule in a lane.",
         ),
     ] = False,
+    probe: Annotated[
+        bool,
+        typer.Option(
+            "--probe",
+            help="With --adapter: only list, in seconds, the values that the code reads and the adapter"
+            " lacks. Every run begins with this.",
+        ),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the report as JSON.")] = False,
     report: Annotated[
         Path | None,
@@ -151,7 +161,7 @@ def check(
     """Check that plugins keep the contract between capture and replay.
 
     Exit status: 0 conformant, 1 not conformant, 2 usage error, 3 error of the suite or the environment, 5
-    nothing ran.
+    nothing ran; 130 or 143 if Ctrl-C or SIGTERM stopped it, after what it had found was printed.
     """
     rules = {rule.id: rule for rule in (find_rule(text) for text in only or [])}
     if adapter is not None:
@@ -159,8 +169,11 @@ def check(
     if list_rules and not names:
         print_rules(rules.values() or RULES.values(), as_json=as_json)
         return
-    if quick and thorough:
-        raise UsageError("--quick and --thorough contradict each other", hint="give one of them")
+    if probe and adapter is None:
+        raise UsageError(
+            "--probe looks for values that an adapter lacks, and --adapter is not given",
+            hint="graphpact check --adapter NAME package.module:factory --probe",
+        )
     if not names:
         raise UsageError("there is nothing to check", hint=_installed_hint())
     need_extra("conformance", "hypothesis", *(["jinja2"] if report else []))
@@ -184,24 +197,63 @@ def check(
         strict=strict,
         scenario=None if scenario is None else str(scenario.resolve()),
         all_findings=all_findings,
-        size="quick" if quick else "thorough" if thorough else "normal",
+        probe=probe,
+        size=_size(quick=quick, thorough=thorough),
         **{name: value for name, value in given.items() if value is not None},
     )
     if list_rules:
         _print_lanes(names, options, as_json=as_json)
         return
-    found = _run(names, options, workers, quiet=as_json)
+    found, stopped = _run(names, options, workers, quiet=as_json)
+    if probe and not stopped and not any(plugin.results for plugin in found.plugins):
+        note(f"the adapter {adapter} has every value that is read; nothing else was checked")
+        raise typer.Exit
     _write(found, report, as_json=as_json)
-    raise typer.Exit(found.exit_code)
+    raise typer.Exit(_BY_SIGNAL + stopped if stopped else found.exit_code)
 
 
-def _run(names: Sequence[str], options: "Options", workers: int | None, *, quiet: bool) -> "Report":
-    """Run the suite, with the output of plugins on stderr."""
+def _size(*, quick: bool, thorough: bool) -> "Size":
+    if quick and thorough:
+        raise UsageError("--quick and --thorough contradict each other", hint="give one of them")
+    return "quick" if quick else "thorough" if thorough else "normal"
+
+
+_BY_SIGNAL = 128
+"""Added to a signal, it is the exit status of a run that was stopped by it, as shells have it."""
+
+
+def _run(
+    names: Sequence[str], options: "Options", workers: int | None, *, quiet: bool
+) -> tuple["Report", int]:
+    """Run the suite, with the output of plugins on stderr; return what it found.
+
+    The number is that of the signal that stopped the run, Ctrl-C or SIGTERM; otherwise 0.
+    """
     from graphpact_conformance.cli.results import progress  # noqa: PLC0415  pydantic
     from graphpact_conformance.isolation import supervise  # noqa: PLC0415  all that the suite needs
 
-    with progress(quiet=quiet) as shown, contextlib.redirect_stdout(sys.stderr):
-        return supervise.check(names, options, workers=workers, **_listeners(shown))
+    with _stopped_by_sigterm(), progress(quiet=quiet) as shown, contextlib.redirect_stdout(sys.stderr):
+        try:
+            return supervise.check(names, options, workers=workers, **_listeners(shown)), 0
+        except supervise.StoppedError as stopped:
+            return stopped.report, stopped.number
+
+
+@contextlib.contextmanager
+def _stopped_by_sigterm() -> Iterator[None]:
+    """Raise `KeyboardInterrupt` on SIGTERM, which schedulers send, as on Ctrl-C; nothing in other threads."""
+
+    def stop(number: int, _: object) -> None:
+        raise KeyboardInterrupt(number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _listeners(shown: "Progress | None") -> dict[str, Any]:

@@ -539,8 +539,8 @@ def a_task_reads_the_tensors_of_its_update(driver: GraphDriver) -> None:
 @_promise(
     "GP21",
     "GraphDriver.task",
-    "let the graph wait for the update in front of a task that `waits`, as for an event, and run the task with"
-    " its arguments",
+    "let the graph wait for the update in front of a task that `waits`, as for an event, and run the task"
+    " with its arguments",
 )
 def an_update_may_follow_the_launch(driver: GraphDriver) -> None:
     """A replay whose tasks wait takes the arguments of updates that come after its launch."""

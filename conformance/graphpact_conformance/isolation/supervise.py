@@ -8,9 +8,11 @@ Does not: implement rules or experiments (see `graphpact_conformance.suite`), or
 """
 
 import dataclasses
+import itertools
 import math
 import os
 import platform
+import signal
 import time
 from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
@@ -49,6 +51,20 @@ _BLIND_PROGRAM = Path(__file__).with_name("blind_program.py")
 _OUTLIVED = "end it at exit (`atexit`), or have it end at the end of a pipe that the plugin holds"
 _REPLACED = "use what torch and graphpact offer for this: operators by `torch.library`, observers, subclasses"
 
+
+class StoppedError(KeyboardInterrupt):
+    """A run was stopped by a signal before its end.
+
+    Args:
+        report: What it had found.
+        number: The signal.
+    """
+
+    def __init__(self, report: Report, number: signal.Signals) -> None:
+        super().__init__(number)
+        self.report, self.number = report, number
+
+
 OnResult = Callable[[Target, Result], None]
 OnBegin = Callable[[Target, str], None]
 
@@ -84,6 +100,8 @@ def check(
         UsageError: A name is unknown; a plugin is rejected, or ends or hangs the process that imports it; a
             list of known failures cannot be read; the timeout is invalid.
         GraphpactError: The targets cannot be found because of a fault of the suite or the machine.
+        StoppedError: A `KeyboardInterrupt` stopped the examination of targets. Its argument is the signal;
+            without one it was Ctrl-C.
     """
     started, clock = datetime.now(UTC), time.monotonic()
     bound = _bound(timeout)
@@ -110,7 +128,12 @@ def check(
         # Pairs are short: with them at the end, no worker waits long for the last one.
         order = sorted(range(len(examinations)), key=lambda at: resolved.targets[at].partner is not None)
         tasks: list[Task] = [*blind.values(), *(part for at in order for part in examinations[at])]
-        run(tasks, workers, bound, starter)
+        stopped = _run_until_stopped(tasks, workers, bound, starter)
+
+    if stopped is not None:
+        for part in itertools.chain.from_iterable(examinations):
+            part.stop(f"the run was stopped by {stopped.name}")
+        blind.clear()
 
     found = [merged([part.results() for part in target]) for target in examinations]
     for at, task in blind.items():
@@ -120,12 +143,8 @@ def check(
             if on_result is not None:
                 on_result(resolved.targets[at], result)
     plugins = xfails.judge(found, options)
-    if on_result is not None:
-        for target, before, after in zip(resolved.targets, found, plugins, strict=True):
-            for result in after.results:
-                if result not in before.results:
-                    on_result(target, result)
-    return Report(
+    _tell_changes(resolved.targets, found, plugins, on_result)
+    report = Report(
         environment=_environment(options.device, resolved),
         seed=options.seed,
         examples=options.examples,
@@ -135,6 +154,33 @@ def check(
         seconds=time.monotonic() - clock,
         plugins=plugins,
     )
+    if stopped is not None:
+        raise StoppedError(report, stopped)
+    return report
+
+
+def _tell_changes(
+    targets: Sequence[Target],
+    found: Sequence[PluginResults],
+    judged: Sequence[PluginResults],
+    on_result: OnResult | None,
+) -> None:
+    """Pass on the results that known failures changed."""
+    for target, before, after in zip(targets, found, judged, strict=True):
+        for result in after.results:
+            if result not in before.results and on_result is not None:
+                on_result(target, result)
+
+
+def _run_until_stopped(
+    tasks: Sequence[Task], workers: int, bound: float, starter: Starter
+) -> signal.Signals | None:
+    """Run tasks to their end; return the signal that stopped them, None if none did."""
+    try:
+        run(tasks, workers, bound, starter)
+    except KeyboardInterrupt as interrupt:
+        return signal.Signals(interrupt.args[0] if interrupt.args else signal.SIGINT)
+    return None
 
 
 def _bound(timeout: float | None) -> float:
@@ -350,6 +396,19 @@ class _Examination:
             return False
         self._skip.append(work)
         return True
+
+    def stop(self, why: str) -> None:
+        """Note that the run was stopped, if the target is not examined to its end."""
+        if self._plugin is None and not self._ends:
+            self._note_end(
+                Result(
+                    rule=None,
+                    check="suite",
+                    lane="the rest",
+                    outcome=Outcome.ERROR,
+                    reason=why,
+                )
+            )
 
     def _failure(self, work: str, actual: str, help_: str | None = None, seconds: float = 0.0) -> Result:
         only = self._options.only

@@ -44,7 +44,7 @@ from graphpact_conformance.lane.rig import (
 )
 from graphpact_conformance.oracle import Answer
 from graphpact_conformance.subject.global_state import StateWatch
-from graphpact_conformance.subject.raised import causes
+from graphpact_conformance.subject.raised import causes, need_of
 from graphpact_conformance.subject.under_test import CannotCaptureError, Reporting, Subject, Way, poison_slot
 from graphpact_conformance.world.lanes import Case, Config, declares_graphs, support_of
 from graphpact_conformance.world.problems import Drawn, Problem, corner, draw
@@ -168,6 +168,8 @@ class LaneUnderTest(Reporting):
                     self._rigs[key] = self.build(way, guarded=guarded, pact=pact)
                 self._counted.append(self._rigs[key])
             except (Exception, SystemExit) as error:
+                if need_of(error) is not None:
+                    raise
                 raise CannotCaptureError(error) from error
         return self._rigs[key]
 

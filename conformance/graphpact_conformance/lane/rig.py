@@ -44,6 +44,7 @@ from graphpact_conformance.model import Model, Passes
 from graphpact_conformance.oracle import Answer, OracleBackend, answer
 from graphpact_conformance.subject.global_state import Call, StateWatch
 from graphpact_conformance.subject.kv_memory import KvMemory
+from graphpact_conformance.subject.raised import need_of
 from graphpact_conformance.subject.records import Leaf, Ready, StepRecord, Undo, copies
 from graphpact_conformance.subject.under_test import DeclinedError
 from graphpact_conformance.world.fields import COUNT, GATHERED, completed, drawn, is_drawn
@@ -422,7 +423,9 @@ class Rig:
             with self.watch.during(Call("an eager step" if eagerly else "a step", may_draw=self._may_draw)):
                 outputs = self.lane.run_eager(batch) if eagerly else self.lane.run(batch)
             step.rows, step.axes, step.stage = copies(outputs), outputs.axes, "done"
-        except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
+        except (Exception, SystemExit) as error:  # the plugin's code may raise anything
+            if need_of(error) is not None:
+                raise  # what the suite lacks is no fault of the step
             step.error = error
         finally:
             self.observer.ready = self.observer.before = None

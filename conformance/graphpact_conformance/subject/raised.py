@@ -1,12 +1,26 @@
-"""What a raised error says: its causes, its rule, and its message in one line.
+"""What a raised error says: its causes, its rule, the value that it lacks, and its message in one line.
 
 Does not: decide whether an error breaks a rule.
 """
 
 from collections.abc import Iterator
 
-from graphpact.errors import GraphpactError, place_of
+from graphpact.errors import ConfigError, GraphpactError, place_of
 from graphpact_conformance.rules import RULES
+
+
+class NeedsValueError(ConfigError):
+    """The tested code read a value that the suite does not have: it is not checked, and not at fault.
+
+    Args:
+        path: The value, as the code reads it, such as ``vllm_config.cache_config.block_size``.
+        message: As of `GraphpactError`.
+        hint: As of `GraphpactError`.
+    """
+
+    def __init__(self, path: str, message: str, *, hint: str) -> None:
+        super().__init__(message, hint=hint)
+        self.path = path
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
@@ -24,6 +38,11 @@ def rule_of(error: BaseException) -> str | None:
         if rule in RULES:
             return str(rule)
     return None
+
+
+def need_of(error: BaseException) -> NeedsValueError | None:
+    """Return the error about a missing value among an error and its causes; None if there is none."""
+    return next((each for each in causes(error) if isinstance(each, NeedsValueError)), None)
 
 
 def message_of(error: BaseException) -> str:

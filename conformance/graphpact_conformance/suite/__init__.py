@@ -10,7 +10,7 @@
 Does not: implement experiments, or survive a plugin that crashes (see `graphpact_conformance.isolation`).
 """
 
-from graphpact_conformance.suite.adapter import Adapter
+from graphpact_conformance.suite.adapter import Adapter, Needs
 from graphpact_conformance.suite.names import targets
 from graphpact_conformance.suite.plan import (
     checks_by_lane,
@@ -27,6 +27,7 @@ from graphpact_conformance.suite.target import examine
 __all__ = [
     "Adapter",
     "LaneKind",
+    "Needs",
     "PlannedLane",
     "checks_by_lane",
     "examine",

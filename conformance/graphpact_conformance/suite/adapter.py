@@ -12,6 +12,7 @@ import importlib
 import os
 import sys
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from graphpact.errors import UsageError, describe_error, did_you_mean
@@ -19,6 +20,25 @@ from graphpact.plugins import PluginCatalog
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.suite.planned import PlannedLane
 from graphpact_conformance.targets import Options, Target
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What the code reads in one kind of step, and the adapter has no value for.
+
+    Args:
+        kind: The kind of step, with which the names of its lanes begin; None if it makes nothing to run.
+        paths: The values, as the code reads them, each once.
+        stopped: The error that ended the probe, after which it may read more; None if it ended by itself.
+    """
+
+    kind: str | None
+    paths: Sequence[str]
+    stopped: str | None = None
+
+    def __str__(self) -> str:
+        more = f"; perhaps more, as it then raised {self.stopped}" if self.stopped else ""
+        return f"needs {', '.join(self.paths)}, which its factory can give{more}"
 
 
 @runtime_checkable
@@ -32,6 +52,9 @@ class Adapter(Protocol):
     @property
     def not_shown(self) -> Sequence[str]:
         """What lanes on a CPU cannot exercise, each with the reason."""
+
+    def needs(self, options: Options) -> Iterable[Needs]:
+        """Return what the code reads and the adapter lacks, by kind of step: none if nothing is missing."""
 
     def lanes(self, options: Options) -> Iterable[PlannedLane]:
         """Return the lanes of a run."""

@@ -21,7 +21,7 @@ from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.rules import RULES, Evidence, Rule
 from graphpact_conformance.shrink import Steps, shrunk
 from graphpact_conformance.subject.global_state import seeded
-from graphpact_conformance.subject.raised import causes, message_of
+from graphpact_conformance.subject.raised import causes, message_of, need_of
 from graphpact_conformance.subject.under_test import CannotCaptureError
 from graphpact_conformance.suite.plan import concerns, experiments_of
 from graphpact_conformance.suite.planned import PlannedLane
@@ -173,18 +173,25 @@ def run_once(
     except CannotCaptureError as error:
         done.declined, done.not_run = _why_not(plan, error)
     except Exception as error:  # noqa: BLE001  of the plugin or of the suite
-        if lane.raised_at(error) is not None:
-            expected = "the plugin's methods return without an error"
-            done.findings.append(lane.of_error(error, expected=expected))
-        else:
-            done.error = f"{experiment.name}: {message_of(error)}"
-            if (place := place_of(error)) not in done.error:
-                done.error += f", at {place}"
+        _note_error(done, lane, error)
     done.findings += lane.of_changes()
     done.findings = [f.model_copy(update={"experiment": experiment.name}) for f in done.findings]
     done.steps = lane.steps_by_reason
     done.seconds = time.perf_counter() - start
     return done
+
+
+def _note_error(done: Done, lane: LaneUnderTest, error: Exception) -> None:
+    """Note an error that ended an experiment: of a value that is missing, of the plugin, or of the suite."""
+    if (need := need_of(error)) is not None:
+        done.not_run = f"needs {need.path}"
+    elif lane.raised_at(error) is not None:
+        expected = "the plugin's methods return without an error"
+        done.findings.append(lane.of_error(error, expected=expected))
+    else:
+        done.error = f"{done.experiment.name}: {message_of(error)}"
+        if (place := place_of(error)) not in done.error:
+            done.error += f", at {place}"
 
 
 def _why_not(plan: PlannedLane, error: CannotCaptureError) -> tuple[str | None, str | None]:

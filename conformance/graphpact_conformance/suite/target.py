@@ -26,7 +26,7 @@ from graphpact_conformance.lane.reference import (
 )
 from graphpact_conformance.merge import hints_of, of_claims
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
-from graphpact_conformance.suite.adapter import adapter_of
+from graphpact_conformance.suite.adapter import Needs, adapter_of
 from graphpact_conformance.suite.plan import in_parts, lanes_of
 from graphpact_conformance.suite.planned import PlannedLane
 from graphpact_conformance.suite.run import examine_lane
@@ -45,6 +45,8 @@ from graphpact_conformance.world.lanes import (
 )
 from graphpact_conformance.world.scenario import read
 
+_NEEDS = "missing values"
+"""Name of the work that looks for values that code of another engine reads and its adapter lacks."""
 _PROBES = "undeclared capabilities"
 """Name of the work that tries undeclared capabilities."""
 _BLIND_RUN = {"attention_backend": 120, "runner": 40}
@@ -145,14 +147,26 @@ def _examine_adapted(
     """Check another engine's code in every lane of its adapter; see `examine`."""
     first, parts = part
     info = _info(catalog, target)
-    plans = in_parts(lanes_of(target, options, catalog), parts, options)[first]
+    adapter = adapter_of(target, catalog)
+    needs: Sequence[Needs] = ()
+    if _NEEDS not in skip:
+        listener.begins(_NEEDS)
+        needs = [*adapter.needs(options)]
+    for each in needs:
+        lane, check = each.kind or "every lane", "every requirement"
+        listener.found(Result(rule=None, check=check, lane=lane, outcome=Outcome.NOT_RUN, reason=str(each)))
+    plans: Sequence[PlannedLane] = ()
+    lacking = {each.kind for each in needs}
+    if not options.probe and None not in lacking:
+        every = lanes_of(target, options, catalog)
+        ready = [plan for plan in every if str(plan.lane.config.case) not in lacking]
+        plans = in_parts(ready, parts, options)[first]
     for plan in plans:
         for result in examine_lane(plan, options, listener.begins, skip=skip):
             listener.found(result)
-    adapter = adapter_of(target, catalog)
     hints = []
-    is_whole = options.size != "quick" and not (options.only or options.lanes)
-    if is_whole and first == parts - 1 and _PROBES not in skip:
+    is_whole = options.size != "quick" and not (options.only or options.lanes or options.probe)
+    if is_whole and not needs and first == parts - 1 and _PROBES not in skip:
         listener.begins(_PROBES)
         few = replace(options, examples=1, shrink=False)
         for declaration, plan in adapter.probes(options):

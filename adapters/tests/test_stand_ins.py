@@ -1,4 +1,4 @@
-"""The finders of the job that checks builders of released engines, and the objects that they serve."""
+"""Stand-ins for absent modules: the finders, and the objects that they serve."""
 
 import importlib
 import sys
@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from peers import stand_ins
+from graphpact_adapters import stand_ins
 
 
 @pytest.fixture(autouse=True)

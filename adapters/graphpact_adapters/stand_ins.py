@@ -1,12 +1,17 @@
-"""Modules in the place of those that a machine without the engine's dependencies lacks.
+"""Modules in the place of those that a machine without the engine's dependencies lacks: for authors.
 
-An engine's builder file imports much that its builder never calls. :func:`install` puts two finders on
+    from graphpact_adapters import stand_ins
+
+    stand_ins.install(absent=["flashinfer", "zmq"], heavy=["acme.distributed"])
+    from acme.attention import AcmeMetadataBuilder                              # which imports them
+
+A builder's file imports much that its builder never calls. :func:`install` puts two finders on
 ``sys.meta_path``: one at the end, which is asked only for modules that are really absent and answers for an
 explicit list of names; and one at the front, which answers for a few heavy modules of the engine itself. Both
 serve :class:`StandIn`. A module that is absent and in neither list raises ``ModuleNotFoundError`` as usual.
 
 A stand-in computes nothing, so a builder whose result depends on one is not the builder that was released.
-:func:`called` collects the calls of stand-ins from the first builder on: the job reports them.
+:func:`called` collects the calls of stand-ins from the first builder on, and reports name them.
 
 Does not: edit a module that was imported, or stand in for one that is there.
 """
@@ -17,6 +22,7 @@ import sys
 from abc import ABCMeta
 from collections.abc import Collection, Iterator, Sequence
 from importlib.abc import Loader, MetaPathFinder
+from pathlib import Path
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -120,8 +126,30 @@ def install(absent: Collection[str], heavy: Collection[str] = ()) -> None:
     sys.meta_path.append(_Finder(absent))
 
 
+def package(name: str, folder: Path) -> None:
+    """Put a bare package in the place of one whose ``__init__`` imports too much.
+
+    Args:
+        name: the package.
+        folder: where its modules are; these are the real ones. Its own attributes are stand-ins.
+
+    """
+    made = _Module(name)
+    made.__path__ = [str(folder)]
+    sys.modules[name] = made
+
+
 @functools.cache
 def called() -> list[str]:
     """Return a list that collects the stand-ins called in this process, from the first call of this on."""
     _watchers.append([])
     return _watchers[-1]
+
+
+NOTE = "a stand-in, which computes nothing, was called: "
+"""How the note of a report on a stand-in begins."""
+
+
+def notes() -> list[str]:
+    """Return a note for each stand-in that was called, for the report of a run."""
+    return [NOTE + name for name in sorted(set(called()))]
