@@ -74,14 +74,25 @@ _kept: list[object] = []  # operators live as long as their library
 
 
 @functools.cache
-def prepare() -> None:
+def prepare(
+    engine: Wheel = VLLM,
+    beside: tuple[Wheel, ...] = (),
+    absent: tuple[str, ...] = (),
+    heavy: tuple[str, ...] = (),
+) -> None:
     """Make vLLM's builder modules importable in this process, once; download missing wheels.
 
     The platform is vLLM's own for CUDA; it describes a GPU that is not there.
+
+    Args:
+        engine: The release.
+        beside: Wheels of plugins.
+        absent: More modules that are absent.
+        heavy: More modules that stand-ins take the place of.
     """
     os.environ |= ENVIRONMENT
-    sys.path += [str(unpack(VLLM)), str(unpack(TRITON))]
-    stand_ins.install(ABSENT, HEAVY)
+    sys.path += [str(unpack(wheel)) for wheel in (engine, *beside, TRITON)]
+    stand_ins.install([*ABSENT, *absent], [*HEAVY, *heavy])
     platforms, interface, cuda = (
         importlib.import_module(f"vllm.platforms{name}") for name in ("", ".interface", ".cuda")
     )
@@ -136,11 +147,16 @@ def real_spec(spec: Namespace) -> Any:
 
 def real_enums(config: Namespace) -> None:
     """Replace the settings of a given configuration that builders compare with members of vLLM's enums."""
-    compilation = importlib.import_module("vllm.config.compilation")
     mamba = importlib.import_module("vllm.config.mamba")
+    real_mode(config)
+    config.mamba_config.backend = mamba.MambaBackendEnum.TRITON
+
+
+def real_mode(config: Namespace) -> None:
+    """Replace the mode of graphs by a member of vLLM's enum, which releases since 0.11 have."""
+    compilation = importlib.import_module("vllm.config.compilation")
     mode = config.compilation_config.cudagraph_mode
     config.compilation_config.cudagraph_mode = compilation.CUDAGraphMode[mode.name]
-    config.mamba_config.backend = mamba.MambaBackendEnum.TRITON
 
 
 class _NoPrefill:
