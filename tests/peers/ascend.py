@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from graphpact.errors import ConfigError
 from graphpact_adapters.reads import PagedReads, Part
 from graphpact_adapters.tasks import Task, UpdatableGraph
 from graphpact_adapters.vllm.given import Namespace
@@ -35,6 +36,8 @@ HEAVY = (
 )
 ARGUMENTS = ("actual_seq_lengths_q", "seq_lens_list", "block_tables")
 """What the engine updates: two lists of the host, and the address of the block table."""
+ARGUMENTS_MLA = ("decode.seq_lens_list",)
+"""Of a decode of latents it updates the lengths alone."""
 
 
 @functools.cache
@@ -45,7 +48,10 @@ def prepare() -> None:
     npu: Any = importlib.import_module("torch_npu")  # a stand-in
     torch.npu = npu.npu  # as the package itself does it
     importlib.import_module("vllm_ascend.ascend_config")._ASCEND_CONFIG = _configured()
+    rotary: Any = importlib.import_module("vllm_ascend.ops.rotary_embedding")  # no reader takes its tables
+    rotary.get_cos_and_sin_mla = lambda positions, **_: (positions, positions)
     npu.npu_fused_infer_attention_score = SimpleNamespace(out=_updating.attention)
+    npu.npu_fused_infer_attention_score_v2 = SimpleNamespace(out=_updating.latents)
     npu.npu.stream = lambda _: contextlib.nullcontext()
     npu.npu.graph_task_update_begin, npu.npu.graph_task_update_end = _updating.begin, _updating.end
 
@@ -57,15 +63,25 @@ def _configured() -> SimpleNamespace:
 
 def builder(spec: Any, layer_names: list[str], config: Namespace, device: torch.device) -> Any:
     """Return the builder of plain attention."""
+    return _construct("attention_v1", "AscendAttentionMetadataBuilder", spec, layer_names, config, device)
+
+
+def mla_builder(spec: Any, layer_names: list[str], config: Namespace, device: torch.device) -> Any:
+    """Return the builder of latents."""
+    vllm_builders.latents(config)
+    return _construct("mla_v1", "AscendMLAMetadataBuilder", spec, layer_names, config, device)
+
+
+def _construct(
+    module: str, name: str, spec: Any, layer_names: list[str], config: Namespace, device: torch.device
+) -> Any:
     prepare()
-    module = importlib.import_module("vllm_ascend.attention.attention_v1")
+    cls = getattr(importlib.import_module(f"vllm_ascend.attention.{module}"), name)
     vllm_builders.real_mode(config)
     importlib.import_module("vllm.config.vllm")._current_vllm_config = config
     config.scheduler_config.enable_chunked_prefill = True
     config.model_config.runner_type = "generate"
-    return _with_common(module.AscendAttentionMetadataBuilder)(
-        vllm_builders.real_spec(spec), layer_names, config, device
-    )
+    return _with_common(cls)(vllm_builders.real_spec(spec), layer_names, config, device)
 
 
 @functools.cache
@@ -75,9 +91,7 @@ def _with_common(cls: type[Any]) -> type[Any]:
     class OfRunner(cls):  # type: ignore[misc]
         """The builder, as its runner calls it."""
 
-        def build(
-            self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False
-        ) -> Any:
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
             """Build of the runner's metadata."""
             return super().build(common_prefix_len, as_ascend(common_attn_metadata), fast_build)
 
@@ -128,6 +142,29 @@ def read(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
     return PagedReads((part,), slot_mapping, metadata.num_actual_tokens)
 
 
+def read_mla(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
+    """Return what ``npu_fused_infer_attention_score_v2`` takes of the metadata of a decode.
+
+    Raises:
+        ConfigError: There are prefills, which another kernel computes.
+    """
+    decode = metadata.decode
+    if metadata.num_prefills or decode is None:
+        raise ConfigError(
+            f"AscendMLAMetadata has {metadata.num_prefills} prefills; this reader knows the decode kernel",
+            hint="check decodes alone",
+        )
+    part = Part(
+        seq_lens=tuple(decode.seq_lens_list),
+        block_table=decode.block_table,
+        query_start_loc=(0, *decode.actual_seq_lengths_q),
+        num_tokens=metadata.num_decode_tokens,
+        name="decode",
+        names={"seq_lens": "seq_lens_list", "query_start_loc": "actual_seq_lengths_q"},
+    )
+    return PagedReads((part,), slot_mapping, metadata.num_actual_tokens)
+
+
 # -- the engine's update -----------------------------------------------------------------------------------
 
 
@@ -155,12 +192,20 @@ class _Updating:
         **_: Any,
     ) -> None:
         """Take the arguments of the kernel; None for a table is that of the capture, which stays."""
-        assert self.task is not None  # noqa: S101  between begin and end
+        assert self.task is not None
         self.task.update(
             actual_seq_lengths_q=(0, *actual_seq_lengths),
             seq_lens_list=actual_seq_lengths_kv,
             block_tables=block_table,
         )
+
+    def latents(
+        self, *_: Any, actual_seq_kvlen: list[int], actual_seq_qlen: list[int] | None, **__: Any
+    ) -> None:
+        """Take the lengths of the kernel of latents; the table stays, and each decode has one query."""
+        assert self.task is not None
+        del actual_seq_qlen
+        self.task.update(**{"decode.seq_lens_list": actual_seq_kvlen})
 
 
 class _Event:
@@ -171,22 +216,35 @@ class _Event:
 
 
 _updating = _Updating()
-_PARAMETERS = 22
-"""What the engine keeps of a recorded kernel; an update replaces the lengths and the table."""
 
 
 def update(graph: UpdatableGraph, attn_metadata: Mapping[str, Any]) -> None:
-    """Run the engine's ``update_graph_params``, as it is, for the graph that is replayed."""
+    """Run ``update_graph_params`` of plain attention."""
+    _run_update("attention_v1", "AscendAttentionBackendImpl", 22, graph, attn_metadata)
+
+
+def update_mla(graph: UpdatableGraph, attn_metadata: Mapping[str, Any]) -> None:
+    """Run ``update_graph_params`` of latents."""
+    _run_update("mla_v1", "AscendMLAImpl", 18, graph, attn_metadata)
+
+
+def _run_update(
+    module: str, name: str, kept: int, graph: UpdatableGraph, attn_metadata: Mapping[str, Any]
+) -> None:
+    """Run an implementation's ``update_graph_params``, as it is, for the graph that is replayed.
+
+    The engine keeps ``kept`` arguments of each recorded kernel, and replaces the lengths and the table.
+    """
     graphs = importlib.import_module("vllm_ascend.compilation.acl_graph")
     context = importlib.import_module("vllm.forward_context")
-    attention = importlib.import_module("vllm_ascend.attention.attention_v1")
+    impl = getattr(importlib.import_module(f"vllm_ascend.attention.{module}"), name)
     tokens = graph.key
-    captured = [(None,) * _PARAMETERS] * len(graph)
+    captured = [(None,) * kept] * len(graph)
     events = [_Event()] * len(graph)
     graphs._graph_params = graphs.GraphParams({tokens: events}, {}, {tokens: [*graph]}, {tokens: captured})
     context._forward_context = SimpleNamespace(attn_metadata=attn_metadata)
     config = importlib.import_module("vllm.config.vllm")._current_vllm_config
-    attention.AscendAttentionBackendImpl.update_graph_params(None, context._forward_context, tokens, config)
+    impl.update_graph_params(None, context._forward_context, tokens, config)
 
 
 def missing_the_last(graph: UpdatableGraph, attn_metadata: Mapping[str, Any]) -> None:

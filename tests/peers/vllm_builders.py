@@ -172,7 +172,8 @@ class _NoPrefill:
         raise AssertionError(f"a decode batch was planned as prefill: {metadata}")
 
 
-def _mla(config: Namespace) -> None:
+def latents(config: Namespace) -> None:
+    """Give the layers of latents what their builders read, and no prefill."""
     for layer in _layers(config):
         layer.prefill_backend = _NoPrefill()
 
@@ -253,18 +254,18 @@ BUILDERS: dict[str, Builder] = {
     "rocm_segmented": Builder("rocm_segmented_attn:RocmSegmentedAttentionMetadataBuilder"),
     "rocm_aiter_unified": Builder("rocm_aiter_unified_attn:RocmAiterUnifiedAttentionMetadataBuilder"),
     "rocm_aiter_flash_attention": Builder("rocm_aiter_fa:AiterFlashAttentionMetadataBuilder"),
-    "triton_mla": Builder("mla.triton_mla:TritonMLAMetadataBuilder", "mla", _mla),
-    "flashmla": Builder("mla.flashmla:FlashMLAMetadataBuilder", "mla", _mla),
-    "flash_attention_mla": Builder("mla.flashattn_mla:FlashAttnMLAMetadataBuilder", "mla", _mla),
-    "xpu_flash_attention_mla": Builder("mla.flashattn_mla:XPUFlashAttnMLAMetadataBuilder", "mla", _mla),
+    "triton_mla": Builder("mla.triton_mla:TritonMLAMetadataBuilder", "mla", latents),
+    "flashmla": Builder("mla.flashmla:FlashMLAMetadataBuilder", "mla", latents),
+    "flash_attention_mla": Builder("mla.flashattn_mla:FlashAttnMLAMetadataBuilder", "mla", latents),
+    "xpu_flash_attention_mla": Builder("mla.flashattn_mla:XPUFlashAttnMLAMetadataBuilder", "mla", latents),
     "cutlass_mla": Builder(
         "mla.cutlass_mla:CutlassMLAMetadataBuilder",
         "mla",
         absent="its module allocates on a GPU while it is imported",
     ),
-    "flashinfer_mla": Builder("mla.flashinfer_mla:FlashInferMLAMetadataBuilder", "mla", _mla),
-    "tokenspeed_mla": Builder("mla.tokenspeed_mla:TokenspeedMLAMetadataBuilder", "mla", _mla),
-    "amx_mla": Builder("mla.amx_mla:AMXMLAMetadataBuilder", "mla", _mla),
+    "flashinfer_mla": Builder("mla.flashinfer_mla:FlashInferMLAMetadataBuilder", "mla", latents),
+    "tokenspeed_mla": Builder("mla.tokenspeed_mla:TokenspeedMLAMetadataBuilder", "mla", latents),
+    "amx_mla": Builder("mla.amx_mla:AMXMLAMetadataBuilder", "mla", latents),
     "rocm_aiter_mla": Builder("mla.rocm_aiter_mla:AiterMLAMetadataBuilder", "mla", absent=_AITER),
     "flashmla_sparse": Builder("mla.flashmla_sparse:FlashMLASparseMetadataBuilder", "mla", _sparse_mla),
     "flashinfer_mla_sparse": Builder(
