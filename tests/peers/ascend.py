@@ -91,9 +91,9 @@ def _with_common(cls: type[Any]) -> type[Any]:
     class OfRunner(cls):  # type: ignore[misc]
         """The builder, as its runner calls it."""
 
-        def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Any:
+        def build(self, common_prefix_len: int, common_attn_metadata: Any, **more: Any) -> Any:
             """Build of the runner's metadata."""
-            return super().build(common_prefix_len, as_ascend(common_attn_metadata), fast_build)
+            return super().build(common_prefix_len, as_ascend(common_attn_metadata), **more)
 
     OfRunner.__name__ = OfRunner.__qualname__ = cls.__name__
     return OfRunner

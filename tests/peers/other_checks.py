@@ -1,6 +1,7 @@
 """Builders of other wheels as the suite's adapters take them: `peers.other_checks:NAME`.
 
     PYTHONPATH=tests graphpact check --adapter vllm peers.other_checks:ascend
+    PYTHONPATH=tests graphpact check --adapter sglang peers.other_checks:sglang_ascend
 
 Does not: run anything; see `peers.__main__`.
 """
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from graphpact_adapters.vllm import Builders
-from peers import other_builders
+from peers import other_builders, other_sglang, sglang_checks
 from peers.job import Known, Row
 from peers.wheels import TRITON, unpack
 
@@ -31,6 +32,16 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         ),
     ),
     "kunlun": (_SEQ_LENS,),
+    "sglang_ascend": (
+        Known(
+            "GP19",
+            "seq_lens",
+            "Real: a capture makes the runner's own `seq_lens` the metadata's, and each refresh then copies"
+            " lengths plus the drafts of a verify into it. All captures together add up, and whatever else"
+            " reads the lengths of the runner in this step sees the sum.",
+        ),
+    ),
+    "sglang_fa3_0_5_10": (Known("GP13", "page_table", sglang_checks.TOO_NARROW),),
     "triton_0_11": (_SEQ_LENS,),
     "triton_0_23": (_SEQ_LENS,),
 }
@@ -40,6 +51,8 @@ _HEAD_SIZES = {"mla": (576,)}
 
 def __getattr__(name: str) -> Any:
     """Return the adapter of a builder in the table."""
+    if name in other_sglang.OTHERS:
+        return other_sglang.OTHERS[name]
     if name not in other_builders.OTHERS:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     row = other_builders.OTHERS[name]
@@ -61,8 +74,12 @@ def rows() -> Iterator[Row]:
     Raises:
         RuntimeError: A wheel cannot be had.
     """
-    for wheel in (TRITON, *(wheel for row in other_builders.OTHERS.values() for wheel in row.wheels)):
+    wheels = [wheel for row in other_builders.OTHERS.values() for wheel in row.wheels]
+    for wheel in (TRITON, sglang_checks.MSGSPEC, *wheels, *other_sglang.WHEELS.values()):
         unpack(wheel)  # before two workers ask for one
     for name, row in other_builders.OTHERS.items():
         target = f"adapter:vllm:{__name__}:{name}"
         yield Row(row.engine, name, target, known=KNOWN.get(name, ()), part=PART)
+    for name, wheel in other_sglang.WHEELS.items():
+        target = f"adapter:sglang:{__name__}:{name}"
+        yield Row(f"SGLang {wheel.version}", name, target, known=KNOWN.get(name, ()), part=PART)
