@@ -76,7 +76,7 @@ class Tasks:
 
 
 @dataclass
-class Task:
+class KernelTask:
     """A recorded kernel.
 
     Args:
@@ -114,7 +114,7 @@ class Task:
         return {path: value for path, value in found.items() if value is not None}
 
 
-class UpdatableGraph(Sequence[Task]):
+class UpdatableGraph(Sequence[KernelTask]):
     """The tasks of one graph, in captured order.
 
     Args:
@@ -123,7 +123,7 @@ class UpdatableGraph(Sequence[Task]):
 
     def __init__(self, key: Hashable) -> None:
         self.key = key
-        self._tasks: list[Task] = []
+        self._tasks: list[KernelTask] = []
 
     def __getitem__(self, index: Any) -> Any:
         return self._tasks[index]
@@ -141,7 +141,7 @@ class UpdatableGraph(Sequence[Task]):
             cpu_update_input: Arguments by name: one mapping for all tasks, or one for each, in order.
 
         Raises:
-            ReplayError: There are as many mappings as neither; see `Task.update` too.
+            ReplayError: There are as many mappings as neither; see `KernelTask.update` too.
         """
         given = [*cpu_update_input] * (len(self) if len(cpu_update_input) == 1 else 1)
         if len(given) != len(self):
@@ -153,7 +153,7 @@ class UpdatableGraph(Sequence[Task]):
         for task, arguments in zip(self, given, strict=True):
             task.update(**arguments)
 
-    def record(self, task: Task) -> None:
+    def record(self, task: KernelTask) -> None:
         """Add the next task of the capture."""
         self._tasks.append(task)
 
@@ -217,7 +217,7 @@ class TaskRecorder:
         key = TaskKey(graph.key, name)
         args = (*tensors, *caches, call.fixed, call.number, out)
         driver.task(key, _operator(_parameters(call.arguments)), args, values, rebound=rebound)
-        graph.record(Task(name, group, key, driver, paths, call.arguments))
+        graph.record(KernelTask(name, group, key, driver, paths, call.arguments))
         call.forget()
         return out
 

@@ -1,4 +1,4 @@
-"""A builder for an NPU: its kernel takes lengths as a list of the host, which the engine updates in a graph."""
+"""A builder for an NPU, whose kernel takes lengths as a list of the host: the engine updates it in graphs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -18,7 +18,7 @@ import torch
 
 from graphpact.errors import ConfigError
 from graphpact_adapters.reads import PagedReads, Part
-from graphpact_adapters.tasks import Task, UpdatableGraph
+from graphpact_adapters.tasks import KernelTask, UpdatableGraph
 from graphpact_adapters.vllm.given import Namespace
 from peers import vllm_builders
 from peers.wheels import Wheel
@@ -168,12 +168,12 @@ def read_mla(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
 # -- the engine's update -----------------------------------------------------------------------------------
 
 
-class _Updating:
+class Updating:
     """The task whose kernel the engine updates now, in place of ``torch_npu``'s state."""
 
-    task: Task | None = None
+    task: KernelTask | None = None
 
-    def begin(self, stream: Any, handle: Task) -> None:
+    def begin(self, stream: Any, handle: KernelTask) -> None:
         """Begin the update of a recorded kernel."""
         del stream
         self.task = handle
@@ -215,7 +215,7 @@ class _Event:
         """Let the graph go on."""
 
 
-_updating = _Updating()
+_updating = Updating()
 
 
 def update(graph: UpdatableGraph, attn_metadata: Mapping[str, Any]) -> None:

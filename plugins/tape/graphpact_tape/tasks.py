@@ -167,7 +167,14 @@ def _forms(values: Mapping[str, Any], rebound: Mapping[str, Any]) -> dict[str, s
 
 
 class Point(NamedTuple):
-    """A piece of work of a stream: its place there, what it is, and the caller's line."""
+    """A piece of work of a stream.
+
+    Args:
+        stream: The number of the stream.
+        place: Its number in the stream.
+        what: What it is, in words.
+        line: The caller's line.
+    """
 
     stream: int
     place: int
