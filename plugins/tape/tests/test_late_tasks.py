@@ -334,6 +334,20 @@ def test_an_event_after_the_launch_covers_the_replay() -> None:
         layers.require(2 * value)
 
 
+def test_a_replay_that_waits_comes_after_the_work_before_its_updates() -> None:
+    """The event of an update covers its stream: a table that is written there first needs no other wait."""
+    layers = Tabled(strict=True, waits=True)
+    main, side, layers.tables = layers.driver.current_stream(), layers.driver.stream(), [_table(0)] * 2
+    for value in (1, 2):
+        with layers.driver.preparation():
+            side.wait_stream(main)
+            with side:
+                layers.tables[0].fill_(value)
+                layers.update_all(layers.tables)
+        layers.graph.replay()
+        layers.require(2 * value)
+
+
 def test_an_update_of_the_next_step_waits_for_the_replay() -> None:
     """Updates on a stream that does not wait for the replay before are GP21, after the launch too."""
     layers = Tabled(strict=True, waits=True)
