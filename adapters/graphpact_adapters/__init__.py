@@ -1,5 +1,6 @@
 """Attention builders of other engines under graphpact's suite: the adapters.
 
+    calls         methods that an engine calls and no lane does
     stand_ins     modules in the place of absent ones, for authors
     needs         what code reads and an adapter lacks
     reads         what a recorded kernel reads of a builder's metadata, and models of the kernels

@@ -13,6 +13,8 @@ A draft of several steps is one region: before each step the engine advances its
 brings the captured metadata up to date, both recorded (`begin_step`). No replay builds anything then. An
 engine that prepares all steps before the first one has metadata for each (`steps_of`).
 
+Host and device are two memories, as in the engine: builders get the device `DEVICE`, with a name of its own.
+
 So a kernel reads tensors of the capture, as the last build left them. Outputs show whether that is right: a
 builder is not asked to return what it returned before.
 
@@ -44,9 +46,11 @@ from graphpact.tensors import same, storage_id
 from graphpact_adapters.reads import Reads, leaves
 from graphpact_adapters.tasks import TaskRecorder, Tasks
 from graphpact_conformance.lane.holders import holder_of
-from graphpact_tape.poison import poison
+from graphpact_tape import HostMemory, poison, two_memories
 
 Phase = Literal["capture", "replay", "eager", "draft"]
+DEVICE = torch.device("cpu", 0)
+"""The device of builders, another one than the host ``cpu``; its tensors are of this machine's CPU."""
 NUM_GROUPS = 2
 """KV-cache groups of a lane: their builders see the same persistent buffers."""
 
@@ -124,6 +128,8 @@ class BuilderBackend(AttentionBackend):
             that speculate.
         lent_changes: Changes of lent buffers, in the order of the builds.
         freed: The paths of captured tensors that neither builder nor engine kept, by shape.
+        device: The device of builders.
+        host: The host memory of builders.
     """
 
     warmups: ClassVar[int] = 0
@@ -151,6 +157,8 @@ class BuilderBackend(AttentionBackend):
         self.has_exact_bounds = False
         self.lent_changes: list[LentChange] = []
         self.freed: dict[GraphShape, list[str]] = {}
+        self.device = DEVICE if context.device.type == "cpu" else context.device
+        self.host = HostMemory()
         self._captured: dict[GraphShape, _Captured] = {}
         self._capturing: Built | None = None
         self._now = Built(())  # what kernels read in the current step of a draft
@@ -190,6 +198,28 @@ class BuilderBackend(AttentionBackend):
             f"{type(self).__name__} updates no tasks",
             hint="leave tasks out of the adapter",
         )
+
+    @abc.abstractmethod
+    def host_tensors(self, lent: Any) -> Mapping[str, torch.Tensor]:
+        """Return by name the tensors on the host that builders get with ``lent``."""
+
+    @contextmanager
+    def two_memories(self, lent: Any = None) -> Iterator[None]:
+        """Let the code of builders run in the context: it copies between host and device as in its engine.
+
+        Args:
+            lent: What `lend` returned; None where builders get no tensors on the host.
+        """
+        self.host.prune()
+        if lent is not None:
+            self.host.add(self.host_tensors(lent).values())
+        with two_memories(self.host, self.device):
+            yield
+
+    def call_of(self, group: int) -> str:
+        """Return the name of the method that makes the metadata of a group's replays."""
+        del group
+        return self.calls["replay"]
 
     @property
     @abc.abstractmethod
@@ -252,7 +282,8 @@ class BuilderBackend(AttentionBackend):
         else:
             self.returned = self._build(view, shape, "replay")
             if self._recorder is not None:
-                self._recorder.update(shape, self.built_metadata(), self.returned.reads)
+                with self.two_memories():
+                    self._recorder.update(shape, self.built_metadata(), self.returned.reads)
         self._poison_freed()
         return captured
 
@@ -283,7 +314,8 @@ class BuilderBackend(AttentionBackend):
         lent = self.lend(view, shape)
         shared = self.shared_in_step(lent)
         before = {name: tensor.clone() for name, tensor in shared.items()}
-        built = self.build(lent, phase)
+        with self.two_memories(lent):
+            built = self.build(lent, phase)
         for name, tensor in shared.items():
             if not bool(same(tensor, before[name]).all()):
                 change = LentChange(name, self.calls[phase], phase, before[name], tensor.clone())

@@ -184,6 +184,7 @@ def finding_of(
         shape: The replayed shape.
     """
     mine, theirs = fault.captured, fault.right
+    hook = hook_of(rig, fault.path)
     if backend_of(rig).updates(fault.path, backend_of(rig).captured(shape)):
         where, (wrong, right) = "", (str(mine), str(theirs))
         if isinstance(mine, torch.Tensor) and (both := _overlap(mine, theirs)) is not None:
@@ -191,7 +192,7 @@ def finding_of(
             where, wrong, right = spell(differs), values_at(both[0], differs), values_at(both[1], differs)
         return lane.finding(
             "GP21",
-            hook="init_metadata_replay",
+            hook=hook,
             field=fault.field + where,
             expected=f"{right}, as an eager build on this batch has it",
             actual=f"{wrong}, which the update of a task gave",
@@ -201,7 +202,7 @@ def finding_of(
     if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return lane.finding(
             "GP08",
-            hook=hook_of(rig),
+            hook=hook,
             field=fault.field,
             expected=f"{theirs}, as an eager build on this batch has it",
             actual=f"{mine}, the number of the capture",
@@ -213,7 +214,7 @@ def finding_of(
     if step.error is not None and rule_of(step.error) == "GP13" and is_short:
         return lane.finding(
             "GP13",
-            hook=hook_of(rig),
+            hook=hook,
             field=fault.field,
             expected=f"room for {tuple(theirs.shape)}, as an eager build on this batch has it",
             actual=f"{tuple(mine.shape)}, which the kernel leaves: {message_of(step.error)}",
@@ -223,7 +224,7 @@ def finding_of(
     if both is None or (mine.shape != theirs.shape and bool(same(*both).all())):
         return lane.finding(
             "GP05",
-            hook=hook_of(rig),
+            hook=hook,
             field=fault.field,
             expected=f"shape {tuple(theirs.shape)}",
             actual=f"shape {tuple(mine.shape)}, that of the capture",
@@ -236,7 +237,7 @@ def finding_of(
     is_freed = rule in ("GP01", "GP14") and bool(is_poison(mine).any())
     return lane.finding(
         rule,
-        hook=hook_of(rig),
+        hook=hook,
         field=fault.field + spell(differs),
         expected=f"{values_at(theirs, differs)}, as an eager build on this batch has it",
         actual=("the freed memory" if is_freed else values_at(mine, differs)) + how,
@@ -269,6 +270,7 @@ def _rule_of(
     """Return the rule that a tensor with wrong contents breaks, and how, in words."""
     backend, captured = backend_of(rig), rig.lane.captured[shape]
     tensor = dict(leaves(backend.captured(shape)))[fault.path]
+    call = f"{backend.call_of(_split(fault.path)[0])}()"
     if (found := _rule_of_memory(lane, rig, fault.path, tensor, returned, shape)) is not None:
         return found
     before = tensor.clone()
@@ -278,7 +280,7 @@ def _rule_of(
         captured.graph.replay()
     unwritten = is_poison(tensor[tuple(map(slice, differs.shape))]).to(differs.device)
     tensor.copy_(before)
-    return _rule_of_contents(lane, rig, step, shape, differs, unwritten)
+    return _rule_of_contents(lane, step, shape, differs, unwritten, call)
 
 
 def _rule_of_memory(
@@ -299,7 +301,7 @@ def _rule_of_memory(
         if not is_kept and _returns_it_again(lane, path, shape):
             return "GP14", " of the capture, which the builder has replaced since"
         where = ", in the memory of the capture" if is_kept else " of the capture, which nothing keeps"
-        return "GP01", f"{where}; {backend.calls['replay']}() returned another tensor"
+        return "GP01", f"{where}; {backend.call_of(_split(path)[0])}() returned another tensor"
     if path in backend.freed.get(shape, ()) or not is_kept:
         return "GP14", " of the capture, which neither the builder nor the engine keeps"
     return None
@@ -307,14 +309,14 @@ def _rule_of_memory(
 
 def _rule_of_contents(
     lane: BuilderUnderTest,
-    rig: Rig,
     step: StepRecord,
     shape: GraphShape,
     differs: torch.Tensor,
     unwritten: torch.Tensor,
+    call: str,
 ) -> tuple[str, str]:
-    """Return the rule of a tensor in the right memory, and how it is broken, in words."""
-    is_unwritten, call = bool((unwritten & differs).any()), f"{backend_of(rig).calls['replay']}()"
+    """Return the rule of a tensor that ``call`` wrote in the right memory, and how it is broken, in words."""
+    is_unwritten = bool((unwritten & differs).any())
     first, tail = _first_of_tail(step, shape, unwritten)
     if not bool(differs[:first].any()):
         return (
@@ -353,6 +355,7 @@ def _first_of_tail(step: StepRecord, shape: GraphShape, unwritten: torch.Tensor)
     return (int(written[-1]) + 1 if len(written) else rows), "the end of a plan"
 
 
-def hook_of(rig: Rig) -> str:
-    """Return the hook that prepared what a graph read: of a replay, or before the first one of a capture."""
-    return "init_metadata_replay" if backend_of(rig).returned is not None else "init_metadata_capture"
+def hook_of(rig: Rig, path: str = "reads[0].") -> str:
+    """Return what prepared a leaf that a graph read: in a replay, or before the first one in a capture."""
+    backend = backend_of(rig)
+    return "init_metadata_capture" if backend.returned is None else backend.call_of(_split(path)[0])

@@ -10,7 +10,6 @@ Does not: judge the code. With assumed values it computes nothing that counts.
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
 from functools import partial
 from typing import Any, Self
 
@@ -109,11 +108,10 @@ def needs_of(
         options: Options of the run.
         ask: Asks the author's code what it declares of a lane, which is run then.
     """
-    every = replace(options, lanes=())
 
     def lanes() -> dict[str, PlannedLane]:
         found: dict[str, PlannedLane] = {}
-        for each in plan(every):
+        for each in plan(options):
             found.setdefault(str(each.lane.config.case), each)
         return found
 

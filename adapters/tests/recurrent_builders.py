@@ -117,10 +117,30 @@ class UpdatedScan(Scan):
     def update_block_table(
         self, metadata: ScanMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> ScanMetadata:
-        """Return the metadata with the state rows of another group."""
+        """Return the metadata with the state rows of another group, in this builder's memory."""
         del slot_mapping
-        rows = self.state_indices[: metadata.num_reqs].copy_(self.rows_of(blk_table))
-        return replace(metadata, state_indices_tensor_d=rows)
+        rows, accepted = metadata.num_reqs, metadata.num_accepted_tokens
+        return replace(
+            metadata,
+            state_indices_tensor_d=self.state_indices[:rows].copy_(self.rows_of(blk_table)),
+            num_accepted_tokens=None if accepted is None else self.accepted[:rows].copy_(accepted),
+        )
+
+
+class UpdatedRows(UpdatedScan):
+    """Wrong with V1, which captures each group alone: accepted tokens stay in the first group."""
+
+    def update_block_table(
+        self, metadata: ScanMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
+    ) -> ScanMetadata:
+        """Return the metadata with the state rows of another group alone."""
+        updated = super().update_block_table(metadata, blk_table, slot_mapping)
+        return replace(metadata, state_indices_tensor_d=updated.state_indices_tensor_d)
+
+    def accepted_of(self, common: CommonAttentionMetadata, accepted: torch.Tensor) -> torch.Tensor:
+        """Return the accepted tokens of all requests, in memory that no update writes."""
+        self.of_builds = getattr(self, "of_builds", torch.empty_like(self.accepted))
+        return self.of_builds[: common.num_reqs].copy_(accepted)
 
 
 def uniform(metadata: ScanMetadata, slot_mapping: torch.Tensor) -> RecurrentReads:
@@ -332,8 +352,16 @@ class Delta(Builder):
         if metadata.spec_sequence_masks is None:
             rows = self.staged(blk_table, metadata.num_decode_tokens, metadata.num_decodes)
             return replace(metadata, non_spec_state_indices_tensor=rows[:, 0])
-        rows = self.staged(blk_table, metadata.num_spec_decodes, len(metadata.spec_sequence_masks))
-        return replace(metadata, spec_state_indices_tensor=rows)
+        rows = len(metadata.spec_sequence_masks)
+        assert metadata.spec_query_start_loc is not None
+        assert metadata.num_accepted_tokens is not None
+        return replace(
+            metadata,
+            spec_sequence_masks=self.masks[:rows].copy_(metadata.spec_sequence_masks),
+            spec_query_start_loc=self.starts[: rows + 1].copy_(metadata.spec_query_start_loc),
+            spec_state_indices_tensor=self.staged(blk_table, metadata.num_spec_decodes, rows),
+            num_accepted_tokens=self.accepted[:rows].copy_(metadata.num_accepted_tokens),
+        )
 
 
 class FrozenCount(Delta):

@@ -122,14 +122,42 @@ def test_kinds_of_step_that_lack_nothing_are_checked() -> None:
     assert "decode" not in kinds
 
 
-def test_a_missing_value_is_no_finding_where_no_probe_looked() -> None:
-    """In a lane that reads what the adapter lacks every requirement is not run, with the name."""
+def test_a_probe_looks_at_the_lanes_that_are_asked() -> None:
+    """A run of some lanes lists what these read: the other kinds of step are not tried."""
     builders = Builders(reading({"build": ["vllm_config.alpha"]}, []))
+    for asked, kinds in (("decode-*", {"decode"}), ("*verify*", {"target_verify"})):
+        assert {each.kind for each in builders.needs(Options(size="quick", lanes=(asked,)))} == kinds
+
+
+class ReadsInReplays(PagedBuilder):
+    """Reads nothing of the kind at a capture."""
+
+    def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
+        """Read what no batch has."""
+        common.alpha  # noqa: B018  it is read
+        return super().build(common_prefix_len, common, fast_build)
+
+    def build_for_cudagraph_capture(self, common: Any) -> Any:
+        """Return the metadata that a graph keeps."""
+        return self.metadata(common)
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (reading({"build": ["vllm_config.alpha"]}, []), "vllm_config.alpha"),
+        (ReadsInReplays, "common_attn_metadata.alpha"),
+    ],
+    ids=["at captures", "in replays"],
+)
+def test_a_missing_value_is_no_finding_where_no_probe_looked(make: type[PagedBuilder], path: str) -> None:
+    """In a lane that reads what the adapter lacks every requirement is not run, with the name."""
+    builders = Builders(make)
     results = [*results_of(builders, "decode-page16-gqa-float32")]
     assert {result.outcome for result in results} <= {Outcome.NOT_RUN, Outcome.PASS}
     told = [result for result in results if result.outcome is Outcome.NOT_RUN]
     assert len(told) > 5
-    assert {result.reason for result in told} == {"needs vllm_config.alpha"}
+    assert {result.reason for result in told} == {f"needs {path}"}
 
 
 def test_a_backend_of_sglang_is_probed_too() -> None:

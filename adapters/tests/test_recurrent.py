@@ -89,6 +89,7 @@ def test_a_right_builder_passes(make: type[made.Builder], options: dict[str, Any
         (made.NoAccepted, {"read": made.uniform}, "GP04", "num_accepted_tokens[1] = 0"),
         (made.FreshIndices, {}, "GP01", "state_indices"),
         (made.SharedWithFirst, {}, "GP01", "KV-cache group 1: state_indices"),
+        (made.UpdatedRows, {}, "GP01", "KV-cache group 1: num_accepted_tokens"),
         (made.FirstGroup, {}, None, "an eager run"),
         (made.FrozenCount, {}, "GP08", "num_requests"),
         (made.CapturedWithoutDrafts, {}, "GP10", "the launches of the kernel"),

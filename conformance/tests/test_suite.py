@@ -26,7 +26,7 @@ from graphpact_conformance.experiments.base import Experiment
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.merge import merged
-from graphpact_conformance.results import ExitCode, Finding, Outcome, Result
+from graphpact_conformance.results import ExitCode, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.shrink import TRIALS, shrunk
 from graphpact_conformance.subject.under_test import CannotCaptureError
@@ -584,6 +584,27 @@ def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
     assert report(whole).exit_code is ExitCode.CONFORMANT
     assert report(whole, options={"strict": True}).exit_code is ExitCode.NOT_CONFORMANT
     assert merged([told, told]).hints == told.hints
+    stopped = told.model_copy(update={"claims": [], "hints": []})
+    assert merged([stopped, told]).claims == merged([told]).claims
+
+
+def test_parts_of_an_adapters_run_lose_nothing() -> None:
+    """Hints and notes of every part are in the whole, each once: the last one tries what is undeclared."""
+    parts = [
+        PluginResults(
+            kind="adapter",
+            name="a",
+            distribution="d",
+            version="1",
+            contract="1",
+            hints=hints,
+            not_shown=notes,
+        )
+        for hints, notes in (([], ["kernels", "one"]), (["undeclared graphs work"], ["kernels", "two"]))
+    ]
+    whole = merged(parts)
+    assert whole.hints == ["undeclared graphs work"]
+    assert whole.not_shown == ["kernels", "one", "two"]
 
 
 # -- isolation of draws and experiments ------------------------------------------------------------

@@ -222,11 +222,15 @@ def short_path(file: str) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return the innermost file and line of an exception, if possible outside torch and the stdlib."""
+    """Return the innermost file and line of an exception, if possible outside torch and the stdlib.
+
+    Modules that set ``__tracebackhide__ = True`` come in between, as modes of torch do, and are left out too.
+    """
     foreign = {"torch", *sys.stdlib_module_names}
     frames = [*traceback.walk_tb(error.__traceback__)]
-    own = [f for f in frames if f[0].f_globals.get("__name__", "").partition(".")[0] not in foreign]
-    places = [f"{short_path(frame.f_code.co_filename)}:{line}" for frame, line in own or frames]
+    known = [f for f in frames if f[0].f_globals.get("__name__", "").partition(".")[0] not in foreign]
+    own = [f for f in known if f[0].f_globals.get("__tracebackhide__") is not True]
+    places = [f"{short_path(frame.f_code.co_filename)}:{line}" for frame, line in own or known or frames]
     return places[-1] if places else "an unknown line"
 
 

@@ -44,7 +44,6 @@ ARGUMENTS_MLA = ("decode.seq_lens_list",)
 def prepare() -> None:
     """Make the modules importable in this process, once; download missing wheels."""
     vllm_builders.prepare(VLLM, (ASCEND,), ABSENT, HEAVY)
-    torch.Tensor.pin_memory = torch.Tensor.clone
     npu: Any = importlib.import_module("torch_npu")  # a stand-in
     torch.npu = npu.npu  # as the package itself does it
     importlib.import_module("vllm_ascend.ascend_config")._ASCEND_CONFIG = _configured()

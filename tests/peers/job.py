@@ -25,7 +25,7 @@ WORKERS = 2
 TIMEOUT = 300.0
 """Seconds for one piece of work: kernels of metadata are interpreted."""
 _MOST = 100  # characters of a value in the table
-_OF_PROCESS = ("ends", "quiet", "suite")
+_OF_NO_LANE = ("ends", "quiet", "suite", "calls")
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def verdicts(rows: Sequence[Row], report: Report) -> Iterator[Verdict]:
 
 
 def _verdict(row: Row, plugin: PluginResults) -> Verdict:
-    results = [result for result in plugin.results if result.check not in _OF_PROCESS]
+    results = [result for result in plugin.results if result.check not in _OF_NO_LANE]
     faults = [result.reason or "" for result in plugin.results if result.outcome is Outcome.ERROR]
     first: dict[tuple[str | None, str], Finding] = {}
     for result in plugin.results:

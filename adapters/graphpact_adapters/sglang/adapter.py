@@ -17,7 +17,8 @@ import torch
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
 from graphpact_adapters import stand_ins
-from graphpact_adapters.backend import Make
+from graphpact_adapters.backend import DEVICE, Make
+from graphpact_adapters.calls import uncalled
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
@@ -28,9 +29,15 @@ from graphpact_adapters.tasks import Tasks
 from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import Needs, PlannedLane, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, plan_lanes
 from graphpact_conformance.targets import Options
+from graphpact_tape import HostMemory, two_memories
 
+METHODS = {
+    "update_verify_buffers_to_fill_after_draft": "after a draft, for a verify that was planned before it",
+    "init_mha_chunk_metadata": "in extends of latents with cached keys",
+}
+"""Methods of backends that SGLang calls and the lanes do not, and when."""
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
     "mha": frozenset({HeadLayout.MHA, HeadLayout.GQA}),
     "mla": frozenset({HeadLayout.MLA}),
@@ -113,7 +120,8 @@ class Backends:
             is_draft_worker=True,
             drafts=True,
         )
-        made = self.make(model_runner(sizes, table))
+        with two_memories(HostMemory(), DEVICE):
+            made = self.make(model_runner(sizes, table))
         stand_ins.called()  # those of imports do not count
         return made
 
@@ -158,6 +166,11 @@ class Backends:
     def needs(self, options: Options) -> Iterator[Needs]:
         """Yield what backends read of the model runner and batch, and the adapter lacks."""
         return needs_of(lambda asked: [*replace(self).lanes(asked)], options)
+
+    def uncalled(self, plans: Sequence[PlannedLane]) -> Iterator[Uncalled]:
+        """Yield the methods of backends that SGLang calls, and none of the lanes of a run."""
+        del plans
+        yield from uncalled([self._example], METHODS, (), base="AttentionBackend")
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run."""

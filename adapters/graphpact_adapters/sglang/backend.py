@@ -120,8 +120,9 @@ class SglangBackend(BuilderBackend):
         cls = type(self)
         self.sizes = sizes_of(context, cls.kind, trees=cls.trees)
         told = self.sizes.times(self.room)
-        self.model_runner = model_runner(told, context.req_to_token)
-        self._backend: Any = cls.make(self.model_runner)
+        with self.two_memories():
+            self.model_runner = model_runner(told, context.req_to_token)
+            self._backend: Any = cls.make(self.model_runner)
         self._told = told
         self._has_graphs = False
         self._buffers: GraphRunnerBuffers | None = None
@@ -153,7 +154,7 @@ class SglangBackend(BuilderBackend):
         if self._buffers is None:
             with self.engine.running():
                 fill = int((*self._steps, self._backend)[0].get_cuda_graph_seq_len_fill_value())
-            self._buffers = GraphRunnerBuffers(self.sizes, fill, self.engine, self.context.device)
+            self._buffers = GraphRunnerBuffers(self.sizes, fill, self.engine, self.device)
         return self._buffers
 
     # -- an engine's part ------------------------------------------------------------------------
@@ -161,6 +162,13 @@ class SglangBackend(BuilderBackend):
     def lent_tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the runner's persistent buffers, and the table of requests."""
         return {**self.buffers.tensors(), "req_to_token": self.context.req_to_token}
+
+    def host_tensors(self, lent: LentBatch) -> Mapping[str, torch.Tensor]:
+        """Return the lengths on the host: the buffer, and those of the step."""
+        return {
+            "seq_lens_cpu": self.buffers.tensors()["seq_lens_cpu"],
+            "of the step": lent.rows["seq_lens_cpu"],
+        }
 
     def lend(self, view: ForwardBatch, shape: GraphShape | None) -> LentBatch:
         """Write the persistent buffers as SGLang's runners do."""

@@ -19,21 +19,24 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, describe_error, place_of
 from graphpact.shapes import GraphShape
 from graphpact_adapters import stand_ins
-from graphpact_adapters.backend import Make
+from graphpact_adapters.backend import DEVICE, Make
+from graphpact_adapters.calls import uncalled
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.states import RecurrentLane
 from graphpact_adapters.tasks import Tasks
 from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
-from graphpact_adapters.vllm.backend import VllmBackend, sizes_of
+from graphpact_adapters.vllm.backend import UPDATE, ModelRunner, VllmBackend, sizes_of, updates_block_tables
 from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.readers import read as read_by_fields
 from graphpact_conformance.experiments import Experiment
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import Needs, PlannedLane, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, is_asked, plan_lanes
 from graphpact_conformance.targets import Options
 from graphpact_conformance.world.lanes import Case, Config
+from graphpact_tape import HostMemory, two_memories
 
 SUPPORT = {
     "ALWAYS": GraphSupport.ALWAYS,
@@ -50,6 +53,10 @@ _NAMES = {GraphSupport.ALWAYS: "ALWAYS", GraphSupport.UNIFORM: "UNIFORM_BATCH"} 
 _EARLIER = ("cudagraph_support", "attn_cudagraph_support")
 """The attributes in which builders of earlier releases declare it; later ones have a method."""
 _PROBED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.MIXED)
+_SUFFIXES = ("", _V1 := "-v1", _DIFFERENT_LENGTHS := "-varlen")
+"""Suffixes of lanes that follow of a plain one."""
+_OF_V1 = (Case(ForwardMode.DECODE), Case(ForwardMode.TARGET_VERIFY))
+"""The kinds of step in which calls of model runner V1 are made too."""
 VARLEN = 4
 """The most tokens of a request in lanes of decodes of different lengths."""
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
@@ -151,6 +158,7 @@ class Builders:
         config: Config | None = None,
         support: GraphSupport = GraphSupport.ALWAYS,
         varlen: int | None = None,
+        runner: ModelRunner = "V2",
     ) -> type[VllmBackend]:
         """Return the backend class of a lane.
 
@@ -158,6 +166,7 @@ class Builders:
             config: The lane; None for all lanes.
             support: The graph support that its builder declares there.
             varlen: See `VllmBackend`.
+            runner: The model runner whose calls are made.
         """
         adapter, most, sizes = (
             self,
@@ -175,6 +184,7 @@ class Builders:
             capture_sizes = tuple(sizes)
             varlen = most
             pads_replays = adapter.pads_replays
+            model_runner = runner
             capabilities = replace(adapter._capabilities, graph_support=support)
 
         return OfFactory
@@ -189,7 +199,8 @@ class Builders:
         sizes = sizes_of(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen)
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
         try:
-            builder: Any = self.make(spec, sizes.layer_names, engine, torch.device("cpu"))
+            with two_memories(HostMemory(), DEVICE):
+                builder: Any = self.make(spec, sizes.layer_names, engine, DEVICE)
             stand_ins.called()  # those of imports do not count
             support_of(builder, engine, getattr(builder, "kv_cache_spec", spec))
         except NotGivenError:
@@ -227,15 +238,18 @@ class Builders:
         """
         for plan in self._plain(options):
             try:
-                yield from self._declared(plan)
+                found = self._declared(plan)
             except NotGivenError:
-                yield plan
+                found = [plan]
+            yield from (each for each in found if is_asked(each, options))
 
     def _plain(self, options: Options) -> Iterator[PlannedLane]:
-        """Yield the lanes of a run, with all graphs."""
-        for plan in plan_lanes(self.backend(), ReferenceRunner, options):
+        """Yield the plain lanes of a run, with all graphs: those that are asked, or one that follows."""
+        for plan in plan_lanes(self.backend(), ReferenceRunner, replace(options, lanes=())):
             config = plan.lane.config
-            if not (config.case.segments or config.case.frozen or config.mixed_dim is not None):
+            if config.case.segments or config.case.frozen or config.mixed_dim is not None:
+                continue
+            if any(is_asked(replace(plan, suffix=suffix), options) for suffix in _SUFFIXES):
                 yield replace(plan, lane=self._lane(config, self.backend(config)))
 
     def _declared(self, plan: PlannedLane) -> list[PlannedLane]:
@@ -243,6 +257,9 @@ class Builders:
         config = plan.lane.config
         support = self.declared(config)
         found = [replace(plan, lane=self._lane(config, self.backend(config, support)))]
+        if self._is_of_v1(plan, support):
+            of_v1 = self._lane(config, self.backend(config, support, runner="V1"))
+            found.append(replace(plan, lane=of_v1, suffix=_V1))
         if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
             found += self._of_different_lengths(plan)
         return found
@@ -256,6 +273,16 @@ class Builders:
         driver = None if self.tasks is None else TaskTape
         return of_kind(config, backend, runner, driver=driver, most_tokens=most_tokens)
 
+    def _is_of_v1(self, plan: PlannedLane, support: GraphSupport) -> bool:
+        """Return whether model runner V1 makes other calls in the graphs of a plain lane.
+
+        It makes the metadata of a group from that of another one only where their specifications are equal.
+        """
+        config = plan.lane.config
+        if not plan.is_full or config.unusual or config.case not in _OF_V1 or self.kind == "sliding_window":
+            return False
+        return support.covers(config.case.needs) and updates_block_tables(self._asked(config)[0])
+
     def _of_different_lengths(self, plan: PlannedLane) -> Iterator[PlannedLane]:
         """Yield a lane of decodes of different lengths, if a builder declares graphs for them."""
         builder, engine, spec = self._asked(plan.lane.config, VARLEN)
@@ -267,7 +294,14 @@ class Builders:
         shapes = tuple(GraphShape(ForwardMode.MIXED, requests, tokens) for requests, tokens in sizes)
         config = replace(plan.lane.config, capture_shapes=shapes)
         lane = self._lane(config, self.backend(config, varlen=VARLEN), most_tokens=VARLEN)
-        yield replace(plan, lane=lane, suffix="-varlen")
+        yield replace(plan, lane=lane, suffix=_DIFFERENT_LENGTHS)
+
+    def uncalled(self, plans: Sequence[PlannedLane]) -> Iterator[Uncalled]:
+        """Yield the methods of builders that vLLM calls, and none of the lanes of a run."""
+        lanes = [plan.lane for plan in plans]
+        called = {name for lane in lanes for name in _called_in(lane)}
+        builders = {type(made): made for made in (self._asked(lane.config)[0] for lane in lanes)}
+        yield from uncalled(list(builders.values()), METHODS, called, base="AttentionMetadataBuilder")
 
     def probes(self, options: Options) -> Iterator[tuple[str, PlannedLane]]:
         """Yield the plain lanes of graphs that the builder does not declare, each with the declaration."""
@@ -278,6 +312,34 @@ class Builders:
             if is_plain and not self.declared(config).covers(needs):
                 lane = self._lane(config, self.backend(config))
                 yield f"graphs {_NAMES[needs]}", replace(plan, lane=lane)
+
+
+METHODS = {
+    "build_for_cudagraph_capture": "before it captures a graph",
+    "build_for_drafting": "in drafts of several steps that no graph holds",
+    "update_draft_decode_metadata": "between the steps of a draft in one graph",
+    UPDATE: "in replays, for KV-cache groups after the first; model runner V2 only for recurrent layers",
+    "set_workspace_buffer": "once, so that the builders of all groups share a workspace",
+    "use_cascade_attention": "in eager steps whose requests have a common prefix, in earlier releases",
+    "reorder_batch": "before each build, in earlier releases",
+    "can_run_in_cudagraph": "before each replay, in earlier releases",
+}
+"""Methods of builders that vLLM calls beside ``build``, and when."""
+
+
+def _called_in(lane: LaneUnderTest) -> set[str]:
+    """Return the methods of builders that are called in a lane, if they have them."""
+    backend, case = lane.backend, lane.config.case
+    assert issubclass(backend, VllmBackend)  # noqa: S101  lanes of this adapter have no other
+    has_graphs = backend.capabilities.graph_support.covers(case.needs)
+    drafts = case.mode is ForwardMode.DRAFT_DECODE
+    found = {
+        "build_for_cudagraph_capture": has_graphs,
+        "build_for_drafting": drafts,
+        "update_draft_decode_metadata": drafts and has_graphs,
+        UPDATE: backend.model_runner == "V1" or backend.kind == "mamba",
+    }
+    return {name for name, is_called in found.items() if is_called}
 
 
 def support_of(builder: Any, vllm_config: Any, kv_cache_spec: Any) -> GraphSupport:

@@ -11,6 +11,9 @@
     states    a group of recurrent layers after the first takes the metadata of the first, with another block
               table, if the builder has ``supports_update_block_table``: at captures too, and always in order
 
+Model runner V1 differs in what concerns builders with ``supports_update_block_table``: each group is captured
+with metadata of its own, and in all other steps a group after the first takes that of the first.
+
 Does not: choose lanes, or judge; see `graphpact_adapters.vllm.adapter`.
 """
 
@@ -18,7 +21,7 @@ import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Literal, Protocol
 
 import torch
 
@@ -60,6 +63,8 @@ _ON_HOST = (
     "_num_computed_tokens_cpu",
 )
 """Fields on the host that the builders of a step share."""
+ModelRunner = Literal["V1", "V2"]
+UPDATE = "update_block_table"
 ROPE = 8
 """Width of the rotary part of an MLA key in the suite's lanes."""
 
@@ -123,6 +128,7 @@ class VllmBackend(BuilderBackend):
         capture_sizes: Token counts that the lane captures.
         varlen: The most tokens of a request in a graph of decodes of different lengths; None in other lanes.
         pads_replays: Whether a replay's build gets the padding rows and tokens of the graph.
+        model_runner: The runner whose calls are made.
     """
 
     make: ClassVar[Make]
@@ -131,6 +137,7 @@ class VllmBackend(BuilderBackend):
     capture_sizes: ClassVar[Sequence[int]] = ()
     varlen: ClassVar[int | None] = None
     pads_replays: ClassVar[bool] = True
+    model_runner: ClassVar[ModelRunner] = "V2"
     warmups = 1
     bounds = "seq_lens_cpu_upper_bound"
     calls: ClassVar[Mapping[Phase, str]] = {
@@ -164,12 +171,13 @@ class VllmBackend(BuilderBackend):
             states=states,
             windows=[sizes.sliding_window for sizes in of_groups],
         )
-        self._builders: list[Any] = [
-            cls.make(
-                kv_cache_spec(told), told.layer_names[group::NUM_GROUPS], vllm_config(told), context.device
-            )
-            for group, told in enumerate(sizes.times(self.room) for sizes in of_groups)
-        ]
+        with self.two_memories():
+            self._builders: list[Any] = [
+                cls.make(
+                    kv_cache_spec(told), told.layer_names[group::NUM_GROUPS], vllm_config(told), self.device
+                )
+                for group, told in enumerate(sizes.times(self.room) for sizes in of_groups)
+            ]
         self._builds = 0
         self._found: dict[int, Any] = {}  # the metadata of the last build by group, which the engine keeps
         self._objects: dict[int, tuple[Built, dict[int, Any]]] = {}
@@ -186,9 +194,13 @@ class VllmBackend(BuilderBackend):
 
     def shared_in_step(self, lent: Lent) -> Mapping[str, torch.Tensor]:
         """Return the persistent buffers, and the tensors on the host, which the groups of a step share."""
-        common = lent.common[0]
-        on_host = {name: getattr(common, name) for name in _ON_HOST}
-        return {**self.buffers.tensors(), **{name: t for name, t in on_host.items() if t is not None}}
+        return {**self.buffers.tensors(), **self.host_tensors(lent)}
+
+    def host_tensors(self, lent: Lent) -> Mapping[str, torch.Tensor]:
+        """Return the tensors on the host, which the groups of a step share."""
+        found = {name: getattr(lent.common[0], name) for name in _ON_HOST}
+        found["num_decode_draft_tokens_cpu"] = lent.num_decode_draft_tokens_cpu
+        return {name: tensor for name, tensor in found.items() if tensor is not None}
 
     def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Lent:
         """Write the persistent buffers as model runner V2 does."""
@@ -218,9 +230,10 @@ class VllmBackend(BuilderBackend):
         """Build for each group, in the other order than the step before; ``step`` is that of a draft."""
         if phase == "replay" and not self.pads_replays:
             lent = lent.unpadded()
-        updates = self.kind == "mamba" and getattr(self._builders[0], "supports_update_block_table", False)
+        updates = self._updates(phase)
         found: dict[int, Any] = {}
-        for group in range(NUM_GROUPS) if updates else self._in_turn():
+        in_order = updates or self.model_runner == "V1"
+        for group in range(NUM_GROUPS) if in_order else self._in_turn():
             builder, common = self._builders[group], lent.common[group]
             if updates and found:
                 found[group] = builder.update_block_table(
@@ -246,6 +259,16 @@ class VllmBackend(BuilderBackend):
         names = self.sizes.layer_names
         return {name: made for group, made in self._found.items() for name in names[group::NUM_GROUPS]}
 
+    def _updates(self, phase: Phase) -> bool:
+        """Return whether groups after the first take the metadata of the first one."""
+        if not updates_block_tables(self._builders[0]):
+            return False
+        return phase in ("replay", "eager") if self.model_runner == "V1" else self.kind == "mamba"
+
+    def call_of(self, group: int) -> str:
+        """Return the name of the method that makes the metadata of a group's replays."""
+        return UPDATE if group and self._updates("replay") else super().call_of(group)
+
     def _in_turn(self) -> list[int]:
         self._builds += 1
         order = list(range(NUM_GROUPS))
@@ -256,7 +279,9 @@ class VllmBackend(BuilderBackend):
         if part.built is None and not part.num_reqs:
             return Built(())  # no builder sees a step without requests
         if part.built is None:
-            return self.build(self.buffers.lend_step(part.step, part.num_reqs), "draft", part.step)
+            lent = self.buffers.lend_step(part.step, part.num_reqs)
+            with self.two_memories(lent):
+                return self.build(lent, "draft", part.step)
         self.buffers.advance(part.step, part.num_reqs)
         objects = self._objects[id(part.built)][1]
         for group in self._in_turn():
@@ -281,6 +306,11 @@ class VllmBackend(BuilderBackend):
     def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
         is_dummy = shape is not None and is_all_padding(view)
         return super()._build(view, shape, "capture" if is_dummy else phase)
+
+
+def updates_block_tables(builder: object) -> bool:
+    """Return whether a builder declares that it makes metadata of that of another group."""
+    return bool(getattr(builder, "supports_update_block_table", False))
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:

@@ -10,11 +10,12 @@
 Does not: implement experiments, or survive a plugin that crashes (see `graphpact_conformance.isolation`).
 """
 
-from graphpact_conformance.suite.adapter import Adapter, Needs
+from graphpact_conformance.suite.adapter import Adapter, Needs, Uncalled
 from graphpact_conformance.suite.names import targets
 from graphpact_conformance.suite.plan import (
     checks_by_lane,
     experiments_of,
+    is_asked,
     lanes_of,
     plan_lanes,
     require_lanes,
@@ -29,10 +30,12 @@ __all__ = [
     "LaneKind",
     "Needs",
     "PlannedLane",
+    "Uncalled",
     "checks_by_lane",
     "examine",
     "examine_lane",
     "experiments_of",
+    "is_asked",
     "lanes_of",
     "plan_lanes",
     "require_lanes",

@@ -41,6 +41,22 @@ class Needs:
         return f"needs {', '.join(self.paths)}, which its factory can give{more}"
 
 
+@dataclass(frozen=True)
+class Uncalled:
+    """A method of the code that its engine calls, and no lane does.
+
+    Args:
+        name: The method.
+        when: When the engine calls it, such as ``in steps with a common prefix``.
+    """
+
+    name: str
+    when: str
+
+    def __str__(self) -> str:
+        return f"never called here; the engine calls it {self.when}"
+
+
 @runtime_checkable
 class Adapter(Protocol):
     """Code of another engine that prepares replays, and the lanes in which it is checked."""
@@ -58,6 +74,9 @@ class Adapter(Protocol):
 
     def lanes(self, options: Options) -> Iterable[PlannedLane]:
         """Return the lanes of a run."""
+
+    def uncalled(self, plans: Sequence[PlannedLane]) -> Iterable[Uncalled]:
+        """Return the methods of the code that its engine calls, and none of the lanes of a run."""
 
     def probes(self, options: Options) -> Iterable[tuple[str, PlannedLane]]:
         """Return lanes of what the code does not declare, each with the declaration that it lacks."""

@@ -27,6 +27,7 @@ from graphpact_conformance.lane.reference import (
     SegmentsRunner,
 )
 from graphpact_conformance.lane.rig import planned_shapes, runner_context
+from graphpact_conformance.subject.raised import NeedsValueError
 from graphpact_conformance.suite.adapter import adapter_of
 from graphpact_conformance.suite.planned import LaneKind, PlannedLane
 from graphpact_conformance.targets import (
@@ -56,7 +57,7 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[P
     if target.kind == "adapter":
         adapter = adapter_of(target, catalog)
         named = (plan.of(target.names, adapter.experiments) for plan in adapter.lanes(options))
-        return [plan for plan in named if _is_asked(plan, options)]
+        return [plan for plan in named if is_asked(plan, options)]
     if target.kind == "attention_backend":
         backend = catalog.select("attention_backend", target.name)
         runner: type[GraphRunner] = ReferenceRunner
@@ -114,10 +115,11 @@ def recorded_lanes(
             own, sized = runner, _with_shapes_of(runner, config, backend, device)
         lane = LaneUnderTest(sized, backend, own, kind, device=device)
         plans.append(PlannedLane(lane, is_full=True, recorded=recorded))
-    return [plan for plan in plans if _is_asked(plan, options)]
+    return [plan for plan in plans if is_asked(plan, options)]
 
 
-def _is_asked(plan: PlannedLane, options: Options) -> bool:
+def is_asked(plan: PlannedLane, options: Options) -> bool:
+    """Return whether a lane's name matches the patterns of a run."""
     return not options.lanes or any(fnmatchcase(str(plan), glob) for glob in options.lanes)
 
 
@@ -151,7 +153,10 @@ def require_lanes(found: Iterable[Target], options: Options, catalog: PluginCata
     if not options.lanes:
         return
     every = replace(options, lanes=())
-    names = list(dict.fromkeys(lane for t in targets for lane in checks_by_lane(t, every, catalog)))
+    try:
+        names = list(dict.fromkeys(lane for t in targets for lane in checks_by_lane(t, every, catalog)))
+    except NeedsValueError:
+        return  # a target has no lanes yet: its examination says what it lacks
     for pattern in options.lanes:
         if any(fnmatchcase(name, pattern) for name in names):
             continue
@@ -240,7 +245,7 @@ def plan_lanes(
             for plan in plans
             if plan.lane.driver is None
         ]
-    return [plan for plan in plans if _is_asked(plan, options)]
+    return [plan for plan in plans if is_asked(plan, options)]
 
 
 _EMBEDS = {"input_embeds", MROPE}

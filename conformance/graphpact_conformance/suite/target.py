@@ -155,12 +155,22 @@ def _examine_adapted(
     for each in needs:
         lane, check = each.kind or "every lane", "every requirement"
         listener.found(Result(rule=None, check=check, lane=lane, outcome=Outcome.NOT_RUN, reason=str(each)))
-    plans: Sequence[PlannedLane] = ()
+    ready: Sequence[PlannedLane] = ()
     lacking = {each.kind for each in needs}
     if not options.probe and None not in lacking:
         every = lanes_of(target, options, catalog)
         ready = [plan for plan in every if str(plan.lane.config.case) not in lacking]
-        plans = in_parts(ready, parts, options)[first]
+    for method in adapter.uncalled(ready) if ready and first == 0 else ():
+        listener.found(
+            Result(
+                rule=None,
+                check="calls",
+                lane=method.name,
+                outcome=Outcome.UNSUPPORTED,
+                reason=str(method),
+            )
+        )
+    plans = in_parts(ready, parts, options)[first]
     for plan in plans:
         for result in examine_lane(plan, options, listener.begins, skip=skip):
             listener.found(result)

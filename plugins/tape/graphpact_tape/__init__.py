@@ -12,6 +12,7 @@
     tasks       recorded operators whose host arguments are updated
     order       streams, events and copies, with a check for missing waits
     host        distinguishes host tensors from device tensors, and refuses host reads
+    memories    copies between host and device as two memories, where a machine has one
     poison      values for memory that no step may read
     guard       the strict guard of a lane's hooks and steps
 
@@ -22,6 +23,7 @@ Does not: import more than torch and the core.
 
 from graphpact_tape.guard import StrictGuard, is_due
 from graphpact_tape.host import HostMemory, HostReadGuard, WeakTensor, tensors_of, written_by
+from graphpact_tape.memories import two_memories
 from graphpact_tape.nodes import RunAndCopy, make_node
 from graphpact_tape.order import Order, TapeEvent, TapeStream
 from graphpact_tape.poison import is_poison, poison, poison_of
@@ -60,5 +62,6 @@ __all__ = [
     "poison",
     "poison_of",
     "tensors_of",
+    "two_memories",
     "written_by",
 ]

@@ -76,7 +76,7 @@ _FACTORIES = frozenset(
         "zeros",
     )
 )
-_FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
+FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
 _FROM_MEMORY = frozenset({torch.from_numpy, torch.frombuffer, torch.from_file})
 
 # Arguments of operators are mostly tensors, numbers, and tuples and lists of them. Captures take a third less
@@ -163,6 +163,7 @@ class HostMemory:
         # Byte ranges of storages: on a CPU, one storage may hold host and device tensors. The weak references
         # keep a storage's id from being reused.
         self._host: dict[int, tuple[StorageWeakRef, list[tuple[int, int]]]] = {}
+        self._pinned: dict[int, StorageWeakRef] = {}
         self.add(declared)
 
     def add(self, tensors: Iterable[torch.Tensor]) -> None:
@@ -174,8 +175,19 @@ class HostMemory:
             if extent not in extents:
                 extents.append(extent)
 
+    def pin(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Declare the memory of ``tensors`` as pinned host memory."""
+        tensors = list(tensors)
+        self.add(tensors)
+        self._pinned |= {storage_id(t): StorageWeakRef(t.untyped_storage()) for t in tensors}
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` lies in memory that was declared as pinned."""
+        return storage_id(tensor) in self._pinned
+
     def prune(self) -> None:
         """Drop storages that were freed."""
+        self._pinned = {key: known for key, known in self._pinned.items() if not known.expired()}
         self._host = {key: known for key, known in self._host.items() if not known[0].expired()}
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -193,7 +205,7 @@ class HostMemory:
         return tensor in self or storage_id(tensor) not in {storage_id(t) for t in tensors_of(self.call)}
 
 
-def _has_default_device() -> bool:
+def has_default_device() -> bool:
     """Return whether ``with device:`` is active; that mode runs after this module's own."""
     return any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
 
@@ -240,17 +252,33 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 def _is_placed(kwargs: dict[str, Any]) -> bool:
     """Return whether a call has a device for the tensor that it makes."""
-    return kwargs.get("device") is not None or _has_default_device()
+    return kwargs.get("device") is not None or has_default_device()
 
 
 def _is_made_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Return whether a call makes a tensor on the host, from no device tensor."""
     return func in _FROM_MEMORY or (
-        (func in _FACTORIES or func in _FROM_PYTHON)
+        (func in _FACTORIES or func in FROM_PYTHON)
         and not _is_placed(kwargs)
         and kwargs.get("out") is None
         and not tensors_of(args[:1])
     )
+
+
+def pins(func: Any, kwargs: dict[str, Any]) -> bool:
+    """Return whether a call makes pinned memory."""
+    return bool(kwargs.get("pin_memory")) or func is torch.Tensor.pin_memory
+
+
+def call_of_pinned(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
+    """Return a call that `pins` as this machine can make it: without an accelerator nothing is pinned."""
+    if torch.accelerator.is_available():
+        return func, args, kwargs
+    if func is torch.Tensor.pin_memory:
+        return torch.clone, args[:1], {}
+    return func, args, {**kwargs, "pin_memory": False}
 
 
 class HostReadGuard(TorchFunctionMode):
@@ -265,6 +293,7 @@ class HostReadGuard(TorchFunctionMode):
         refused: The first error that was raised, in case the caller caught it.
         paused: Whether all calls are allowed, as inside an eager call.
         copying: Whether a copy from host memory is allowed: the driver makes one itself.
+        may_pin: Whether pinned memory may be made, as outside a capture.
     """
 
     def __init__(self, host: HostMemory, when: str, error: type[ContractError]) -> None:
@@ -275,6 +304,7 @@ class HostReadGuard(TorchFunctionMode):
         self.refused: ContractError | None = None
         self.paused = False
         self.copying = False
+        self.may_pin = False
 
     def __torch_function__(
         self,
@@ -306,11 +336,15 @@ class HostReadGuard(TorchFunctionMode):
         """Call ``func``, and add the tensors that it makes on the host to the host memory."""
         host = self.host
         device = kwargs.get("device")
-        placed = _is_placed(kwargs)
-        if kwargs.get("pin_memory") or func is torch.Tensor.pin_memory:
-            raise self.refusal("allocates pinned memory", "allocate it earlier")
-        made_on_host = _is_made_on_host(func, args, kwargs)
-        if func is torch.Tensor.new_tensor or (func in _FROM_PYTHON and placed and not tensors_of(args[:1])):
+        if func is torch.Tensor.is_pinned and host.is_pinned(args[0]):
+            return True
+        is_pinned = pins(func, kwargs)
+        placed = _is_placed(kwargs) and not is_pinned
+        if is_pinned:
+            self._check_pinning(func, args)
+            func, args, kwargs = call_of_pinned(func, args, kwargs)
+        made_on_host = is_pinned or _is_made_on_host(func, args, kwargs)
+        if func is torch.Tensor.new_tensor or (func in FROM_PYTHON and placed and not tensors_of(args[:1])):
             raise self.refusal(
                 "copies Python numbers to the device, which makes the host wait,",
                 "make the tensor earlier, or use torch.full or torch.arange, which run on the device",
@@ -325,9 +359,17 @@ class HostReadGuard(TorchFunctionMode):
             result = func(*args, **kwargs)
         finally:
             host.depth -= made_on_host
-        if made_on_host:
+        if is_pinned:
+            host.pin(tensors_of(result))
+        elif made_on_host:
             host.add(tensors_of(result))
         return result
+
+    def _check_pinning(self, func: Any, args: tuple[Any, ...]) -> None:
+        if not self.may_pin:
+            raise self.refusal("allocates pinned memory", "allocate it earlier")
+        if func is torch.Tensor.pin_memory and args[0] not in self.host:
+            raise self.refusal("pins a device tensor", "pin host memory, and copy into it")
 
     def _check_to(self, args: tuple[Any, ...], device: Any) -> None:
         if device is None:
@@ -509,51 +551,3 @@ def _left(kind: Any, mode: Any, stack: list[Any]) -> Iterator[None]:
     finally:
         for each in inside:
             kind.__enter__(each)
-
-
-# -- without refusals --------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def followed(host: HostMemory) -> Iterator[None]:
-    """Add tensors made on the host, or computed from host tensors alone, to ``host``; refuse nothing."""
-    with _Factories(host), _HostWork(host):
-        yield
-
-
-class _Factories(TorchFunctionMode):
-    def __init__(self, host: HostMemory) -> None:
-        super().__init__()
-        self._host = host
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        kwargs = kwargs or {}
-        result = func(*args, **kwargs)
-        if _is_made_on_host(func, args, kwargs):
-            self._host.add(tensors_of(result))
-        return result
-
-
-class _HostWork(DispatchMode):
-    def __init__(self, host: HostMemory) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
-        self._host = host
-
-    def __torch_dispatch__(
-        self,
-        func: Any,
-        types: Iterable[type],
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        given = tensors_of((args, kwargs))
-        if given and all(tensor in self._host for tensor in given):
-            self._host.add(tensors_of(result))
-        return result

@@ -35,10 +35,10 @@ from graphpact_tape.host import (
     HostReadGuard,
     Watcher,
     WeakTensor,
-    followed,
     tensors_of,
     written_by,
 )
+from graphpact_tape.memories import two_memories
 from graphpact_tape.nodes import make_node
 from graphpact_tape.order import Order
 from graphpact_tape.poison import poison, poison_of
@@ -471,6 +471,7 @@ class StrictShared:
     """The shared state of one driver's strict tapes: their pools, and the order of all work."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = device
         self.order = Order()
         self.order.unwatched = self.unwatched
         self.tasks = TaskTable(self.order)
@@ -543,6 +544,7 @@ class StrictShared:
         self.tasks.preparation += 1
         self.tasks.settle()
         guard = HostReadGuard(self._host, "while a replay is prepared", ReplayError)
+        guard.may_pin = True
         protected = {
             external.tensor.storage.cdata: external.name for tape in self._tapes for external in tape.external
         }
@@ -562,7 +564,7 @@ class StrictShared:
         The eager work that follows is not watched, so copies of the hooks are done before it, as on a stream.
         """
         self._learn(memory, host)
-        with followed(self._host):
+        with two_memories(self._host, self._device):
             yield
         self.order.finish_copies()
 

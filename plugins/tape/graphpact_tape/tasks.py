@@ -162,7 +162,7 @@ def _forms(values: Mapping[str, Any], rebound: Mapping[str, Any]) -> dict[str, s
     for name, tensor in rebound.items():
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"{name} is rebound to a {type(tensor).__name__}, which is no tensor")
-        forms[name] = f"a tensor of {tensor.dtype} with {tensor.dim()} axes on {tensor.device}"
+        forms[name] = f"a tensor of {tensor.dtype} with {tensor.dim()} axes on {tensor.device.type}"
     return forms
 
 

@@ -1,0 +1,193 @@
+"""What model runner V1 calls of builders and V2 does not, and what neither is seen to call."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from adapter_checks import assert_found, assert_right, findings_of
+from vllm_builders import LANES, OwnedBuilder, PagedBuilder
+
+from graphpact.plugins import PluginCatalog
+from graphpact_adapters.vllm import Builders, CommonAttentionMetadata
+from graphpact_conformance.report.digest import unchecked
+from graphpact_conformance.suite import examine, targets
+from graphpact_conformance.targets import Options
+from graphpact_conformance.testing import _Listener
+
+QUICK = Options(size="quick", shrink=False)
+
+
+class Passes(PagedBuilder):
+    """Refers to what the runner lends: metadata of another group is right with this one's block table."""
+
+    supports_update_block_table = True
+
+    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
+        """Return the metadata of this group."""
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+
+class Owns(OwnedBuilder):
+    """Has buffers of its own, and fills them from the metadata of the other group."""
+
+    supports_update_block_table = True
+
+    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
+        """Return the metadata of this group, in this builder's memory."""
+        rows = len(metadata.seq_lens)
+        self.seq_lens[:rows].copy_(metadata.seq_lens)
+        self.block_table[:rows].copy_(blk_table)
+        return replace(
+            metadata,
+            seq_lens=self.seq_lens[:rows],
+            block_table=self.block_table[:rows],
+            slot_mapping=slot_mapping,
+        )
+
+
+class Clones(Owns):
+    """Returns clones: the graph of this group reads what its capture returned."""
+
+    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
+        """Return the metadata of this group, in new memory."""
+        return replace(
+            metadata,
+            seq_lens=metadata.seq_lens.clone(),
+            block_table=blk_table.clone(),
+            slot_mapping=slot_mapping,
+        )
+
+
+class ForgetsLengths(Owns):
+    """Brings the block table up to date, and leaves lengths in the memory of the other group."""
+
+    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
+        """Return metadata whose lengths are those of the other builder."""
+        self.block_table[: len(blk_table)].copy_(blk_table)
+        return replace(metadata, block_table=self.block_table[: len(blk_table)], slot_mapping=slot_mapping)
+
+
+NAME = "test_vllm_runners:Cascades"
+
+
+def v1(lane: str) -> str:
+    """Return the name of a lane in which V1's calls are made."""
+    return f"{LANES[lane]}-v1"
+
+
+@pytest.mark.parametrize("make", [Passes, Owns])
+@pytest.mark.parametrize("lane", ["decode", "verify"])
+def test_a_right_update_of_block_tables_passes(make: type[PagedBuilder], lane: str) -> None:
+    """With the calls of either runner the builder is right."""
+    for name in (LANES[lane], v1(lane)):
+        assert_right(Builders(make), name)
+
+
+@pytest.mark.parametrize(
+    ("make", "field"),
+    [(Clones, "KV-cache group 1: "), (ForgetsLengths, "KV-cache group 1: seq_lens")],
+)
+def test_an_update_that_does_not_reach_the_graph_is_found(make: type[PagedBuilder], field: str) -> None:
+    """The fault is seen in the calls of V1 alone, and the finding names the method."""
+    findings = findings_of(Builders(make), v1("decode"))
+    assert_found(findings, "GP01", field)
+    assert {f.hook for f in findings} == {"update_block_table"}
+    assert any("update_block_table() returned another tensor" in f.actual for f in findings)
+    assert findings_of(Builders(make), LANES["decode"]) == []
+
+
+def test_only_builders_that_declare_it_have_lanes_of_v1() -> None:
+    """Without ``supports_update_block_table``, or with groups of other specifications, V1 calls ``build``."""
+    for builders in (Builders(PagedBuilder), Builders(Passes, kind="sliding_window")):
+        assert not any(str(plan).endswith("-v1") for plan in builders.lanes(QUICK))
+    assert sum(str(plan).endswith("-v1") for plan in Builders(Passes).lanes(QUICK)) == 2
+
+
+def test_v1_calls_as_its_code_does() -> None:
+    """A capture builds every group; any other step builds the first, and the next is made of it, in order."""
+    calls: list[tuple[str, int]] = []
+    made: list[object] = []
+
+    class Logs(Passes):
+        def __init__(self, *args: Any) -> None:
+            super().__init__(*args)
+            self.group = len(made)
+            made.append(self)
+
+        def build(self, *args: Any, **more: Any) -> Any:
+            calls.append(("build", self.group))
+            return super().build(*args, **more)
+
+        def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
+            calls.append(("capture", self.group))
+            return self.metadata(common)
+
+        def update_block_table(self, *args: Any) -> Any:
+            calls.append(("update", self.group))
+            return super().update_block_table(*args)
+
+    plan = next(p for p in Builders(Logs).lanes(QUICK) if str(p) == v1("decode"))
+    made.clear()
+    calls.clear()
+    rig = plan.lane.rig()
+    assert calls == [("capture", 0), ("capture", 1)] * (len(calls) // 2) != []
+    (drawn,) = plan.lane.drawn(1, 0)
+    steps = [problem for problem in drawn if problem.batch_size]  # an idle rank replays a dummy
+    calls.clear()
+    for problem in steps:
+        rig.step(problem)
+        rig.step(problem, eagerly=True)
+    assert calls == [("build", 0), ("update", 1)] * (2 * len(steps))
+
+
+# -- what is never called ------------------------------------------------------------------------------
+
+
+class Cascades(PagedBuilder):
+    """Has methods that engines call, and this run does not."""
+
+    supports_update_block_table = False
+
+    def use_cascade_attention(self, *_: Any) -> bool:
+        """Return whether to compute a common prefix once."""
+        return True
+
+    def update_block_table(self, *_: Any) -> Any:
+        """Raise: it is not declared."""
+        raise NotImplementedError
+
+
+def test_methods_that_no_lane_calls_are_told() -> None:
+    """The report has them under "not checked", with when the engine calls them; the others are not there."""
+    builders = Builders(Cascades)
+    assert {each.name for each in builders.uncalled([*builders.lanes(QUICK)])} == {
+        "use_cascade_attention",
+        "update_block_table",
+    }
+    assert [*Builders(Owns).uncalled([*Builders(Owns).lanes(QUICK)])] == []
+    decode = [plan for plan in Builders(Owns).lanes(QUICK) if str(plan) == LANES["decode"]]
+    assert [each.name for each in Builders(Owns).uncalled(decode)] == ["update_block_table"]
+
+
+def test_the_engines_own_defaults_are_not_told() -> None:
+    """A method that the builder inherits of the engine's base class is not its own."""
+    base = type("AttentionMetadataBuilder", (PagedBuilder,), {"use_cascade_attention": lambda *_: False})
+    plans = [*Builders(base).lanes(QUICK)]
+    inherits = type("Inherits", (base,), {})
+    overrides = type("Overrides", (base,), {"use_cascade_attention": lambda *_: True})
+    assert [*Builders(inherits).uncalled(plans)] == []
+    assert [each.name for each in Builders(overrides).uncalled(plans)] == ["use_cascade_attention"]
+
+
+def test_a_report_says_what_was_never_called() -> None:
+    """A run of the suite lists the method, and this is no failure."""
+    catalog = PluginCatalog.scan()
+    (target,) = targets([f"adapter:vllm:{NAME}"], catalog)
+    listener = _Listener()
+    options = replace(QUICK, lanes=(LANES["decode"],))
+    plugin = examine(target, options, listener)
+    told = unchecked(plugin.model_copy(update={"results": listener.results}))
+    said = "use_cascade_attention: never called here; the engine calls it in eager steps"
+    assert any(line.startswith(said) for line in told)
+    assert not any(result.counts_against for result in listener.results)

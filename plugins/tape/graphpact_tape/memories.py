@@ -1,0 +1,175 @@
+"""`two_memories`: host and device as two memories, on a machine that has one; nothing is refused.
+
+There torch returns the tensor itself from ``cpu()`` and from ``to(device)``, so that what a program keeps of
+a step changes with the next one, and it makes no pinned memory. Inside the context it is as with a GPU:
+
+    a copy to the other memory      is new memory
+    pinned memory                   is made, and is host memory
+    made without ``device=``, or computed from host tensors alone, or copied to the host      is host memory
+
+A device may have a name of its own, ``cpu:0``: then ``cpu`` is the host, tensors of the device say so by
+their ``device``, and a tensor made with it is the device's.
+
+Does not: refuse a host read (see `graphpact_tape.host`), or an operation that mixes both memories; or see
+what `torch.frombuffer` and `torch.from_dlpack` make.
+"""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from graphpact.tensors import storage_id
+from graphpact_tape.host import (
+    FROM_PYTHON,
+    DispatchMode,
+    HostMemory,
+    call_of_pinned,
+    has_default_device,
+    pins,
+    tensors_of,
+)
+
+__tracebackhide__ = True  # its frames lie between the author's and torch's
+
+HOST = torch.device("cpu")
+
+
+@contextlib.contextmanager
+def two_memories(host: HostMemory, device: torch.device) -> Iterator[None]:
+    """Copy between two memories in the context, and add to ``host`` what is on the host.
+
+    Args:
+        host: The host memory.
+        device: The device; all memory that is not in ``host`` is the device's.
+    """
+    work = _HostWork(host)
+    with _Copies(host, device, work), work:
+        yield
+
+
+class _Copies(TorchFunctionMode):
+    """Makes the copies that torch leaves out where both memories are one."""
+
+    def __init__(self, host: HostMemory, device: torch.device, work: "_HostWork") -> None:
+        super().__init__()
+        self._host, self._device, self._work = host, device, work
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        host = self._host
+        if getattr(func, "__self__", None) is torch.Tensor.device:
+            found = func(*args, **kwargs)
+            return self._device if found == HOST and args[0] not in host else found
+        if func is torch.Tensor.is_pinned and host.is_pinned(args[0]):
+            return True
+        if pins(func, kwargs):
+            return self._pinned(func, args, kwargs)
+        asked = _device_of(func, args, kwargs)
+        if asked is None:
+            return func(*args, **kwargs)
+        to_host = self._is_host(asked, moves=func is torch.Tensor.to or func is torch.Tensor.cpu)
+        with self._work.ignored():
+            return self._copied(func, *_on_this_machine(args, kwargs), to_host=to_host)
+
+    def _copied(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, to_host: bool) -> Any:
+        """Call ``func``, whose result is of the host or the device, in new memory if it was elsewhere."""
+        host = self._host
+        source = args[0] if args and isinstance(args[0], torch.Tensor) else None
+        is_foreign = func in FROM_PYTHON if source is None else (source in host) is not to_host
+        result = func(*args, **kwargs)
+        if not isinstance(result, torch.Tensor):
+            return result
+        if is_foreign and (source is None or storage_id(result) == storage_id(source)):
+            result = result.clone()
+        if to_host:
+            host.add([result])
+        return result
+
+    def _pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if func is torch.Tensor.pin_memory:
+            if args[0] not in self._host:
+                raise RuntimeError("cannot pin a tensor of the device: only host tensors can be pinned")
+            if self._host.is_pinned(args[0]):
+                return args[0]
+        func, args, kwargs = call_of_pinned(func, args, kwargs)
+        result = func(*args, **kwargs)
+        self._host.pin(tensors_of(result))
+        return result
+
+    def _is_host(self, asked: Any, *, moves: bool) -> bool:
+        """Return whether a device that was asked for is the host.
+
+        The name ``cpu`` is also that of a device without a name of its own: then only a copy to it is one to
+        the host.
+        """
+        if isinstance(asked, torch.Tensor):
+            return asked in self._host
+        if isinstance(asked, str) and asked == "cpu":
+            return moves or self._device != HOST
+        device = torch.device(asked)
+        return device.type == "cpu" and device != self._device
+
+
+def _device_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Return the device that a call asks for: a name, a device, or a tensor of it; None for none."""
+    if func is torch.Tensor.cpu:
+        return "cpu"
+    if func is torch.Tensor.to:
+        kinds = (str, torch.device, torch.Tensor)
+        found = next((each for each in args[1:] if isinstance(each, kinds)), kwargs.get("other"))
+        return kwargs.get("device") if found is None else found
+    return kwargs.get("device")
+
+
+def _on_this_machine(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return arguments in which each name of a CPU is the one that tensors of this machine have."""
+
+    def known(value: Any) -> Any:
+        is_named = isinstance(value, torch.device) or (isinstance(value, str) and value.startswith("cpu"))
+        return HOST if is_named and torch.device(value).type == "cpu" else value
+
+    return tuple(map(known, args)), {name: known(value) for name, value in kwargs.items()}
+
+
+class _HostWork(DispatchMode):
+    """Adds to the host memory what is made of host tensors alone, of Python objects, or of nothing."""
+
+    def __init__(self, host: HostMemory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self._host = host
+        self._is_ignored = False
+
+    @contextlib.contextmanager
+    def ignored(self) -> Iterator[None]:
+        """Add nothing in the context: it copies to a memory that is known."""
+        self._is_ignored = True
+        try:
+            yield
+        finally:
+            self._is_ignored = False
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if not self._is_ignored and self._is_of_host(func, tensors_of((args, kwargs))):
+            self._host.add(tensors_of(result))
+        return result
+
+    def _is_of_host(self, func: Any, given: list[torch.Tensor]) -> bool:
+        if func is torch.ops.aten.lift_fresh.default:  # torch makes tensors from Python objects with it
+            return True
+        return all(tensor in self._host for tensor in given) if given else not has_default_device()
