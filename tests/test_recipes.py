@@ -74,6 +74,7 @@ def _examples_on_the_path() -> Iterator[None]:
             "my_attention",
             "acme_attention",
             "acme_reader",
+            "acme_npu",
             "acme_backend",
             "acme_packed",
         ):

@@ -5,6 +5,7 @@
     needs         what code reads and an adapter lacks
     reads         what a recorded kernel reads of a builder's metadata, and models of the kernels
     recurrent     the same of layers with recurrent states
+    tasks         kernels whose arguments an engine updates in the graph, as on an NPU
     backend       a builder as the backend of a lane, with the engine's part around it
     under_test    a lane of builders, as experiments see it
     states        recurrent states as memory of a lane, and an oracle for them

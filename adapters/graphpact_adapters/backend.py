@@ -5,7 +5,8 @@ does; the builder makes metadata of them; a kernel reads the metadata (`graphpac
 
     capture   lend a dummy or a live batch, build for a capture; the graph keeps what the kernel then reads,
               after what builders do inside it (`in_graph`)
-    replay    lend the padded batch, build, and drop the result: the graph reads the captured tensors
+    replay    lend the padded batch, build, and drop the result: the graph reads the captured tensors; with
+              tasks the engine updates the kernels of the graph by the result (`graphpact_adapters.tasks`)
     eager     lend the batch as it is, build, and read the result
 
 A draft of several steps is one region: before each step the engine advances its buffers, and the builder
@@ -43,6 +44,7 @@ from graphpact.errors import EngineError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
 from graphpact_adapters.reads import Reads, leaves
+from graphpact_adapters.tasks import TaskRecorder, Tasks
 from graphpact_conformance.lane.holders import holder_of
 from graphpact_tape import HostMemory, poison, two_memories
 
@@ -163,6 +165,8 @@ class BuilderBackend(AttentionBackend):
     """What texts call the engine's things."""
     bounds: ClassVar[str] = "the host's bounds of lengths"
     """What builders call the lengths that an engine which speculates does not know exactly."""
+    tasks: ClassVar[Tasks | None] = None
+    """What of the kernels an engine updates for each replay; None where it updates nothing."""
     unit: ClassVar[str] = "KV-cache group"
     """What each of the reads of a step belongs to."""
     room: ClassVar[int] = 1
@@ -179,6 +183,7 @@ class BuilderBackend(AttentionBackend):
         self._captured: dict[GraphShape, _Captured] = {}
         self._capturing: Built | None = None
         self._now = Built(())  # what kernels read in the current step of a draft
+        self._recorder = None if self.tasks is None else TaskRecorder(self.tasks)
 
     # -- an engine's part ------------------------------------------------------------------------
 
@@ -203,6 +208,17 @@ class BuilderBackend(AttentionBackend):
         """Return by name what all builders of a step see and only read: the buffers, and its host tensors."""
         del lent
         return self.lent_tensors()
+
+    def built_metadata(self) -> Any:
+        """Return what an engine's update of tasks gets of the last build.
+
+        Raises:
+            EngineError: The engine updates no tasks.
+        """
+        raise EngineError(
+            f"{type(self).__name__} updates no tasks",
+            hint="leave tasks out of the adapter",
+        )
 
     @abc.abstractmethod
     def host_tensors(self, lent: Any) -> Mapping[str, torch.Tensor]:
@@ -255,6 +271,8 @@ class BuilderBackend(AttentionBackend):
     def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Metadata:
         """Build for a capture, and keep what the graph reads."""
         self._captured.pop(shape, None)
+        if self._recorder is not None:
+            self._recorder.begin(shape)
         for _ in range(self.warmups):
             self._build(view, shape, "capture")
         built = self._build(view, shape, "capture")
@@ -270,8 +288,13 @@ class BuilderBackend(AttentionBackend):
             self.in_graph(self._capturing)
 
     def captured(self, shape: GraphShape) -> Built:
-        """Return what the graph of a shape reads."""
-        return self._captured[shape].built
+        """Return what the graph of a shape reads, with the arguments of its tasks as they are now."""
+        built = self._captured[shape].built
+        return built if self._recorder is None else Built(self._recorder.now(shape, built.reads))
+
+    def updates(self, path: str, built: Built) -> bool:
+        """Return whether a leaf of what kernels read is an argument of tasks, which the engine updates."""
+        return self._recorder is not None and self._recorder.updates(path, built.reads)
 
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Metadata) -> Metadata:
         """Build for a replay, drop the result, and return what was captured; for a draft only lend."""
@@ -279,6 +302,9 @@ class BuilderBackend(AttentionBackend):
             self.lend(view, shape)
         else:
             self.returned = self._build(view, shape, "replay")
+            if self._recorder is not None:
+                with self.two_memories():
+                    self._recorder.update(shape, self.built_metadata(), self.returned.reads)
         self._poison_freed()
         return captured
 
@@ -328,6 +354,8 @@ class BuilderBackend(AttentionBackend):
             for path, value in leaves(captured.built):
                 if not isinstance(value, torch.Tensor) or storage_id(value) in captured.gone:
                     continue
+                if self.updates(path, captured.built):
+                    continue  # the graph reads what an update gave
                 if not self.keeps(value):
                     captured.gone.add(storage_id(value))
                     self.freed.setdefault(shape, []).append(path)
@@ -357,8 +385,16 @@ class BuilderBackend(AttentionBackend):
             return q.new_zeros(0, layer.num_q_heads, layer.v_head_dim)
         group = layer.layer_id % len(metadata.reads)
         page_size = self.context.limits.page_size
+        reads, driver, recorder = metadata.reads[group], self.driver, self._recorder
         with self.cache_of(group, layer) as cache:
-            return metadata.reads[group].attend(q, k, v, layer, cache, page_size)
+            if recorder is None or driver is None or not driver.is_capturing:
+                return reads.attend(q, k, v, layer, cache, page_size)
+            name = self.layer_name(layer)
+            return recorder.attend(driver, name, group, reads, (q, k, v), layer, cache, page_size)
+
+    def layer_name(self, layer: LayerSpec) -> str:
+        """Return the engine's name of a layer."""
+        return f"model.layers.{layer.layer_id}.attn"
 
     @contextmanager
     def cache_of(self, group: int, layer: LayerSpec) -> Iterator[KVBuffers]:

@@ -16,7 +16,7 @@ import torch
 
 from graphpact.attention import DraftMetadata
 from graphpact.batch import ForwardBatch
-from graphpact.errors import ConfigError, KernelRefusal
+from graphpact.errors import ConfigError, KernelRefusal, ReplayError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same
 from graphpact_adapters.backend import Built, begins_steps
@@ -49,6 +49,9 @@ def explain(
         what: The kind of step, for texts.
     """
     shape, view = step.shape, rig.observer.view
+    if isinstance(step.error, ReplayError):  # a fast tape refuses nothing else than wrong use of tasks
+        yield _of_tasks(lane, rig, step, step.error)
+        return
     if shape is None or view is None or step.stage in ("prepare", "metadata"):
         yield _as_it_is(lane, step, what)
         return
@@ -216,6 +219,20 @@ def _as_it_is(lane: BuilderUnderTest, step: StepRecord, what: str) -> Finding:
     )
     return found or lane.finding(
         "GP10", field=what, expected="equal outputs in equal steps", actual="other outputs", step=step
+    )
+
+
+def _of_tasks(lane: BuilderUnderTest, rig: Rig, step: StepRecord, error: ReplayError) -> Finding:
+    """Return a finding about tasks that were not updated as they must be."""
+    return lane.finding(
+        error.rule,
+        hook="init_metadata_replay",
+        field="the tasks of the graph",
+        expected="for each replay every task is updated once, in captured order, with arguments that stay in"
+        " place until it has run",
+        actual=message_of(error),
+        step=step,
+        help=help_of(rig, "GP21") if error.rule == "GP21" else error.hint,
     )
 
 

@@ -8,6 +8,7 @@ Does not: run experiments of the suite that hold a backend to graphpact's own co
 """
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 
 from graphpact.errors import ConfigError, KernelRefusal
 from graphpact.shapes import GraphShape
@@ -200,3 +201,9 @@ BUILDER_EXPERIMENTS: tuple[Experiment, ...] = (
     _EXPERIMENT["declared_graph_support"],
 )
 """The experiments of a lane of builders. Their names are unique and appear in reports."""
+
+TASK_EXPERIMENTS: tuple[Experiment, ...] = tuple(
+    replace(each, examines=(*each.examines, "GP21")) if {*OF_REPLAYS} <= {*each.examines} else each
+    for each in BUILDER_EXPERIMENTS
+)
+"""The same for builders whose kernels are tasks, which an engine updates."""

@@ -10,6 +10,7 @@ decide the rule:
     GP08   a host number; GP10 another number of launches, or a tensor that one of both has not
     GP13   a buffer that is too small
     GP14   a tensor that neither builder nor engine keeps, or that the builder replaced after the capture
+    GP21   an argument of a task, to which the engine's update gives another value
 
 Does not: know why an eager build is wrong; see `graphpact_adapters.diagnosis`.
 """
@@ -43,13 +44,15 @@ HELP = {
     " left",
     "GP04": "give padding rows numbers that the kernel accepts: no query, no key",
     "GP08": "the graph keeps this number: build captures with the largest one, or let the kernel read it from"
-    " a tensor",
+    " a tensor; if the engine updates it in the graph for each replay, as on an NPU, name it in tasks",
     "GP09": "make it anew in every {replay}(), or compare all that it is made of: pages too, not only counts",
     "GP10": "captures and replays must choose the same launches: decide by what is equal for all batches of"
     " a graph, not by the numbers of one batch",
     "GP13": "size it for the longest request of a step, with the drafts that a step may add",
     "GP14": "allocate it in {allocates}, for the largest step, and keep it in the {subject}: the engine"
     " drops what a capture made, and its memory goes to other tensors",
+    "GP21": "let the update go over all tasks that it gets, in their order, and give each what {replay}()"
+    " made for its own layer in this step",
 }
 """The next action, by rule, with the names of the engine left open; see `help_of`."""
 
@@ -189,6 +192,20 @@ def finding_of(
     """
     mine, theirs = fault.captured, fault.right
     hook = hook_of(rig, fault.path)
+    if backend_of(rig).updates(fault.path, backend_of(rig).captured(shape)):
+        where, (wrong, right) = "", (str(mine), str(theirs))
+        if isinstance(mine, torch.Tensor) and (both := _overlap(mine, theirs)) is not None:
+            differs = ~same(*both)
+            where, wrong, right = spell(differs), values_at(both[0], differs), values_at(both[1], differs)
+        return lane.finding(
+            "GP21",
+            hook=hook,
+            field=fault.field + where,
+            expected=f"{right}, as an eager build on this batch has it",
+            actual=f"{wrong}, which the update of a task gave",
+            step=step,
+            help=help_of(rig, "GP21"),
+        )
     if not isinstance(mine, torch.Tensor) or not isinstance(theirs, torch.Tensor):
         return lane.finding(
             "GP08",

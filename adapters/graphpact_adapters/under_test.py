@@ -23,9 +23,17 @@ from graphpact_conformance.subject.records import StepRecord, copies
 from graphpact_conformance.subject.under_test import CannotCaptureError
 from graphpact_conformance.world.problems import Drawn, Problem
 from graphpact_tape import two_memories
+from graphpact_tape.tape import TapeDriver
 
 ROOM = 8
 """How many times as many requests and tokens builders are told, to see whether a buffer is too small."""
+
+
+class TaskTape(TapeDriver):
+    """A fast tape that checks updates of tasks as a strict one does."""
+
+    def __init__(self, device: torch.device, *, strict: bool = False) -> None:
+        super().__init__(device, strict=strict, traced=True, strict_tasks=True)
 
 
 @dataclass

@@ -68,7 +68,7 @@ def test_every_exhibit_of_tasks_has_its_experiment() -> None:
     shown = {name for names in SHOWN_BY.values() for name in names}
     assert shown == {e.name for e in tasks.EXHIBITS} == SAYS.keys()
     sites = Counter(e.site for e in EXHIBITS if e.rule == "GP21")
-    assert sites == {"backend": len(tasks.EXHIBITS), "driver": 3}
+    assert sites == {"backend": len(tasks.EXHIBITS), "driver": 5}
 
 
 def test_arguments_of_a_capture_prove_nothing_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ def _in_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    for name in ("acme_attention", "acme_reader"):
+    for name in ("acme_attention", "acme_reader", "acme_npu"):
         sys.modules.pop(name, None)
     importlib.invalidate_caches()
 
@@ -40,6 +40,16 @@ def _check(reference: str, capfd: pytest.CaptureFixture[str], *, status: int) ->
 def test_the_reader_of_the_page_is_enough(capfd: pytest.CaptureFixture[str]) -> None:
     """A builder whose metadata has names of its own is conformant with the reader of the page."""
     assert "1 of 1 plugin conformant" in _check("acme_reader:checked", capfd, status=0)
+
+
+def test_a_builder_for_an_npu_passes_with_its_tasks(capfd: pytest.CaptureFixture[str]) -> None:
+    """The builder of the page is conformant, and no longer where its update leaves out a task."""
+    assert "1 of 1 plugin conformant" in _check("acme_npu:checked", capfd, status=0)
+    sys.modules.pop("acme_npu", None)
+    file = Path("acme_npu.py")
+    right = file.read_text(encoding="utf-8")
+    file.write_text(right.replace("for task in graph:", "for task in graph[:1]:"), encoding="utf-8")
+    assert "GP21" in _check("acme_npu:checked", capfd, status=1)
 
 
 def test_the_report_of_the_page_is_that_of_its_change(capfd: pytest.CaptureFixture[str]) -> None:

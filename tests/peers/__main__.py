@@ -12,11 +12,11 @@ from pathlib import Path
 
 from graphpact.cli.console import data, note, print_table
 from graphpact_conformance.targets import Options
-from peers import sglang_checks, vllm_checks
+from peers import other_checks, sglang_checks, vllm_checks
 from peers.job import COLUMNS, as_json, is_as_known, run, table
 from peers.page import PAGE, with_verdicts
 
-ENGINES = {"vllm": vllm_checks, "sglang": sglang_checks}
+ENGINES = {"vllm": vllm_checks, "sglang": sglang_checks, "other": other_checks}
 """Modules with ``rows()``."""
 
 

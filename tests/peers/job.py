@@ -59,6 +59,7 @@ class Row:
         target: Its name for the supervisor: ``adapter:NAME:package.module:attribute``.
         not_run: Why it is not run; empty where it is.
         known: Its findings that were looked into.
+        part: The part of the page that has it; by default that of the engine.
     """
 
     engine: str
@@ -66,6 +67,12 @@ class Row:
     target: str
     not_run: str = ""
     known: tuple[Known, ...] = ()
+    part: str = ""
+
+    @property
+    def place(self) -> str:
+        """The part of the page that has it."""
+        return self.part or self.engine.partition(" ")[0]
 
 
 @dataclass(frozen=True)
@@ -188,9 +195,12 @@ def _short(finding: Finding) -> str:
     return "; ".join([": ".join(parts[:2]), *parts[2:], cut(finding.batch or "")])
 
 
+_FOLDERS = re.compile(r"(?:/[^\s/:]+)+/(?=[^\s/:]+/[^\s/:]+:\d)")
+
+
 def cut(text: str) -> str:
-    """Return a text as one short line."""
-    text = " ".join(text.split())
+    """Return a text as one short line, whose files have their last folder alone."""
+    text = _FOLDERS.sub("", " ".join(text.split()))
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
 
 

@@ -1,6 +1,6 @@
-"""The parts of ``docs/peers.md`` that a run writes, one for each engine.
+"""The parts of ``docs/peers.md`` that a run writes, one for each engine, and one for other wheels.
 
-A part is a table of builders, and each finding with its reason. A run of one engine leaves the other parts.
+A part is a table of builders, and each finding with its reason. A run of one part leaves the others.
 
 Does not: write the text around it.
 """
@@ -17,18 +17,18 @@ _SAID = {True: "yes", False: "**no**", None: "unknown"}
 
 
 def with_verdicts(page: str, found: Sequence[Verdict]) -> str:
-    """Return a page with the verdicts of a run in the place of those before, for each engine of the run.
+    """Return a page with the verdicts of a run in the place of those before, in each part of the run.
 
     Raises:
-        ValueError: The page has no part for an engine.
+        ValueError: The page has no such part.
     """
-    for engine in dict.fromkeys(verdict.row.engine.partition(" ")[0] for verdict in found):
-        begin, end = BEGIN.format(engine), END.format(engine)
+    for part in dict.fromkeys(verdict.row.place for verdict in found):
+        begin, end = BEGIN.format(part), END.format(part)
         if begin not in page or end not in page:
-            raise ValueError(f"the page has no part for {engine}: add the lines {begin!r} and {end!r} to it")
+            raise ValueError(f"the page has no part for {part}: add the lines {begin!r} and {end!r} to it")
         before, _, rest = page.partition(begin)
-        of_engine = [verdict for verdict in found if verdict.row.engine.partition(" ")[0] == engine]
-        page = f"{before}{begin}\n{''.join(_lines(of_engine))}\n{end}{rest.partition(end)[2]}"
+        of_part = [verdict for verdict in found if verdict.row.place == part]
+        page = f"{before}{begin}\n{''.join(_lines(of_part))}\n{end}{rest.partition(end)[2]}"
     return page
 
 
@@ -45,7 +45,8 @@ def _lines(found: Sequence[Verdict]) -> Iterator[str]:
         yield f"| `{row.name}` | {row.engine} | {lanes} | {said} | {', '.join(rules) or verdict.fault} |\n"
     for verdict in found:
         if verdict.findings or verdict.stand_ins:
-            yield f"\n### {verdict.row.engine.partition(' ')[0]}: `{verdict.row.name}`\n\n"
+            title = verdict.row.engine if verdict.row.part else verdict.row.place
+            yield f"\n### {title}: `{verdict.row.name}`\n\n"
             yield from (_bullet(verdict, finding) for finding in verdict.findings)
             if verdict.stand_ins:
                 yield f"- Stand-ins called: `{verdict.stand_ins}`.\n"

@@ -127,7 +127,7 @@ class SglangEngine:
         return sglang_backends.on_cpu()
 
 
-def _given(factory: Callable[[Given], Any], *, mla: bool) -> Callable[[Given], Any]:
+def from_given(factory: Callable[[Given], Any], *, mla: bool) -> Callable[[Given], Any]:
     """Return a factory that takes what the adapter gives."""
 
     def make(given: Given) -> Any:
@@ -266,7 +266,7 @@ _DECODES = frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND})
 
 
 def _adapted(name: str, reader: Callable[..., Any] = read, *, mla: bool = False, **options: Any) -> Backends:
-    make = _given(getattr(sglang_backends, name), mla=mla)
+    make = from_given(getattr(sglang_backends, name), mla=mla)
     make.__qualname__ = name
     kind = {"kind": "mla"} if mla else {}
     return Backends(make, reader, engine=SglangEngine(), **(kind | options))

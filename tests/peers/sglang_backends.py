@@ -265,7 +265,7 @@ _published: list[Any] = []
 
 
 @contextlib.contextmanager
-def _ready(runner: Given) -> Iterator[Given]:
+def ready(runner: Given) -> Iterator[Given]:
     """Publish the runner's configuration, and complete the runner by what only SGLang can make."""
     context = _module("runtime_context").get_context()
     while _published:
@@ -294,7 +294,7 @@ def _ready(runner: Given) -> Iterator[Given]:
 
 def _factory(module: str, name: str, *args: Any, **kwargs: Any) -> Callable[[Given], Any]:
     def make(runner: Given) -> Any:
-        with _ready(runner):
+        with ready(runner):
             return getattr(_module(f"layers.attention.{module}"), name)(runner, *args, **kwargs)
 
     make.__doc__ = f"Return a ``{name}``, by its own constructor."
@@ -303,7 +303,7 @@ def _factory(module: str, name: str, *args: Any, **kwargs: Any) -> Callable[[Giv
 
 def _multi_step(module: str, name: str) -> Callable[[Given], Any]:
     def make(runner: Given) -> Any:
-        with _ready(runner):
+        with ready(runner):
             spec = _module("runtime_context").get_spec()
             made = getattr(_module(f"layers.attention.{module}"), name)
             return made(runner, spec.speculative_eagle_topk, spec.speculative_num_steps)
@@ -350,7 +350,7 @@ def deepseek_v4(runner: Given) -> Any:
     runner.token_to_kv_pool = pool
     runner.hisparse_coordinator = None
     runner.model_config.head_dim = runner.model_config.v_head_dim = 512
-    with _ready(runner):
+    with ready(runner):
         return _module("layers.attention.deepseek_v4_backend").DeepseekV4AttnBackend(runner)
 
 
@@ -376,7 +376,7 @@ def _recurrent(module: str, name: str) -> Callable[[Given], Any]:
             size=requests,
             enable_linear_replayssm=False,
         )
-        with _ready(runner):
+        with ready(runner):
             runner.linear_attn_backends = _module(
                 "layers.attention.linear.utils"
             ).resolve_linear_attn_backends()

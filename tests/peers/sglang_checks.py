@@ -69,8 +69,8 @@ _DRAFT = (
     " committed sequence, so a step does not see the tokens that the steps before it have drafted. Outputs of"
     " the engine stay right, since the target verifies; fewer drafts are accepted. "
 )
-_TOO_NARROW = _CONTEXT + "`page_table` has a page less than the last keys need."
-_EAGER_TOO = _TOO_NARROW + " The table of an eager step has the same width, so no graph is involved."
+TOO_NARROW = _CONTEXT + "`page_table` has a page less than the last keys need."
+_EAGER_TOO = TOO_NARROW + " The table of an eager step has the same width, so no graph is involved."
 _TRTLLM_MHA = (Known(None, "", _EAGER_TOO), Known(None, "an eager build", _EAGER_TOO))
 _GUARDED = (
     _CONTEXT + "The engine's own guard raises where a full batch of such requests drafts: the step is not"
@@ -82,8 +82,8 @@ _MLA_DRAFT = (
     Known(None, "an eager build", _DRAFT + "A replay shows the same."),
 )
 KNOWN: dict[str, tuple[Known, ...]] = {
-    "fa3": (Known("GP13", "page_table", _TOO_NARROW),),
-    "fa3_draft": (Known("GP13", "draft step 2: page_table", _TOO_NARROW),),
+    "fa3": (Known("GP13", "page_table", TOO_NARROW),),
+    "fa3_draft": (Known("GP13", "draft step 2: page_table", TOO_NARROW),),
     "trtllm_mha": _TRTLLM_MHA,
     "trtllm_mha_draft": _TRTLLM_MHA,
     "flashinfer_draft": (Known(None, _GUARD, _GUARDED),),

@@ -1,9 +1,19 @@
 """The page of the job has what a run wrote, and every builder of the tables."""
 
+from dataclasses import replace
+
 import pytest
 
 from graphpact_conformance.results import Outcome
-from peers import sglang_adapted, sglang_checks, vllm_builders, vllm_checks
+from peers import (
+    other_builders,
+    other_checks,
+    other_sglang,
+    sglang_adapted,
+    sglang_checks,
+    vllm_builders,
+    vllm_checks,
+)
 from peers.job import Known, Verdict, verdicts
 from peers.page import BEGIN, END, PAGE, with_verdicts
 from peers.test_job import FRESH, report, result, row
@@ -26,6 +36,16 @@ def test_a_run_writes_its_part_of_the_page_alone() -> None:
     assert with_verdicts(written, found) == with_verdicts(page, found)
 
 
+def test_rows_of_several_engines_may_share_a_part() -> None:
+    """A row that names a part stands there, and its heading has engine and version."""
+    page = f"{BEGIN.format('others')}old\n{END.format('others')}"
+    (found,) = verdicts([row("a", (FRESH,))], report("a", result(Outcome.FAIL, "seq_lens")))
+    written = with_verdicts(page, [replace(found, row=replace(found.row, part="others"))])
+    assert "| `a` | ours 1.0 | 1 of 1 | **no** | GP01 |\n" in written
+    assert "\n### ours 1.0: `a`\n" in written
+    assert "old" not in written
+
+
 def test_an_engine_without_a_part_of_the_page_is_named() -> None:
     """Verdicts that the page has no place for are not dropped."""
     with pytest.raises(ValueError, match="no part for ours"):
@@ -39,6 +59,13 @@ def test_the_page_has_each_builder_and_each_reason() -> None:
     sglang = {name: sglang_checks.NOT_RUN.get(name, "") for name in sglang_adapted.ADAPTED}
     _assert_shown(page, f"vLLM {vllm_builders.VLLM.version}", vllm, vllm_checks.KNOWN)
     _assert_shown(page, f"SGLang {sglang_checks.SGLANG.version}", sglang, sglang_checks.KNOWN)
+    others = {name: row.engine for name, row in other_builders.OTHERS.items()}
+    others |= {name: f"SGLang {wheel.version}" for name, wheel in other_sglang.WHEELS.items()}
+    assert other_checks.KNOWN.keys() <= others.keys()
+    for name, engine in others.items():
+        assert f"| `{name}` | {engine} | " in page
+        assert name not in other_checks.KNOWN or f"\n### {engine}: `{name}`\n" in page
+        assert all(known.why in page for known in other_checks.KNOWN.get(name, ()))
     assert "Not looked into yet." not in page
     assert "unknown |" not in page
 

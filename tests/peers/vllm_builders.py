@@ -74,14 +74,25 @@ _kept: list[object] = []  # operators live as long as their library
 
 
 @functools.cache
-def prepare() -> None:
+def prepare(
+    engine: Wheel = VLLM,
+    beside: tuple[Wheel, ...] = (),
+    absent: tuple[str, ...] = (),
+    heavy: tuple[str, ...] = (),
+) -> None:
     """Make vLLM's builder modules importable in this process, once; download missing wheels.
 
     The platform is vLLM's own for CUDA; it describes a GPU that is not there.
+
+    Args:
+        engine: The release.
+        beside: Wheels of plugins.
+        absent: More modules that are absent.
+        heavy: More modules that stand-ins take the place of.
     """
     os.environ |= ENVIRONMENT
-    sys.path += [str(unpack(VLLM)), str(unpack(TRITON))]
-    stand_ins.install(ABSENT, HEAVY)
+    sys.path += [str(unpack(wheel)) for wheel in (engine, *beside, TRITON)]
+    stand_ins.install([*ABSENT, *absent], [*HEAVY, *heavy])
     platforms, interface, cuda = (
         importlib.import_module(f"vllm.platforms{name}") for name in ("", ".interface", ".cuda")
     )
@@ -136,11 +147,16 @@ def real_spec(spec: Namespace) -> Any:
 
 def real_enums(config: Namespace) -> None:
     """Replace the settings of a given configuration that builders compare with members of vLLM's enums."""
-    compilation = importlib.import_module("vllm.config.compilation")
     mamba = importlib.import_module("vllm.config.mamba")
+    real_mode(config)
+    config.mamba_config.backend = mamba.MambaBackendEnum.TRITON
+
+
+def real_mode(config: Namespace) -> None:
+    """Replace the mode of graphs by a member of vLLM's enum, which releases since 0.11 have."""
+    compilation = importlib.import_module("vllm.config.compilation")
     mode = config.compilation_config.cudagraph_mode
     config.compilation_config.cudagraph_mode = compilation.CUDAGraphMode[mode.name]
-    config.mamba_config.backend = mamba.MambaBackendEnum.TRITON
 
 
 class _NoPrefill:
@@ -156,7 +172,8 @@ class _NoPrefill:
         raise AssertionError(f"a decode batch was planned as prefill: {metadata}")
 
 
-def _mla(config: Namespace) -> None:
+def latents(config: Namespace) -> None:
+    """Give the layers of latents what their builders read, and no prefill."""
     for layer in _layers(config):
         layer.prefill_backend = _NoPrefill()
 
@@ -237,18 +254,18 @@ BUILDERS: dict[str, Builder] = {
     "rocm_segmented": Builder("rocm_segmented_attn:RocmSegmentedAttentionMetadataBuilder"),
     "rocm_aiter_unified": Builder("rocm_aiter_unified_attn:RocmAiterUnifiedAttentionMetadataBuilder"),
     "rocm_aiter_flash_attention": Builder("rocm_aiter_fa:AiterFlashAttentionMetadataBuilder"),
-    "triton_mla": Builder("mla.triton_mla:TritonMLAMetadataBuilder", "mla", _mla),
-    "flashmla": Builder("mla.flashmla:FlashMLAMetadataBuilder", "mla", _mla),
-    "flash_attention_mla": Builder("mla.flashattn_mla:FlashAttnMLAMetadataBuilder", "mla", _mla),
-    "xpu_flash_attention_mla": Builder("mla.flashattn_mla:XPUFlashAttnMLAMetadataBuilder", "mla", _mla),
+    "triton_mla": Builder("mla.triton_mla:TritonMLAMetadataBuilder", "mla", latents),
+    "flashmla": Builder("mla.flashmla:FlashMLAMetadataBuilder", "mla", latents),
+    "flash_attention_mla": Builder("mla.flashattn_mla:FlashAttnMLAMetadataBuilder", "mla", latents),
+    "xpu_flash_attention_mla": Builder("mla.flashattn_mla:XPUFlashAttnMLAMetadataBuilder", "mla", latents),
     "cutlass_mla": Builder(
         "mla.cutlass_mla:CutlassMLAMetadataBuilder",
         "mla",
         absent="its module allocates on a GPU while it is imported",
     ),
-    "flashinfer_mla": Builder("mla.flashinfer_mla:FlashInferMLAMetadataBuilder", "mla", _mla),
-    "tokenspeed_mla": Builder("mla.tokenspeed_mla:TokenspeedMLAMetadataBuilder", "mla", _mla),
-    "amx_mla": Builder("mla.amx_mla:AMXMLAMetadataBuilder", "mla", _mla),
+    "flashinfer_mla": Builder("mla.flashinfer_mla:FlashInferMLAMetadataBuilder", "mla", latents),
+    "tokenspeed_mla": Builder("mla.tokenspeed_mla:TokenspeedMLAMetadataBuilder", "mla", latents),
+    "amx_mla": Builder("mla.amx_mla:AMXMLAMetadataBuilder", "mla", latents),
     "rocm_aiter_mla": Builder("mla.rocm_aiter_mla:AiterMLAMetadataBuilder", "mla", absent=_AITER),
     "flashmla_sparse": Builder("mla.flashmla_sparse:FlashMLASparseMetadataBuilder", "mla", _sparse_mla),
     "flashinfer_mla_sparse": Builder(

@@ -14,5 +14,16 @@ from graphpact_adapters.reads import IndexedReads, PagedReads, Part
 from graphpact_adapters.sglang.adapter import Backends
 from graphpact_adapters.sglang.backend import SglangReader
 from graphpact_adapters.sglang.batch import SglangForwardMode
+from graphpact_adapters.tasks import KernelTask, Tasks, UpdatableGraph
 
-__all__ = ["Backends", "IndexedReads", "PagedReads", "Part", "SglangForwardMode", "SglangReader"]
+__all__ = [
+    "Backends",
+    "IndexedReads",
+    "KernelTask",
+    "PagedReads",
+    "Part",
+    "SglangForwardMode",
+    "SglangReader",
+    "Tasks",
+    "UpdatableGraph",
+]

@@ -20,13 +20,14 @@ from graphpact.errors import named_options
 from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import DEVICE, Make
 from graphpact_adapters.calls import uncalled
-from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
+from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
 from graphpact_adapters.sglang.batch import OWN, EngineTypes
 from graphpact_adapters.sglang.given import Kind, ModelRunnerSizes, model_runner
 from graphpact_adapters.sglang.readers import read as read_by_fields
-from graphpact_adapters.under_test import BuilderUnderTest
+from graphpact_adapters.tasks import Tasks
+from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, plan_lanes
@@ -68,6 +69,8 @@ class Backends:
             extends. Steps of other modes are checked eagerly, and never in a graph.
         engine: What only an installed engine can make; by default the types of
             `graphpact_adapters.sglang.batch`.
+        tasks: What of the kernels the engine updates for each replay, as on an NPU. An update gets the batch
+            of the replay. Not for draft decodes.
     """
 
     make: Make
@@ -79,6 +82,7 @@ class Backends:
     modes: frozenset[ForwardMode] | None = None
     graph_modes: frozenset[ForwardMode] | None = None
     engine: EngineTypes = OWN
+    tasks: Tasks | None = None
 
     @property
     def name(self) -> str:
@@ -88,7 +92,7 @@ class Backends:
     @property
     def experiments(self) -> Sequence[Experiment]:
         """The experiments of its lanes."""
-        return BUILDER_EXPERIMENTS
+        return BUILDER_EXPERIMENTS if self.tasks is None else TASK_EXPERIMENTS
 
     @property
     def not_shown(self) -> Sequence[str]:
@@ -147,6 +151,7 @@ class Backends:
             read = staticmethod(adapter.read)
             kind = adapter.kind
             trees = adapter.trees
+            tasks = adapter.tasks
             engine = adapter.engine
             calls = calls_of(adapter._example)
             capabilities = Capabilities(
@@ -179,5 +184,9 @@ class Backends:
             config = plan.lane.config
             if config.case.segments or config.mixed_dim is not None or config.case.frozen:
                 continue
+            if self.tasks is not None and config.case.mode is ForwardMode.DRAFT_DECODE:
+                continue
             in_graphs = self.graph_modes is None or config.case.mode in self.graph_modes
-            yield replace(plan, lane=BuilderUnderTest(config, backend if in_graphs else without_graphs))
+            driver = None if self.tasks is None else TaskTape
+            lane = BuilderUnderTest(config, backend if in_graphs else without_graphs, driver=driver)
+            yield replace(plan, lane=lane)

@@ -166,6 +166,7 @@ class SglangBackend(BuilderBackend):
         self._has_graphs = False
         self._buffers: GraphRunnerBuffers | None = None
         self._batches: dict[GraphShape, Given] = {}
+        self._replayed: Given | None = None
         self._shape: GraphShape | None = None
         self._runs = 0
         self._finished_in_graph: set[GraphShape] = set()
@@ -250,12 +251,18 @@ class SglangBackend(BuilderBackend):
             self._batches[shape] = batch
             self._shape, self._runs = shape, 0
             return Built(())
+        self._replayed = batch
         after = self._metadata()
-        if shape in self._finished_in_graph or any(
-            a is None or a is b for a, b in zip(after, before, strict=True)
+        if self.tasks is None and (
+            shape in self._finished_in_graph
+            or any(a is None or a is b for a, b in zip(after, before, strict=True))
         ):
             return Built(())  # nothing was returned, or nothing that kernels can read yet
         return Built(self._read(self._batches[shape]))
+
+    def built_metadata(self) -> Any:
+        """Return the batch of the replay, for which SGLang's runner updates the tasks of the graph."""
+        return self._replayed
 
     def _call(self, batch: Given, lent: LentBatch, phase: Phase) -> None:
         backend = self._backend

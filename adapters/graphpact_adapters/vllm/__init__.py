@@ -12,7 +12,18 @@ Does not: import vLLM.
 
 from graphpact_adapters.reads import PagedReads, Part, Reader
 from graphpact_adapters.recurrent import RecurrentReads
+from graphpact_adapters.tasks import KernelTask, Tasks, UpdatableGraph
 from graphpact_adapters.vllm.adapter import Builders
 from graphpact_adapters.vllm.common import CommonAttentionMetadata
 
-__all__ = ["Builders", "CommonAttentionMetadata", "PagedReads", "Part", "Reader", "RecurrentReads"]
+__all__ = [
+    "Builders",
+    "CommonAttentionMetadata",
+    "KernelTask",
+    "PagedReads",
+    "Part",
+    "Reader",
+    "RecurrentReads",
+    "Tasks",
+    "UpdatableGraph",
+]

@@ -21,11 +21,12 @@ from graphpact.shapes import GraphShape
 from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import DEVICE, Make
 from graphpact_adapters.calls import uncalled
-from graphpact_adapters.experiments import BUILDER_EXPERIMENTS
+from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.states import RecurrentLane
-from graphpact_adapters.under_test import BuilderUnderTest
+from graphpact_adapters.tasks import Tasks
+from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
 from graphpact_adapters.vllm.backend import UPDATE, ModelRunner, VllmBackend, sizes_of, updates_block_tables
 from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.readers import read as read_by_fields
@@ -90,6 +91,8 @@ class Builders:
         pads_replays: Whether the build of a replay gets the graph's padding rows and tokens, as V2 does it.
             False for runners of earlier releases: the builder then sees the live requests alone, and the
             graph reads what stands in the rows behind them.
+        tasks: What of the kernels the engine updates for each replay, as on an NPU. An update gets the
+            metadata of the step by layer name. Not for recurrent states, and for no draft of several steps.
     """
 
     make: Make
@@ -99,6 +102,15 @@ class Builders:
     head_sizes: Sequence[int] | None = None
     modes: frozenset[ForwardMode] | None = None
     pads_replays: bool = True
+    tasks: Tasks | None = None
+
+    def __post_init__(self) -> None:
+        """Refuse tasks of a kind that has none."""
+        if self.tasks is not None and self.kind == "mamba":
+            raise ConfigError(
+                "Builders(kind='mamba', tasks=...): recurrent states are not updated in a graph",
+                hint="leave tasks out: the kernels of recurrent states take device tensors",
+            )
 
     @property
     def name(self) -> str:
@@ -108,7 +120,7 @@ class Builders:
     @property
     def experiments(self) -> Sequence[Experiment]:
         """The experiments of its lanes."""
-        return BUILDER_EXPERIMENTS
+        return BUILDER_EXPERIMENTS if self.tasks is None else TASK_EXPERIMENTS
 
     @property
     def not_shown(self) -> Sequence[str]:
@@ -120,11 +132,17 @@ class Builders:
 
     # -- lanes -----------------------------------------------------------------------------------
 
+    @property
+    def _all_modes(self) -> frozenset[ForwardMode]:
+        """The kinds of step. The steps of a draft in one graph are built by no replay, so none is updated."""
+        modes = _MODES[self.kind] if self.modes is None else self.modes
+        return modes if self.tasks is None else modes - {ForwardMode.DRAFT_DECODE}
+
     @cached_property
     def _capabilities(self) -> Capabilities:
         """All that the kernel model and the lanes of this kind have; graphs are asked of the builder."""
         return Capabilities(
-            modes=_MODES[self.kind] if self.modes is None else self.modes,
+            modes=self._all_modes,
             graph_support=GraphSupport.ALWAYS,
             dtypes=frozenset({torch.float32, torch.bfloat16}),
             devices=frozenset({"cpu"}),
@@ -163,6 +181,7 @@ class Builders:
             make = staticmethod(adapter.make)
             read = staticmethod(adapter.read)
             kind = adapter.kind
+            tasks = adapter.tasks
             capture_sizes = tuple(sizes)
             varlen = most
             pads_replays = adapter.pads_replays
@@ -232,24 +251,28 @@ class Builders:
             if config.case.segments or config.case.frozen or config.mixed_dim is not None:
                 continue
             if any(is_asked(replace(plan, suffix=suffix), options) for suffix in _SUFFIXES):
-                yield replace(plan, lane=self._lane(config))
-
-    def _lane(
-        self, config: Config, support: GraphSupport = GraphSupport.ALWAYS, runner: ModelRunner = "V2"
-    ) -> BuilderUnderTest:
-        of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
-        return of_kind(config, self.backend(config, support, runner=runner))
+                yield replace(plan, lane=self._lane(config, self.backend(config)))
 
     def _declared(self, plan: PlannedLane) -> list[PlannedLane]:
         """Return a lane with the graph support that its builder declares, and the lanes that follow of it."""
         config = plan.lane.config
         support = self.declared(config)
-        found = [replace(plan, lane=self._lane(config, support))]
+        found = [replace(plan, lane=self._lane(config, self.backend(config, support)))]
         if self._is_of_v1(plan, support):
-            found.append(replace(plan, lane=self._lane(config, support, "V1"), suffix=_V1))
+            of_v1 = self._lane(config, self.backend(config, support, runner="V1"))
+            found.append(replace(plan, lane=of_v1, suffix=_V1))
         if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
             found += self._of_different_lengths(plan)
         return found
+
+    def _lane(
+        self, config: Config, backend: type[VllmBackend], most_tokens: int | None = None
+    ) -> BuilderUnderTest:
+        """Return a lane of the kind."""
+        of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
+        runner = ReferenceRunner if most_tokens is None else ReferenceRunner.of(config)
+        driver = None if self.tasks is None else TaskTape
+        return of_kind(config, backend, runner, driver=driver, most_tokens=most_tokens)
 
     def _is_of_v1(self, plan: PlannedLane, support: GraphSupport) -> bool:
         """Return whether model runner V1 makes other calls in the graphs of a plain lane.
@@ -271,12 +294,7 @@ class Builders:
         sizes = ((2, 2 * VARLEN), (4, 4 * VARLEN - 2))
         shapes = tuple(GraphShape(ForwardMode.MIXED, requests, tokens) for requests, tokens in sizes)
         config = replace(plan.lane.config, capture_shapes=shapes)
-        lane = BuilderUnderTest(
-            config,
-            self.backend(config, varlen=VARLEN),
-            ReferenceRunner.of(config),
-            most_tokens=VARLEN,
-        )
+        lane = self._lane(config, self.backend(config, varlen=VARLEN), most_tokens=VARLEN)
         yield replace(plan, lane=lane, suffix=_DIFFERENT_LENGTHS)
 
     def uncalled(self, plans: Sequence[PlannedLane]) -> Iterator[Uncalled]:
@@ -293,7 +311,8 @@ class Builders:
             needs = config.case.needs
             is_plain = not config.unusual and config.case.mode in _PROBED and not config.case.segments
             if is_plain and not self.declared(config).covers(needs):
-                yield f"graphs {_NAMES[needs]}", replace(plan, lane=self._lane(config))
+                lane = self._lane(config, self.backend(config))
+                yield f"graphs {_NAMES[needs]}", replace(plan, lane=lane)
 
 
 METHODS = {

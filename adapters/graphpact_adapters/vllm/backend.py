@@ -192,6 +192,7 @@ class VllmBackend(BuilderBackend):
                 for group, told in enumerate(sizes.times(self.room) for sizes in of_groups)
             ]
         self._builds = 0
+        self._found: dict[int, Any] = {}  # the metadata of the last build by group, which the engine keeps
         self._objects: dict[int, tuple[Built, dict[int, Any]]] = {}
         """The metadata of captures by group, by the identity of what was read of it: drafts update it."""
 
@@ -253,6 +254,7 @@ class VllmBackend(BuilderBackend):
                 )
             else:
                 found[group] = self._build_group(builder, lent, group, phase, step)
+        self._found = found
         read = type(self).read
         slots = [common.slot_mapping for common in lent.common]
         try:
@@ -264,6 +266,11 @@ class VllmBackend(BuilderBackend):
         if phase == "capture":
             self._objects[id(built)] = built, found
         return built
+
+    def built_metadata(self) -> dict[str, Any]:
+        """Return the metadata of the last build by layer name, group after group as they were built."""
+        names = self.sizes.layer_names
+        return {name: made for group, made in self._found.items() for name in names[group::NUM_GROUPS]}
 
     def _updates(self, phase: Phase) -> bool:
         """Return whether groups after the first take the metadata of the first one."""

@@ -6,6 +6,7 @@ Does not: check what a strict mode refuses (see `acts`), or backends and runners
 """
 
 import contextlib
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -65,6 +66,18 @@ def _weigh_rows(x: torch.Tensor, out: torch.Tensor, weights: list[int]) -> None:
 @_weigh_rows.register_fake
 def _(x: torch.Tensor, out: torch.Tensor, weights: list[int]) -> None:
     del x, out, weights
+
+
+@declare_kernel
+@torch.library.custom_op("graphpact_conformance::pick_rows", mutates_args=("out",))
+def _pick_rows(x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor) -> None:
+    """Write the rows of ``x`` with some indices into ``out``: an operator that takes a table by address."""
+    out.copy_(x[rows])
+
+
+@_pick_rows.register_fake
+def _(x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor) -> None:
+    del x, out, rows
 
 
 def _store_rows(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -559,6 +572,52 @@ def a_task_takes_the_arguments_of_its_update(driver: GraphDriver) -> None:
     if driver.strict:
         expect_error(ReplayError, graph.replay, says="help: ")
         expect_error(ReplayError, lambda: driver.update_task(second, {"weights": [1, 1]}), says="help: ")
+
+
+@_promise(
+    "GP21",
+    "GraphDriver.task",
+    "read the device tensors of `rebound` at the addresses that the last `update_task` gave, and not at those"
+    " of the capture, whose memory may be gone",
+)
+def a_task_reads_the_tensors_of_its_update(driver: GraphDriver) -> None:
+    """A replay reads each rebound tensor where its update says, with the contents at the replay."""
+    if not driver.has_tasks:
+        return
+    x = torch.arange(6, device=driver.device).view(3, 2)
+    out, key = torch.zeros(2, 2, dtype=x.dtype, device=driver.device), TaskKey("graph", 0)
+
+    def region(rows: torch.Tensor) -> None:
+        driver.task(key, _pick_rows, (x, out), {}, rebound={"rows": rows})
+
+    graph = driver.capture(functools.partial(region, torch.zeros(2, dtype=torch.int64, device=driver.device)))
+    for first, second in ((1, 2), (2, 0)):
+        rows = torch.tensor([0, first], device=driver.device)
+        driver.update_task(key, {}, rebound={"rows": rows})
+        rows[0] = second
+        graph.replay()
+        expect_equal(out.tolist(), x[[second, first]].tolist())
+    expect_error(ReplayError, lambda: driver.update_task(key, {}), says="help: ")
+
+
+@_promise(
+    "GP21",
+    "GraphDriver.task",
+    "let the graph wait for the update in front of a task that `waits`, as for an event, and run the task"
+    " with its arguments",
+)
+def an_update_may_follow_the_launch(driver: GraphDriver) -> None:
+    """A replay whose tasks wait takes the arguments of updates that come after its launch."""
+    if not driver.has_tasks:
+        return
+    x, out = torch.ones(1, 3, device=driver.device), torch.zeros(1, 3, device=driver.device)
+    key = TaskKey("graph", 0)
+    graph = driver.capture(lambda: driver.task(key, _weigh_rows, (x, out), {"weights": [1]}, waits=True))
+    for weight in (2, 3):
+        graph.replay()
+        driver.update_task(key, {"weights": [weight]})
+        driver.synchronize()
+        expect_equal(out.tolist(), [[weight] * 3])
 
 
 @_promise("GP21", "GraphDriver.update_task", "raise `ReplayError` for a key or a name that no capture gave")

@@ -16,6 +16,7 @@ from torch.utils import _pytree as pytree
 
 from graphpact.errors import ReplayError
 from graphpact.graphs import EagerCall, Event, Graph, GraphDriver, Stream, TaskKey
+from graphpact.graphs.driver import NONE_REBOUND
 from graphpact.tensors import storage_id
 from graphpact_conformance.museum.exhibit import Exhibit, Make
 
@@ -381,10 +382,10 @@ def _updates_nothing(base: type[Any]) -> type[Any]:
     class UpdatesNothing(base):  # type: ignore[misc]
         """A driver whose tasks keep the arguments of the capture."""
 
-        def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
+        def update_task(self, key: TaskKey, updated: Mapping[str, Any], **more: Any) -> None:
             """Check the key, and update by the captured arguments."""
-            del updated
-            super().update_task(key, {"weights": [1, 1]})
+            weights = {"weights": [1, 1]} if len(updated.get("weights", ())) > 1 else updated
+            super().update_task(key, weights, **more)
 
     return UpdatesNothing
 
@@ -393,12 +394,47 @@ def _ignores_unknown_keys(base: type[Any]) -> type[Any]:
     class IgnoresUnknownKeys(base):  # type: ignore[misc]
         """A driver that ignores updates of tasks that it does not know."""
 
-        def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
+        def update_task(self, key: TaskKey, updated: Mapping[str, Any], **more: Any) -> None:
             """Update what is known."""
             with contextlib.suppress(ReplayError):
-                super().update_task(key, updated)
+                super().update_task(key, updated, **more)
 
     return IgnoresUnknownKeys
+
+
+def _keeps_tables(base: type[Any]) -> type[Any]:
+    class KeepsTables(base):  # type: ignore[misc]
+        """A driver that rebinds a tensor to the address of the capture."""
+
+        def __init__(self, *args: Any, **options: Any) -> None:
+            super().__init__(*args, **options)
+            self.tables: dict[TaskKey, Mapping[str, torch.Tensor]] = {}
+
+        def task(self, key: TaskKey, op: Any, args: Any, updated: Any, **more: Any) -> None:
+            """Record, and keep the tensors."""
+            self.tables[key] = more.get("rebound", {})
+            super().task(key, op, args, updated, **more)
+
+        def update_task(
+            self, key: TaskKey, updated: Any, *, rebound: Mapping[str, torch.Tensor] = NONE_REBOUND
+        ) -> None:
+            """Update by value alone."""
+            captured = self.tables.get(key, rebound)
+            super().update_task(key, updated, rebound={name: captured[name] for name in rebound})
+
+    return KeepsTables
+
+
+def _waits_for_nothing(base: type[Any]) -> type[Any]:
+    class WaitsForNothing(base):  # type: ignore[misc]
+        """A driver whose replay runs at its launch, whatever updates are to come."""
+
+        def task(self, *args: Any, waits: bool = False, **more: Any) -> None:
+            """Record a task that does not wait."""
+            del waits
+            super().task(*args, **more)
+
+    return WaitsForNothing
 
 
 def _counts_no_updates(base: type[Any]) -> type[Any]:
@@ -431,6 +467,27 @@ EXHIBITS = [
         base="tape",
         lanes=("fast",),
         make=_ignores_unknown_keys,
+        site="driver",
+    ),
+    Exhibit(
+        name="driver-keeps-rebound-tensors",
+        rule="GP21",
+        thread="vllm-project/vllm-ascend#16798",
+        planted="An update replaces the numbers of a task, and not the address of its table.",
+        base="tape",
+        lanes=("fast",),
+        make=_keeps_tables,
+        site="driver",
+    ),
+    Exhibit(
+        name="driver-does-not-wait-for-updates",
+        rule="GP21",
+        thread="sgl-project/sglang#16498",
+        planted="A replay runs at its launch, with the arguments of the step before: the update comes from"
+        " a thread beside it.",
+        base="tape",
+        lanes=("fast",),
+        make=_waits_for_nothing,
         site="driver",
     ),
     Exhibit(

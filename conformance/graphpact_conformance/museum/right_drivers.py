@@ -95,13 +95,15 @@ class _Delegates(GraphDriver):
         """Break the graph."""
         return self.inner.break_graph(fn, args)
 
-    def task(self, key: TaskKey, op: Any, args: tuple[Any, ...], updated: Mapping[str, Any]) -> None:
+    def task(
+        self, key: TaskKey, op: Any, args: tuple[Any, ...], updated: Mapping[str, Any], **more: Any
+    ) -> None:
         """Record a task."""
-        self.inner.task(key, op, args, updated)
+        self.inner.task(key, op, args, updated, **more)
 
-    def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
+    def update_task(self, key: TaskKey, updated: Mapping[str, Any], **more: Any) -> None:
         """Update it."""
-        self.inner.update_task(key, updated)
+        self.inner.update_task(key, updated, **more)
 
     def guard(self, ownership: Ownership | None = None) -> object:
         """Return the guard of the tape."""

@@ -15,6 +15,7 @@ import abc
 import contextlib
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeVar
 
 import torch
@@ -67,6 +68,10 @@ class TaskKey(NamedTuple):
 
     graph: Hashable
     layer: Hashable
+
+
+NONE_REBOUND: Mapping[str, torch.Tensor] = MappingProxyType({})
+"""The device tensors of a task that has none to rebind."""
 
 
 class Graph(abc.ABC):
@@ -166,7 +171,7 @@ class GraphDriver(abc.ABC):
     _calling: ClassVar[bool] = False  # inside an eager call of the region that is captured
     has_strict_mode: ClassVar[bool] = False
     has_tasks: ClassVar[bool] = False
-    """Whether graphs hold tasks, whose host arguments are updated before each replay; see `task`."""
+    """Whether graphs hold tasks, whose arguments are updated for each replay; see `task`."""
     repeats_eager_kernels: ClassVar[bool] = False
     """Whether a replay runs the same kernels as an eager run of the same shapes, with bit-equal results."""
 
@@ -249,14 +254,27 @@ class GraphDriver(abc.ABC):
         `eager_call` calls it inside a region; nested eager calls are part of the outer call.
         """
 
-    def task(self, key: TaskKey, op: Any, args: tuple[Any, ...], updated: Mapping[str, Any]) -> None:
-        """Call ``op(*args, **updated)``; in a region record it as a task, for `update_task`.
+    def task(
+        self,
+        key: TaskKey,
+        op: Any,
+        args: tuple[Any, ...],
+        updated: Mapping[str, Any],
+        *,
+        rebound: Mapping[str, torch.Tensor] = NONE_REBOUND,
+        waits: bool = False,  # noqa: ARG002  a call has nothing to wait for
+    ) -> None:
+        """Call ``op(*args, **updated, **rebound)``; in a region record it as a task, for `update_task`.
 
         Args:
             key: Its name. The tasks of a region share ``key.graph``, and no other graph has it.
             op: A torch operator that writes into ``args`` and returns no new memory.
             args: Its first arguments, recorded as in any operation.
-            updated: The others by name: host numbers, lists of them, or host tensors, by value.
+            updated: Others by name: host numbers, lists of them, or host tensors, by value.
+            rebound: Others by name: device tensors that it reads, by address. Each update gives the address
+                for the next replay, in this memory or in other memory.
+            waits: Whether the graph waits for the update in front of the task, as for an event. The update
+                may then follow the launch of the replay.
 
         Raises `CaptureError` if it is against these rules, or if the driver has no tasks.
         """
@@ -264,16 +282,25 @@ class GraphDriver(abc.ABC):
             message = f"graph driver {self.name!r} has no tasks, and {key} is to be recorded as one"
             hint = "keep what changes in tensors, or use a driver that has tasks, such as the tape"
             raise CaptureError(message, hint=hint, rule="GP21")
-        op(*args, **updated)
+        op(*args, **updated, **rebound)
 
     # -- around the replay -----------------------------------------------------------------------
 
-    def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:  # noqa: ARG002
-        """Set the updated arguments of a task for the next replay, as work of the current stream.
+    def update_task(
+        self,
+        key: TaskKey,
+        updated: Mapping[str, Any],  # noqa: ARG002
+        *,
+        rebound: Mapping[str, torch.Tensor] = NONE_REBOUND,  # noqa: ARG002
+    ) -> None:
+        """Set the updated and the rebound arguments of a task for the next replay.
 
-        Before each replay every task of its graph is updated once, in captured order. The current stream
-        waits for the replay before, and the next replay for the current stream. Raises `ReplayError` if no
-        graph has such a task, or if it has other arguments.
+        It is work of the current stream. For each replay every task of its graph is updated once, in captured
+        order, before the launch; a task that ``waits`` also after it, from this thread or another one, as
+        long as nothing uses the graph's memory in between. The current stream waits for the replay before,
+        and the next replay for the current stream, or for the event of a task that waits. A rebound tensor
+        stays in place until the replay has run. Raises `ReplayError` if no graph has such a task, or if it
+        has other arguments.
         """
         hint = "update no task with it, or use a driver that has tasks, such as the tape"
         raise ReplayError(f"graph driver {self.name!r} has no tasks: {key}", hint=hint, rule="GP21")

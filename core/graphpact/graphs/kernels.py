@@ -15,7 +15,7 @@ from torch._library.custom_ops import CustomOpDef
 
 _Operator = TypeVar("_Operator")
 
-_declared: set[str] = set()  # names, as "namespace::name"
+_MARK = "graphpact_stands_for_one_kernel"  # an attribute of the operator
 
 
 def declare_kernel(op: _Operator) -> _Operator:
@@ -31,20 +31,21 @@ def declare_kernel(op: _Operator) -> _Operator:
     Raises:
         TypeError: It is no operator.
     """
-    _declared.add(_name_of(op))
+    setattr(_packet_of(op), _MARK, True)
     return op
 
 
 def is_kernel(op: Any) -> bool:
     """Return whether `declare_kernel` was called with the operator ``op``."""
-    return _name_of(op) in _declared
+    return _MARK in vars(_packet_of(op))
 
 
-def _name_of(op: Any) -> str:
+def _packet_of(op: Any) -> torch._ops.OpOverloadPacket:
+    """Return the operator with all its overloads, which torch makes once."""
     if isinstance(op, CustomOpDef):
-        return op._qualname  # noqa: SLF001  no public way
+        op = op._opoverload  # noqa: SLF001  no public way
     if isinstance(op, torch._ops.OpOverload):  # noqa: SLF001  no public name
         op = op.overloadpacket
     if isinstance(op, torch._ops.OpOverloadPacket):  # noqa: SLF001  no public name
-        return str(op._qualified_op_name)  # noqa: SLF001  no public way
+        return op
     raise TypeError(f"{op!r} is no operator of torch: define it with torch.library")

@@ -14,7 +14,8 @@ Does not: change the order of work.
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+import threading
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Self
@@ -27,6 +28,7 @@ from graphpact.graphs.driver import Event, Stream
 from graphpact.graphs.lines import Line
 from graphpact.tensors import extent_of, storage_id
 from graphpact_tape.host import WeakTensor
+from graphpact_tape.tasks import Point
 from graphpact_tape.trees import tensors_of
 
 __tracebackhide__ = True
@@ -169,17 +171,17 @@ class Order:
     """The streams of one driver, the work that they were given, and the copies in flight.
 
     Attributes:
-        current: The stream that new work goes to.
         capture: The number of the current capture, 0 outside a capture.
         is_broken: Whether an eager call runs between two segments of the capture.
         name_of: Returns the name of a tensor for messages, or None.
         unwatched: Returns a context for work of this class itself, in which the guard allows all calls.
+        settle: Called before the host waits, with the work that it waits for by stream, or None for all.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._main = TapeStream(self, 0)
-        self.current: Stream = self._main
+        self._of_thread = threading.local()  # each thread has a current stream of its own
         self._side: list[TapeStream] = []
         # The weak references keep a storage's id from being reused.
         self._accesses: dict[int, tuple[StorageWeakRef, list[_Access]]] = {}
@@ -191,6 +193,17 @@ class Order:
         self.capture = 0
         self.name_of: Callable[[torch.Tensor], str | None] = lambda _: None
         self.unwatched: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        self.settle: Callable[[Mapping[int, int] | None], None] = lambda _: None
+
+    @property
+    def current(self) -> Stream:
+        """The stream that new work of this thread goes to."""
+        stream: Stream = getattr(self._of_thread, "stream", self._main)
+        return stream
+
+    @current.setter
+    def current(self, stream: Stream) -> None:
+        self._of_thread.stream = stream
 
     def stream(self) -> TapeStream:
         """Return a new stream."""
@@ -325,6 +338,19 @@ class Order:
         earlier[:] = [a for a in earlier if (a.stream, a.writes, *_layout(a.view)) != same]
         earlier.append(_Access(stream.number, stream.count, begin, end, writes, view, what, line))
 
+    def point(self, what: str) -> Point:
+        """Give the current stream work that uses no memory, and return it."""
+        stream, line = self.current, Line()
+        assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
+        self.work(what, (), (), line, ReplayError)
+        return Point(stream.number, stream.count, what, line)
+
+    def comes_after(self, point: Point) -> bool:
+        """Return whether the current stream's next work waits for a piece of work."""
+        stream = self.current
+        assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
+        return max(stream.clock.get(point.stream, 0), self._host.get(point.stream, 0)) >= point.place
+
     # -- copies and waits ------------------------------------------------------------------------
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -367,6 +393,7 @@ class Order:
                 hint="wait before or after the replay; inside a graph, only streams wait for each other",
                 rule="GP20",
             )
+        self.settle(clock)
         done = {each.number: each.count for each in (self._main, *self._side)} if clock is None else clock
         for number, count in done.items():
             self._host[number] = max(self._host.get(number, 0), count)

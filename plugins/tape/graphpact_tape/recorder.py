@@ -48,7 +48,7 @@ from graphpact_tape.draws import Draws
 from graphpact_tape.host import HostReadGuard, Watcher, modes_left, plain_tensors
 from graphpact_tape.operators import is_work
 from graphpact_tape.raw import raw_memory_refused
-from graphpact_tape.tasks import RULE, GraphTasks, RecordedTask
+from graphpact_tape.tasks import RULE, GraphTasks, Hold, RecordedTask
 from graphpact_tape.threads import other_threads_refused
 from graphpact_tape.trace import TracedCall
 from graphpact_tape.trees import map_tensors, tensors_of
@@ -254,8 +254,17 @@ class Recorder(Watcher):
         self._record(func, args, kwargs, given, result)
         return result
 
-    def task(self, key: TaskKey, op: Any, args: tuple[Any, ...], updated: Mapping[str, Any]) -> None:
-        """Run ``op(*args, **updated)`` and record it as a task.
+    def task(
+        self,
+        key: TaskKey,
+        op: Any,
+        args: tuple[Any, ...],
+        updated: Mapping[str, Any],
+        *,
+        rebound: Mapping[str, torch.Tensor],
+        waits: bool,
+    ) -> None:
+        """Run ``op(*args, **updated, **rebound)`` and record it as a task.
 
         Raises:
             CaptureError: It is no task that can be updated, or its key is not its own.
@@ -265,12 +274,14 @@ class Recorder(Watcher):
                 raise self.guard.host_read("an argument of a task that is updated")
         try:
             with modes_left(self.guard, self):  # copies of arguments are no work of the region
-                task = RecordedTask(key, op, updated, Line())
+                task = RecordedTask(key, op, updated, rebound, Line(), waits=waits, hold=self.hold)
+            self._require_outside(rebound)
         except TypeError as error:
             raise self.guard.refusal(
                 f"the task {key.layer!r} of {key.graph}: {error}, recorded",
                 "a task is a torch operator that writes into its arguments; its updated arguments are host"
-                " numbers, lists of them, or host tensors, by the names of its schema",
+                " numbers, lists of them, or host tensors, by the names of its schema; its rebound arguments"
+                " are device tensors that the region did not make",
                 RULE,
             ) from error
         if self.tasks and (self.tasks[0].key.graph != key.graph or key in (t.key for t in self.tasks)):
@@ -286,6 +297,8 @@ class Recorder(Watcher):
             was_dispatched, self._task = self._task is None, None
         if not was_dispatched:
             raise self.guard.refusal(f"{task.operator} is not dispatched as one operator", "wrap it", RULE)
+        with modes_left(self.guard, self):
+            task.was_recorded()
         self.tasks.append(task)
 
     def __torch_dispatch__(
@@ -299,7 +312,9 @@ class Recorder(Watcher):
             return super().__torch_dispatch__(func, types, args, kwargs)
         (task, args), self._task = self._task, None
         self.line = task.line
-        return self.recorded(task, args, {}, tensors_of(args))
+        # The rebound arguments of the capture are read now, and are no part of the record.
+        given = [value for name, value in (kwargs or {}).items() if name not in task.captured]
+        return self.recorded(task, args, {}, tensors_of((args, given)))
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run ``fn(*args)`` unrecorded, begin another segment, and return the result."""
@@ -323,7 +338,15 @@ class Recorder(Watcher):
         self.constants[storage_id(value)] = value.untyped_storage()
         return value
 
+    def owns(self, tensor: torch.Tensor) -> bool:
+        """Return whether ``tensor`` is in the graph's own memory."""
+        storage = storage_id(tensor)
+        return storage in self.allocated or storage in self.constants or storage in self.results
+
     # -- overridden by the strict recorder -------------------------------------------------------
+
+    hold: Hold | None = None
+    """How tasks hold rebound tensors; None to keep them alive."""
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the argument that the operation uses for ``tensor``: a copy if it is a host number."""
@@ -375,6 +398,11 @@ class Recorder(Watcher):
                     "return the plain tensors inside, as by to_local() or values(): a replay writes these",
                 )
         self.check_kinds("the region", "returns", returned)
+
+    def _require_outside(self, rebound: Mapping[str, torch.Tensor]) -> None:
+        """Raise `TypeError` for a rebound argument in the graph's own memory, which replays reuse."""
+        if inside := [name for name, tensor in rebound.items() if self.owns(tensor)]:
+            raise TypeError(f"{', '.join(inside)} is memory of the graph, which cannot be rebound")
 
     def _check_reshape(self, func: Any, tensor: torch.Tensor) -> None:
         """Refuse a change of shape in place that resizes memory, or of a tensor from outside the region."""

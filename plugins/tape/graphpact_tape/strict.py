@@ -94,6 +94,24 @@ class _External:
         )
 
 
+class _Rebound(_External):
+    """A tensor that an update rebound, held weakly until the replay."""
+
+    def gone(self, how: str, error: type[ContractError] = ReplayError) -> ContractError:
+        """Return the error for memory that the replay reads and that ``how`` describes."""
+        return error(
+            f"{self.name} {how}, but the replay reads its address: {self.first_use}",
+            hint="keep the tensor until the replay has run, for instance until the next update, and update"
+            " the task with a tensor that stays in place",
+            rule="GP14",
+        )
+
+
+def hold_weakly(what: str, tensor: torch.Tensor) -> _Rebound:
+    """Hold a rebound tensor of a task weakly, as a graph holds its memory."""
+    return _Rebound(tensor, what, f"the update at {Line()} gave it")
+
+
 @dataclass(frozen=True, slots=True)
 class _Borrowed:
     """A placeholder in the record for an external tensor, which is held weakly."""
@@ -150,6 +168,7 @@ class StrictRecorder(Recorder):
     ) -> None:
         super().__init__(guard, traced=traced, work_only=True)
         self.shared = shared
+        self.hold = shared.hold
         self.memory = memory
         self.external: list[_External] = []
         self.changed: set[int] = set()  # indices of external tensors that the region writes
@@ -242,11 +261,6 @@ class StrictRecorder(Recorder):
             first_use = first_use or f"{self._func} at {self.line}"
             self.external.append(_External(tensor, self.memory.name_of(tensor), first_use))
         return self._known[place]
-
-    def owns(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is in the graph's own memory."""
-        storage = storage_id(tensor)
-        return storage in self.allocated or storage in self.constants or storage in self.results
 
     def _hidden_writes(
         self,
@@ -346,19 +360,25 @@ class StrictTape(Graph):
                 updated.
             PoisonError: An operation fails on its inputs.
         """
-        self._shared.tasks.begin_replay(self.tasks)
-        self._run(contextlib.nullcontext())
+        self._shared.tasks.launch(self.tasks, self._submit, lambda: self._run(contextlib.nullcontext()))
 
     def rehearse(self) -> None:
         """Replay with uninitialised memory of the eager calls poisoned, so that replays are comparable."""
+        self._submit()
         self._run(_PoisonedEmpty())  # type: ignore[no-untyped-call]  # torch has no annotation here
 
-    def _run(self, call_context: contextlib.AbstractContextManager[object]) -> None:
+    def _submit(self) -> None:
+        """Order a replay after earlier work, and poison the memory that it may overwrite."""
         if self._released:
             raise EngineError("a released tape was replayed", hint="capture the shape again")
         with torch.inference_mode():
+            self._shared.begin_replay(self, [e.revive() for e in self.external])
+
+    def _run(self, call_context: contextlib.AbstractContextManager[object]) -> None:
+        with torch.inference_mode():
             external = [e.revive() for e in self.external]
-            self._shared.begin_replay(self, external)
+            if self.tasks is not None and (rebound := self.tasks.rebound()):
+                self._shared.order.work("a replay", rebound, (), Line(), ReplayError)
             for node in self._nodes:
                 if isinstance(node, EagerCall):
                     with call_context:
@@ -475,9 +495,8 @@ class StrictShared:
         self._device = device
         self.order = Order()
         self.order.unwatched = self.unwatched
-        self.tasks = TaskTable(
-            lambda what, read, written: self.order.work(what, read, written, Line(), ReplayError)
-        )
+        self.tasks = TaskTable(self.order)
+        self.order.settle = self.tasks.settle
         self.generator = default_generator(device)
         self._tapes: weakref.WeakSet[StrictTape] = weakref.WeakSet()
         self._guard: HostReadGuard | None = None
@@ -542,6 +561,7 @@ class StrictShared:
         """
         self._learn(memory, host)
         self.tasks.preparation += 1
+        self.tasks.settle()
         guard = HostReadGuard(self._host, "while a replay is prepared", ReplayError)
         guard.may_pin = True
         protected = {
@@ -584,13 +604,29 @@ class StrictShared:
             return
         self.order.copy(target, source)
 
-    def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
-        """Update a task; in a preparation refuse device tensors, whose values the host would wait for."""
+    def update_task(
+        self, key: TaskKey, updated: Mapping[str, Any], rebound: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Update a task; in a preparation refuse values of device tensors, for which the host would wait."""
         for tensor in tensors_of(dict(updated)):
             if self._guard is not None and tensor not in self._guard.host:
                 raise self._guard.host_read("an update of a task")
         with self.unwatched():
-            self.tasks.update(key, updated)
+            self.tasks.update(key, updated, rebound)
+
+    def hold(self, what: str, tensor: torch.Tensor) -> "_Rebound":
+        """Hold a rebound tensor of a task weakly.
+
+        Raises:
+            ReplayError: It is memory that a graph's capture allocated.
+        """
+        if storage_id(tensor) in self.pools():
+            raise ReplayError(
+                f"{what} is rebound to memory that a graph's capture allocated, at {Line()}",
+                hint="every replay may overwrite it: copy the tensor into memory of its own",
+                rule="GP15",
+            )
+        return hold_weakly(what, tensor)
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:

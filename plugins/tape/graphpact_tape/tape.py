@@ -17,7 +17,15 @@ from typing import Any, ClassVar
 import torch
 
 from graphpact.errors import CaptureError, EngineError
-from graphpact.graphs.driver import DeclaredMemory, Event, Graph, Ownership, Stream, TaskKey
+from graphpact.graphs.driver import (
+    NONE_REBOUND,
+    DeclaredMemory,
+    Event,
+    Graph,
+    Ownership,
+    Stream,
+    TaskKey,
+)
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
@@ -25,16 +33,21 @@ from graphpact_tape.code import Code
 from graphpact_tape.guard import StrictGuard
 from graphpact_tape.host import HostMemory, HostReadGuard
 from graphpact_tape.nodes import Node, repeat
+from graphpact_tape.order import Order
 from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
 from graphpact_tape.reuse import in_shared_memory, private_memory
 from graphpact_tape.rewrites import memory_of, rewritten
-from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape
+from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape, hold_weakly
 from graphpact_tape.tasks import RULE, TaskTable
 from graphpact_tape.trees import tensors_of
 
 __tracebackhide__ = True
 
 _WHEN = "while a graph is recorded"
+
+
+def _nothing() -> None:
+    """Order nothing: in fast mode all streams are one."""
 
 
 def _replay_of_released() -> None:
@@ -81,8 +94,15 @@ class Tape(Graph):
         return self._code.source
 
     def replay(self) -> None:
-        """Run every recorded operation once, in order."""
-        self._code.run()
+        """Run every recorded operation once, in order.
+
+        Raises:
+            ReplayError: A later graph has the key of its tasks, or the replay before waits for an update.
+        """
+        if self.tasks is None or self.tasks.table is None:
+            self._code.run()
+        else:
+            self.tasks.table.launch(self.tasks, _nothing, self._code.run)
 
     def release(self) -> None:
         """Drop the operations and every tensor that only they held."""
@@ -112,6 +132,7 @@ class TapeDriver(RecordingDriver):
         device: See `GraphDriver`.
         strict: See `GraphDriver`.
         traced: Whether tapes keep a `trace`: every operation that their capture dispatched.
+        strict_tasks: Whether updates of tasks are checked in fast mode too, as in strict mode.
     """
 
     name: ClassVar[str] = "tape"
@@ -119,11 +140,19 @@ class TapeDriver(RecordingDriver):
     has_tasks: ClassVar[bool] = True
     repeats_eager_kernels: ClassVar[bool] = True
 
-    def __init__(self, device: torch.device, *, strict: bool = False, traced: bool = False) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        strict: bool = False,
+        traced: bool = False,
+        strict_tasks: bool = False,
+    ) -> None:
         super().__init__(device, strict=strict)
         self.traced = traced
         self._shared = StrictShared(device) if strict else None
-        self._tasks = TaskTable()  # of fast mode
+        self._hold = hold_weakly if strict_tasks else None  # these two are of fast mode
+        self._tasks = TaskTable(Order() if strict_tasks else None)
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:  # noqa: ARG003  it runs anywhere
@@ -146,7 +175,9 @@ class TapeDriver(RecordingDriver):
             host = HostMemory(self.memory.host, strict=self.strict)
             guard = HostReadGuard(host, _WHEN, CaptureError)
             if self._shared is None:
-                fast = Tape(self.record(Recorder(guard, traced=self.traced, work_only=True), fn))
+                recorder = Recorder(guard, traced=self.traced, work_only=True)
+                recorder.hold = self._hold
+                fast = Tape(self.record(recorder, fn))
                 self._tasks.add(fast.tasks)
                 return fast
             self._shared.order.finish_copies()
@@ -155,25 +186,40 @@ class TapeDriver(RecordingDriver):
                 tape = StrictTape(strict, self.record(strict, fn))
             return self._shared.keep(tape, self.memory, armed)
 
-    def task(self, key: TaskKey, op: Any, args: tuple[Any, ...], updated: Mapping[str, Any]) -> None:
-        """Call ``op(*args, **updated)``; in a region record it as one node, whose arguments are updated."""
+    def task(
+        self,
+        key: TaskKey,
+        op: Any,
+        args: tuple[Any, ...],
+        updated: Mapping[str, Any],
+        *,
+        rebound: Mapping[str, torch.Tensor] = NONE_REBOUND,
+        waits: bool = False,
+    ) -> None:
+        """Call ``op``; in a region record it as one node, whose arguments are updated."""
         if not self.is_capturing or self._recorder is None:
-            op(*args, **updated)
+            op(*args, **updated, **rebound)
         else:
-            self._recorder.task(key, op, args, updated)
+            self._recorder.task(key, op, args, updated, rebound=rebound, waits=waits)
 
     # -- around the replay -----------------------------------------------------------------------
 
-    def update_task(self, key: TaskKey, updated: Mapping[str, Any]) -> None:
-        """Set the host arguments of a task for the next replay; see `graphpact_tape.tasks`."""
+    def update_task(
+        self,
+        key: TaskKey,
+        updated: Mapping[str, Any],
+        *,
+        rebound: Mapping[str, torch.Tensor] = NONE_REBOUND,
+    ) -> None:
+        """Set the arguments of a task for the next replay; see `graphpact_tape.tasks`."""
         if self.is_capturing and self._recorder is not None:
             raise self._recorder.guard.refusal(
                 f"the task {key.layer!r} of {key.graph} is updated",
                 "update tasks while a replay is prepared: a graph does not record updates",
                 RULE,
             )
-        table = self._tasks.update if self._shared is None else self._shared.update_task
-        table(key, updated)
+        update = self._tasks.update if self._shared is None else self._shared.update_task
+        update(key, updated, rebound)
 
     def guard(self, ownership: Ownership | None = None) -> object:
         """Return a `StrictGuard`.
@@ -189,6 +235,8 @@ class TapeDriver(RecordingDriver):
     ) -> Iterator[None]:
         """In strict mode refuse host reads of device tensors, and writes to the batch and other inputs."""
         if self._shared is None:
+            self._tasks.settle()
+            self._tasks.preparation += 1
             yield
             return
         with self._shared.preparation(self.memory, host, read_only):
@@ -227,6 +275,12 @@ class TapeDriver(RecordingDriver):
         return None if self._shared is None else self._shared.order.copy_in_flight(source)
 
     def synchronize(self) -> None:
-        """Wait for every copy in flight; fast mode has none."""
-        if self._shared is not None:
+        """Wait for every copy in flight, of which fast mode has none.
+
+        Raises:
+            ReplayError: A replay was launched, and waits for the update of a task.
+        """
+        if self._shared is None:
+            self._tasks.settle()
+        else:
             self._shared.order.synchronize()

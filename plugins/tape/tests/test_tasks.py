@@ -233,10 +233,10 @@ _WAYS: Mapping[Callable[[Layers, Layers], None], str] = {
     _of_an_unknown_layer: r"7 of g is no task, at .*; the tasks of this graph: 0, 1",
     _of_another_name: r"task 0 of g .* with weights=\[1, 1, 1\], is updated at .* with lengths=\[2, 2, 2\]",
     _of_a_device_tensor: r"task 0 of g .* is updated at .*: a Tensor is no host number",
-    _during_the_replay: r"task 0 of g .* is updated, and its arguments are in use: .*, and an update of task"
-    r" 0 of g .* writes it at",
-    _not_awaited: r"a task of g is replayed, and its arguments are in use: an update of task 1 of g .* writes"
-    r" it at .*, and a replay of g reads it at",
+    _during_the_replay: r"task 0 of g .* is updated, and its arguments are in use: a replay of g reads them"
+    r" at .*, and an update of task 0 of g .* writes them at",
+    _not_awaited: r"a task of g is replayed, and its arguments are in use: an update of task 0 of g .* writes"
+    r" them at .*, and a replay of g reads them at",
 }
 _ON_ANY_TAPE = (_of_an_unknown_graph, _of_an_unknown_layer, _of_another_name, _of_a_device_tensor)
 
@@ -317,7 +317,7 @@ def test_updates_after_the_host_waited_are_right() -> None:
         assert layers.graph.outputs.tolist() == [[4, 4]] * ROWS
         wait()
     step()
-    with pytest.raises(ReplayError, match="in use: a replay of g reads it"):
+    with pytest.raises(ReplayError, match="in use: a replay of g reads them"):
         step()
 
 

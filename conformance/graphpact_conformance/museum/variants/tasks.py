@@ -7,6 +7,7 @@ Does not: contain bugs; see `graphpact_conformance.museum.tasks`.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -201,6 +202,77 @@ class _HostTensor(TaskBackend):
         return out
 
 
+@torch.library.custom_op("graphpact_museum::attend_table", mutates_args=("out",))
+def attend_table(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    v_cache: torch.Tensor,
+    out: torch.Tensor,
+    scaling: float,
+    ends: list[int],
+    table: torch.Tensor,
+    starts: list[int] | None = None,
+) -> None:
+    """Do what `attend_spans` does, with a table that updates may rebind."""
+    attend_spans(q, k_cache, v_cache, table, out, scaling, ends, starts)
+
+
+@dataclass
+class _ReboundMetadata:
+    """As `TaskMetadata`, with a table in other memory in each step."""
+
+    out_cache_loc: torch.Tensor
+    shape: GraphShape
+    table: torch.Tensor = updated()  # noqa: RUF009  a field
+    lens: list[int] = updated()  # noqa: RUF009  a field
+
+
+class _ReboundTable(TaskBackend):
+    """Makes a new table in each step, and gives its address to the tasks."""
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Return none: no graph keeps a table."""
+        del limits
+        return []
+
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Any:
+        """Return metadata without a table."""
+        del buffers
+        return _ReboundMetadata(view.out_cache_loc, shape, torch.empty(0, device=view.device), [])
+
+    def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
+        """Make the table, and list the lengths."""
+        size = view.batch_size, self.context.limits.max_context_len
+        metadata.table = torch.empty(size, dtype=torch.int64, device=view.device)
+        super().fill_metadata(view, metadata)
+
+    def update(self, metadata: Any, layer: LayerSpec) -> None:
+        """Update by the lists and the table."""
+        assert self.driver is not None  # noqa: S101  it has a lane
+        key = TaskKey(metadata.shape, layer.layer_id)
+        self.driver.update_task(key, self.spans(metadata, layer), rebound={"table": metadata.table})
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        metadata: Any,
+    ) -> torch.Tensor:
+        """Write, then attend in a task that reads the table where the last update has it."""
+        self.write(k, v, layer, metadata.out_cache_loc)
+        out = q.new_empty(len(q), layer.num_q_heads, layer.v_head_dim)
+        args, spans = (q, *self.caches(layer), out, layer.scaling), self.spans(metadata, layer)
+        rebound = {"table": metadata.table}
+        if self.driver is None:
+            attend_table(*args, **spans, **rebound)
+        else:
+            key = TaskKey(metadata.shape, layer.layer_id)
+            self.driver.task(key, attend_table, args, spans, rebound=rebound)
+        return out
+
+
 VARIANTS: list[Variant] = [
     of_its_own(
         "tasks-of-host-lists",
@@ -216,5 +288,10 @@ VARIANTS: list[Variant] = [
         "tasks-captured-with-other-arguments",
         "Tasks are captured with lengths of 1, and updated by tensors of the host.",
         _HostTensor,
+    ),
+    of_its_own(
+        "tasks-with-a-rebound-table",
+        "Each step has a page table in new memory, whose address the updates of its tasks give.",
+        _ReboundTable,
     ),
 ]
