@@ -9,6 +9,7 @@ copied to their recorded memory, as the segment's last work.
 Does not: record, which `graphpact_tape.recorder` does, or compile.
 """
 
+import keyword
 import operator
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
@@ -80,6 +81,14 @@ class SegmentGraph:
 
     def _add(self, call: RecordedCall) -> None:
         given = tensors_of((call.args, call.kwargs))
+        if _has_offset(call) and storage_id(given[0]) not in self._fresh:
+            if call.op is not _aten.as_strided.default:
+                raise CaptureError(
+                    f"{call.op}, recorded at {call.line}, counts an offset from the begin of a storage, which"
+                    " compiled code does not know",
+                    hint="use as_strided(), and a copy of it",
+                )
+            return  # its result is an input of what reads it
         args, kwargs = pytree.tree_map_only(torch.Tensor, self._node_of, (call.args, call.kwargs))
         product = product_of(call)
         if product is not None:
@@ -91,7 +100,7 @@ class SegmentGraph:
             node = self._empty_like(call.result)
             self.graph.call_function(OPAQUE[call.op], args, {**kwargs, "out": node})
         else:
-            node = self.graph.call_function(call.op, args, kwargs)
+            node = self.graph.call_function(_target_of(call.op), args, kwargs)
         self._written += [_addresses(t) for t in written_by(call.op, call.args, call.kwargs)]
         self._bind(node, call.result, given)
 
@@ -109,9 +118,15 @@ class SegmentGraph:
             return self._input(tensor)
         # A view of a tensor of this graph that was not dispatched, such as ``tensor.data``.
         view = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return self.graph.call_function(_aten.as_strided.default, (bases[0][0], *view))
+        node = self.graph.call_function(_aten.as_strided.default, (bases[0][0], *view))
+        for flip in _flips_of(tensor):
+            node = self.graph.call_function(flip, (node,))
+        return node
 
     def _input(self, tensor: torch.Tensor) -> fx.Node:
+        flips = _flips_of(tensor)
+        if flips:  # a compiler sees the memory of an input, without these properties of the tensor
+            return self.graph.call_function(flips[0], (self._input(flips[0](tensor)),))
         place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         if place not in self.inputs:
             with self.graph.inserting_before():
@@ -174,6 +189,24 @@ class SegmentGraph:
         part: fx.Node = call(_aten.slice.Tensor, (base, 0, offset, offset + tensor.numel()))
         view: fx.Node = call(_aten.view.default, (part, tensor.shape))
         return view
+
+
+def _has_offset(call: RecordedCall) -> bool:
+    """Return whether a call counts an offset from the begin of a storage, as ``as_strided`` may."""
+    names = [argument.name for argument in call.op._schema.arguments]  # noqa: SLF001  no public way
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}.get("storage_offset") is not None
+
+
+def _flips_of(tensor: torch.Tensor) -> list[Any]:
+    """Return the views that undo the lazy conjugation and negation of ``tensor``, or make them again."""
+    conjugate = [_aten._conj.default] if tensor.is_conj() else []  # noqa: SLF001  no public name
+    return [*conjugate, *([_aten._neg_view.default] if tensor.is_neg() else [])]  # noqa: SLF001
+
+
+def _target_of(op: Any) -> Any:
+    """Return what the code of a graph calls for ``op``; a keyword such as ``random_.from`` is no name in it."""
+    is_nameless = keyword.iskeyword(getattr(op, "_overloadname", ""))
+    return op.overloadpacket if is_nameless else op  # chooses the overload by the arguments
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
