@@ -13,6 +13,7 @@ import contextlib
 import math
 import random
 import re
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -230,7 +231,7 @@ class _Writer:
         return f"{text[:-1]}, out={made})"
 
 
-_TORCH_REFUSES = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, Warning)
+_TORCH_REFUSES = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError)
 
 
 def _is_plain(t: torch.Tensor) -> bool:
@@ -247,8 +248,16 @@ def operations_of(mode: str) -> list[str]:
 
 def generate(seed: int, names: Sequence[str]) -> Program:
     """Return the program of a seed, made of the operations ``names``."""
-    with torch.inference_mode():
+    with torch.inference_mode(), quiet():
         return _Writer(seed, names).write()
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Ignore warnings: torch gives some of them once in a process, and a program depends on its seed alone."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
 
 
 # -- comparison ------------------------------------------------------------------------------------
@@ -420,7 +429,7 @@ def check(programs: Sequence[Program], driver: GraphDriver, *, is_compiled: bool
         MismatchError: A replay differs from an eager run.
         UnsteadyError: An eager run differs from another eager run.
     """
-    with torch.inference_mode():
+    with torch.inference_mode(), quiet():
         captured = Captured(programs, driver)
         for at, special in ((1, False), (2, False), (3, not is_compiled)):
             got, wanted = captured.replayed(at, special=special), captured.eager(at, special=special)

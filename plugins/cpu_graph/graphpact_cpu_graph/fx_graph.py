@@ -11,6 +11,7 @@ Does not: record, which `graphpact_tape.recorder` does, or compile.
 
 import keyword
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -21,7 +22,7 @@ from torch.utils import _pytree as pytree
 from graphpact.errors import CaptureError
 from graphpact.tensors import extent_of, storage_id
 from graphpact_cpu_graph.keys import layout_of
-from graphpact_cpu_graph.opaque import OPAQUE
+from graphpact_cpu_graph.opaque import OPAQUE, copied
 from graphpact_cpu_graph.products import product_of
 from graphpact_kernels.compiled import linear
 from graphpact_tape.host import tensors_of, written_by
@@ -30,7 +31,36 @@ from graphpact_tape.recorder import RecordedCall, Segment
 Place: TypeAlias = tuple[Any, ...]
 """Address, shape, stride and dtype: tensors of one place are one input."""
 
+LIST_OF_ONE = "list of one"
+"""In a node's ``meta``: whether its result is a list of one tensor."""
+
 _aten = torch.ops.aten
+
+# Inductor may drop these, or write their result into the memory of their first argument, although that memory
+# is written later: they may do nothing but copy it.
+_COPY = frozenset(
+    getattr(_aten, name)
+    for name in (
+        "_to_copy",
+        "as_strided_scatter",
+        "cat",
+        "ceil",
+        "clone",
+        "constant_pad_nd",
+        "copy",
+        "copy_",
+        "diagonal_scatter",
+        "floor",
+        "index_put",
+        "index_put_",
+        "pow",
+        "repeat",
+        "round",
+        "select_scatter",
+        "slice_scatter",
+        "trunc",
+    )
+)
 
 
 @dataclass(slots=True)
@@ -57,8 +87,8 @@ class SegmentGraph:
             outliving: The storages that it allocated and that are read after it.
         """
         made = cls()
-        for call in segment.calls:
-            made._add(call)
+        for call, written in zip(segment.calls, _written_from(segment.calls), strict=True):
+            made._add(call, written)
         # In the order of the calls: equal segments are equal graphs, which torch compiles once.
         for storage in filter(outliving.__contains__, made._fresh):
             for node, tensor in made._fresh[storage]:
@@ -79,7 +109,8 @@ class SegmentGraph:
 
     # -- internal --------------------------------------------------------------------------------
 
-    def _add(self, call: RecordedCall) -> None:
+    def _add(self, call: RecordedCall, written: set[int]) -> None:
+        """Add a call; ``written`` are the storages that it and later calls write."""
         given = tensors_of((call.args, call.kwargs))
         if _has_offset(call) and storage_id(given[0]) not in self._fresh:
             if call.op is not _aten.as_strided.default:
@@ -89,7 +120,15 @@ class SegmentGraph:
                     hint="use as_strided(), and a copy of it",
                 )
             return  # its result is an input of what reads it
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._node_of, (call.args, call.kwargs))
+        own = written_by(call.op, call.args, call.kwargs)
+        copies = call.op.overloadpacket in _COPY
+
+        def node_of(tensor: torch.Tensor) -> fx.Node:
+            node = self._node_of(tensor)
+            is_read = copies and storage_id(tensor) in written and all(tensor is not t for t in own)
+            return self.graph.call_function(copied, (node,)) if is_read else node
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, node_of, (call.args, call.kwargs))
         product = product_of(call)
         if product is not None:
             node = self._empty_like(call.result)
@@ -101,7 +140,8 @@ class SegmentGraph:
             self.graph.call_function(OPAQUE[call.op], args, {**kwargs, "out": node})
         else:
             node = self.graph.call_function(_target_of(call.op), args, kwargs)
-        self._written += [_addresses(t) for t in written_by(call.op, call.args, call.kwargs)]
+            node.meta[LIST_OF_ONE] = _is_list_of_one(call)
+        self._written += map(_addresses, own)
         self._bind(node, call.result, given)
 
     def _empty_like(self, tensor: torch.Tensor) -> fx.Node:
@@ -189,6 +229,24 @@ class SegmentGraph:
         part: fx.Node = call(_aten.slice.Tensor, (base, 0, offset, offset + tensor.numel()))
         view: fx.Node = call(_aten.view.default, (part, tensor.shape))
         return view
+
+
+def _written_from(calls: Sequence[RecordedCall]) -> list[set[int]]:
+    """Return, for each call, the storages that it and the calls after it write."""
+    written: set[int] = set()
+    found: list[set[int]] = []
+    for call in reversed(calls):
+        written = written | {storage_id(t) for t in written_by(call.op, call.args, call.kwargs)}
+        found.append(written)
+    return found[::-1]
+
+
+def _is_list_of_one(call: RecordedCall) -> bool:
+    """Return whether a call returns a list of one tensor, or is compiled as one that does."""
+    if isinstance(call.result, list):
+        return len(call.result) == 1
+    is_written_in_place = call.op.name().startswith("aten::_foreach_")
+    return is_written_in_place and len(call.args[0]) == 1
 
 
 def _has_offset(call: RecordedCall) -> bool:

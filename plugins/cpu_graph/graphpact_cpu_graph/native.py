@@ -25,6 +25,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from graphpact.errors import GraphpactError
+from graphpact_cpu_graph.fx_graph import LIST_OF_ONE
 from graphpact_cpu_graph.keys import key_of
 from graphpact_kernels.compiled import LibraryCache
 
@@ -58,6 +59,7 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
     entry = _loaded.get(key) or _from_cache(key)
     if entry is None:
         try:
+            _check_lists(module)
             library, fault = _library(module, inputs), "it has other inputs, outputs or constants"
         except Exception as error:  # noqa: BLE001  of any kind: it is tried in another way
             library, fault = None, _first_line(error)
@@ -69,6 +71,13 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
         entry = _load(key, _kept(key, library))
     _loaded[key] = entry
     return functools.partial(_call, entry, inputs)
+
+
+def _check_lists(module: fx.GraphModule) -> None:
+    """Raise if a call returns a list of one tensor: inductor's C++ programs take the list for the tensor."""
+    for node in module.graph.nodes:
+        if node.meta.get(LIST_OF_ONE):
+            raise NotImplementedError(f"{node.target} returns a list of one tensor")
 
 
 def _call(entry: Callable[[Any], object], inputs: list[torch.Tensor]) -> None:
