@@ -1,7 +1,7 @@
 """The operations of random programs: a line of torch code each, with the tensors that it may take.
 
-An entry of `OPERATIONS` makes the text of one call. It asks a `Picker` for its arguments, by what the operation
-needs: dtypes, dimensions, memory apart from another argument. `random_programs` puts the lines together.
+An entry of `OPERATIONS` makes the text of one call. It asks a `Picker` for arguments of the dtypes,
+dimensions and memory that the operation needs. `random_programs` puts the lines together.
 
 Does not: run programs, or say what is right; `random_programs` compares them with eager runs.
 """
@@ -111,10 +111,7 @@ class Picker:
     def apart(self, kinds: str = "", shape: Iterable[int] | None = None) -> str:
         """Return a value as `like`, or of a shape, in memory apart from `main`: as it is, or as a clone."""
         main = self.main
-        if shape is None:
-            name = self.like(kinds)
-        else:
-            name = self.of(shape, kinds)
+        name = self.like(kinds) if shape is None else self.of(shape, kinds)
         is_apart = storage_id(self.values[name]) != storage_id(main)
         return name if is_apart else f"{name}.clone()"
 
@@ -386,7 +383,9 @@ _VIEWS = _texts(
     expand=lambda p: f"{p.x('ficb', [1, 2, 3])}[:1].expand({p.shape()})",
     expand_new=lambda p: f"{p.x('ficb', [0, 1, 2])}.expand((2, *{p.shape()}))",
     unfold=lambda p: f"{p.x('fi', [1, 2])}.unfold(-1, 2, 1)",
-    as_strided=lambda p: f"{p.x('fi', [2])}.as_strided({p.part()}, {p.main.stride()}, {p.main.storage_offset()})",
+    as_strided=lambda p: (
+        f"{p.x('fi', [2])}.as_strided({p.part()}, {p.main.stride()}, {p.main.storage_offset()})"
+    ),
     as_strided_overlap=lambda p: f"{p.x('fi', [1, 2])}.clone().as_strided((2, {p.main.numel() - 1}), (1, 1))",
     as_strided_copy=lambda p: f"torch.as_strided_copy({p.x('fic', [2])} * 1, {p.part()}, (1, 1))",
     flatten=lambda p: f"{p.x('ficb', [2, 3])}.flatten()",
@@ -408,7 +407,9 @@ _VIEWS = _texts(
     conj_transpose=lambda p: f"{p.x('c', [2])}.mH",
     conj_imag=lambda p: f"{p.x('c')}.conj().imag",
     view_as_real=lambda p: f"torch.view_as_real({p.x('c')}.resolve_conj())",
-    view_as_complex=lambda p: f"torch.view_as_complex({p.x('f', [1, 2])}.float().clone().unflatten(-1, (-1, 2)))",
+    view_as_complex=lambda p: (
+        f"torch.view_as_complex({p.x('f', [1, 2])}.float().clone().unflatten(-1, (-1, 2)))"
+    ),
     detach=lambda p: f"{p.x('ficb')}.detach()",
     data=lambda p: f"{p.x('ficb')}.data",
     alias=lambda p: f"{p.x('ficb')}[...]",
@@ -425,7 +426,7 @@ _WRITES = {
         mul_number_=lambda p: f"{p.x('fc', written=True)}.mul_({p.pick(0.5, -0.0, 3)})",
         add_mixed_=lambda p: f"{p.x('f', written=True)}.add_({p.apart('fib')})",
         add_itself_=lambda p: f"{(x := p.x('fi', written=True))}.add_({x})",
-        fill_=lambda p: f"{p.x('ficb', written=True)}.fill_({p.pick(1, True)})",
+        fill_=lambda p: f"{p.x('ficb', written=True)}.fill_({p.pick(1, 'True')})",
         fill_of=lambda p: f"{p.x('fi', written=True)}.fill_({p.apart(shape=())})",
         masked_fill_=lambda p: f"{p.x('fi', written=True)}.masked_fill_({p.mask()}, {p.pick(0, 3)})",
         clamp_=lambda p: f"{p.x('fi', written=True)}.clamp_(-1, 1)",
@@ -437,16 +438,16 @@ _WRITES = {
         write_row=lambda p: (
             f"{p.x('fi', [1, 2], written=True)}[{p.at(0)}] = {p.apart(shape=p.main.shape[1:])}"
         ),
-        write_number=lambda p: (
-            f"{p.x('fic', [1, 2], written=True)}[{p.pick('1:', '::2')}] = {p.number()}"
-        ),
+        write_number=lambda p: f"{p.x('fic', [1, 2], written=True)}[{p.pick('1:', '::2')}] = {p.number()}",
         write_column=lambda p: f"{p.x('f', [2], written=True)}[:, 1:].mul_(0.5)",
         write_transposed=lambda p: f"{p.x('f', [2], written=True)}.t()[1:].add_(1.5)",
         write_diagonal=lambda p: f"{p.x('fic', [2], written=True)}.diagonal().neg_()",
         write_shifted=lambda p: f"{(x := p.x('f', [2], written=True))}[:, 1:].copy_({x}[:, :-1].clone())",
         write_imag=lambda p: f"{p.x('c', written=True)}.conj().imag.mul_(2)",
         write_bytes=lambda p: f"{p.x('f', written=True)}.view(torch.uint8)[..., :1] = 0",
-        write_masked=lambda p: f"{p.x('fi', range(1, 5), written=True)}[{p.mask(range(1, 5))}] = {p.pick(1.25, 2)}",
+        write_masked=lambda p: (
+            f"{p.x('fi', range(1, 5), written=True)}[{p.mask(range(1, 5))}] = {p.pick(1.25, 2)}"
+        ),
         silu_=lambda p: f"F.silu({p.x('f', written=True)}, inplace=True)",
         mul_out_itself=lambda p: f"torch.mul({(x := p.x('f', written=True))}, {p.apart()}, out={x})",
         random_=lambda p: f"{p.x('fi', written=True)}.random_(0, 5)",
@@ -588,7 +589,7 @@ _JOINS = {
             f"torch.cat([{p.x('f', [2])}[:1] * 2, {p.of(p.main.shape)}[1:]], out={_zeroed(p)})"
         ),
         cat_into_transposed=lambda p: (
-            f"torch.cat([{p.x('f', [2])} + 1, -{p.of(p.main.shape)}], out={_zeroed(p)}.repeat(1, 2).t().contiguous().t().mT)"
+            f"torch.cat([{p.x('f', [2])} + 1, -{p.of(p.main.shape)}], out={_zeroed(p)}.mT.repeat(1, 2).mT)"
         ),
         pad=lambda p: f"F.pad({p.x('fi', [1, 2, 3])}, (1, {p.pick(0, 2, -1)}), value={p.pick(0.5, 2)})",
         meshgrid=lambda p: f"torch.meshgrid({p.x('fi', [1])}, {p.of(p.main.shape)}, indexing='ij')",
@@ -637,8 +638,8 @@ _PRODUCTS = {
         conv1d=lambda p: f"F.conv1d({p.x('f', [3])}, {p.of(p.main.shape)}[:1], padding=1)",
         conv2d=lambda p: f"F.conv2d({p.x('f', [4])}, {p.of(p.main.shape)}[:1], padding=1)",
         attention=lambda p: (
-            f"F.scaled_dot_product_attention({(x := p.x('f', [2]))}[None, None], {p.of(p.main.shape)}[None, None],"
-            f" {x}[None, None], is_causal={p.pick(True, False)})[0, 0]"
+            f"F.scaled_dot_product_attention({(x := p.x('f', [2]))}[None, None],"
+            f" {p.of(p.main.shape)}[None, None], {x}[None, None], is_causal={p.pick('True', 'False')})[0, 0]"
         ),
         inverse=lambda p: f"torch.linalg.inv_ex({p.x('f', [2])}.float() @ {p.main_name}.float().mT).inverse",
         autocast=lambda p: f"in_bfloat16(F.linear, {p.x('f', [2])}, {_square(p)})",
@@ -729,7 +730,8 @@ _REDUCTIONS_AND_NORMS = {
 def _pair_for(p: Picker, shape: Iterable[int]) -> str:
     """Return memory for values of ``main``'s dtype and for their indices."""
     size = tuple(shape)
-    return f"(torch.empty({size}, dtype={p.dtype()}, device=cpu), torch.empty({size}, dtype=torch.int64, device=cpu))"
+    made = [f"torch.empty({size}, dtype={dtype}, device=cpu)" for dtype in (p.dtype(), "torch.int64")]
+    return f"({', '.join(made)})"
 
 
 _NEW = {

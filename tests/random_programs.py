@@ -27,7 +27,7 @@ from graphpact.errors import GraphpactError
 from graphpact.graphs import DeclaredMemory, GraphDriver
 from graphpact.tensors import storage_id
 from graphpact_tape.host import DispatchMode, tensors_of, written_by
-from program_operations import CPU, KINDS, NAMESPACE, OPERATIONS, NoFitError, Picker, repeats
+from program_operations import KINDS, NAMESPACE, OPERATIONS, NoFitError, Picker, repeats
 from support import leaves
 
 _NAME = re.compile(r"\b[xt]\d+\b")
@@ -144,7 +144,9 @@ def _inputs(rng: random.Random) -> Iterator[str]:
     shapes += [(1, 2, rows, columns)]
     for _ in range(rng.randrange(1, 4)):
         yield _input(rng, rng.choice(shapes), rng.choice((main, *_DTYPES)))
-    yield _input(rng, rng.choice([(rows,), (columns,), (rows, columns)]), rng.choice(["int64", "int32", main]))
+    yield _input(
+        rng, rng.choice([(rows,), (columns,), (rows, columns)]), rng.choice(["int64", "int32", main])
+    )
     if rng.random() < 0.3:
         yield rng.choice(["x0.t()", "x0[1:]", "x1[:, :1]", "x1[::2]"])
 
@@ -254,7 +256,7 @@ def generate(seed: int, names: Sequence[str]) -> Program:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore warnings: torch gives some of them once in a process, and a program depends on its seed alone."""
+    """Ignore warnings: torch gives some only once, and a program depends on its seed alone."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -279,7 +281,11 @@ def fill(tensors: Iterable[torch.Tensor], seed: int, *, special: bool = False) -
         if KINDS[t.dtype] == "c":
             flat = torch.view_as_real(flat)
         if KINDS[t.dtype] in "ib":
-            flat.copy_(torch.randint(-3, 6, flat.shape, generator=generator).clamp(0 if flat.dtype is torch.bool else -3))
+            flat.copy_(
+                torch.randint(-3, 6, flat.shape, generator=generator).clamp(
+                    0 if flat.dtype is torch.bool else -3
+                )
+            )
             continue
         flat.normal_(generator=generator)
         if special:
@@ -344,7 +350,11 @@ class _OtherRounding(DispatchMode):
     """A dispatch mode in which every operation rounds its floats in another way."""
 
     def __torch_dispatch__(
-        self, func: Any, types: Iterable[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         result = func(*args, **(kwargs or {}))
         given = {storage_id(t) for t in tensors_of((args, kwargs))}
@@ -363,7 +373,10 @@ def nudge(t: torch.Tensor) -> None:
 
 def _contents(tensors: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
     """Return copies of outputs, with their strides, and of all memory of inputs."""
-    kept = [t.clone() if repeats(t) else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t) for t in tensors]
+    kept = [
+        t.clone() if repeats(t) else torch.empty_strided(t.shape, t.stride(), dtype=t.dtype).copy_(t)
+        for t in tensors
+    ]
     return [*kept, *(whole(t).clone() for t in inputs)]
 
 
@@ -421,8 +434,8 @@ def check(programs: Sequence[Program], driver: GraphDriver, *, is_compiled: bool
     Args:
         programs: The programs.
         driver: The driver.
-        is_compiled: Whether its kernels are not those of eager runs. Else bits are compared, and the inputs of
-            one round have infinities, NaN, and zeros of both signs.
+        is_compiled: Whether its kernels are not those of eager runs. Else bits are compared, and the inputs
+            of one round have infinities, NaN, and zeros of both signs.
 
     Raises:
         GraphpactError: The driver refuses a program.
@@ -493,13 +506,19 @@ def _smaller(program: Program) -> Iterator[Program]:
             yield replace(program, inputs=tuple(each for each in program.inputs if each[0] != name))
 
 
+# -- runs ------------------------------------------------------------------------------------------
+
+_SHARE_OF_REFUSALS = 0.01
+"""Programs of which more are refused, or have eager runs that differ, would not show much."""
+
+
 @dataclass
 class Tally:
     """What a run of programs came to.
 
     Attributes:
         ran: How often each operation was in a program whose replays equal eager runs.
-        refused: The seeds of programs that were refused, by message.
+        refused: The seeds of programs that were refused, by message; none that hide what they write.
         unsteady: The seeds of programs whose eager runs differ.
         programs: How many there were.
     """
@@ -509,36 +528,95 @@ class Tally:
     unsteady: list[int] = field(default_factory=list)
     programs: int = 0
 
+    def add(self, program: Program, error: Exception | None) -> None:
+        """Count a program, and the error of its `check`, which is no failure."""
+        self.programs += 1
+        operations = [step.operation for step in program.steps]
+        if error is None:
+            self.ran.update(operations)
+        elif isinstance(error, UnsteadyError):
+            self.unsteady.append(program.seed)
+        elif not any(OPERATIONS[name].hides for name in operations):
+            self.refused.setdefault(str(error).partition(", at ")[0], []).append(program.seed)
 
-def run(make: Callable[[], GraphDriver], names: Sequence[str], seeds: Iterable[int], again: str = "") -> Tally:
-    """Check the programs of ``seeds``, each with a new driver.
+    def assert_few_refusals(self) -> None:
+        """Assert that hardly a program was refused or unsteady."""
+        left_out = sum(map(len, self.refused.values())) + len(self.unsteady)
+        assert left_out <= 2 + _SHARE_OF_REFUSALS * self.programs, (self.refused, self.unsteady)
 
-    Raises:
-        AssertionError: A program fails; the message has it, shrunk, and ``again``, how to run it again.
-    """
-    tally = Tally()
-    for seed in seeds:
-        program = generate(seed, names)
-        tally.programs += 1
-        try:
-            check([program], make())
-        except UnsteadyError:
-            tally.unsteady.append(seed)
-        except GraphpactError as error:
-            tally.refused.setdefault(str(error).partition(", at ")[0][:100], []).append(seed)
-        except Exception as error:
-            kind = type(error)
-            small = shrunk(program, lambda smaller: isinstance(_error_of(smaller, make), kind))
-            why = _error_of(small, make) or error
-            raise AssertionError(f"{kind.__name__}: {why}\n\n{small}\n\n{again.format(seed=seed)}") from error
-        else:
-            tally.ran.update(step.operation for step in program.steps)
-    return tally
+    def assert_all_ran(self, names: Iterable[str]) -> None:
+        """Assert that each operation was in a program that was captured, and replayed like an eager run."""
+        assert [name for name in names if not self.ran[name] and not OPERATIONS[name].hides] == []
 
 
-def _error_of(program: Program, make: Callable[[], GraphDriver]) -> Exception | None:
+Make: TypeAlias = Callable[[], GraphDriver]
+
+
+def error_of(programs: Sequence[Program], make: Make, *, is_compiled: bool = False) -> Exception | None:
+    """Return the error of `check` with a new driver, or None."""
     try:
-        check([program], make())
+        check(programs, make(), is_compiled=is_compiled)
     except Exception as error:  # noqa: BLE001  it is returned
         return error
     return None
+
+
+def is_failure(error: Exception | None) -> bool:
+    """Return whether an error of `check` is a fault of the driver, and no refusal or unsteady program."""
+    return error is not None and not isinstance(error, (GraphpactError, UnsteadyError))
+
+
+def run(
+    make: Make,
+    names: Sequence[str],
+    seeds: Sequence[int],
+    again: str,
+    *,
+    per_graph: int = 1,
+    is_compiled: bool = False,
+) -> Tally:
+    """Check the programs of ``seeds``.
+
+    Args:
+        make: Makes a driver.
+        names: The operations.
+        seeds: The seeds of the programs.
+        again: The arguments of pytest that select the test.
+        per_graph: How many programs are captured together. If that fails, each is captured alone.
+        is_compiled: See `check`.
+
+    Raises:
+        AssertionError: A program fails; the message has it, shrunk, and how to run it again.
+    """
+    tally = Tally()
+    for first in range(0, len(seeds), per_graph):
+        programs = [generate(seed, names) for seed in seeds[first : first + per_graph]]
+        together = error_of(programs, make, is_compiled=is_compiled) if per_graph > 1 else None
+        for program in programs:
+            is_alone = per_graph == 1 or together is not None
+            error = error_of([program], make, is_compiled=is_compiled) if is_alone else None
+            if is_failure(error):
+                raise AssertionError(_report(program, make, again, is_compiled=is_compiled)) from error
+            tally.add(program, error)
+        assert not is_failure(together), (
+            f"the programs of {seeds[first]} and the next {per_graph}: {together}"
+        )
+    return tally
+
+
+def _report(program: Program, make: Make, again: str, *, is_compiled: bool) -> str:
+    """Return a program that fails, shrunk, what is wrong with it, and how to run it again."""
+    kind = type(error_of([program], make, is_compiled=is_compiled))
+
+    def fails(smaller: Program) -> bool:
+        return isinstance(error_of([smaller], make, is_compiled=is_compiled), kind)
+
+    small = shrunk(program, fails)
+    error = error_of([small], make, is_compiled=is_compiled)
+    return f"{kind.__name__}: {error}\n\n{small}\n\npytest {again} --program {program.seed}"
+
+
+def first_failure(make: Make, names: Sequence[str], seeds: Iterable[int]) -> Program | None:
+    """Return the first program of ``seeds`` that fails, or None."""
+    programs = (generate(seed, names) for seed in seeds)
+    return next((program for program in programs if is_failure(error_of([program], make))), None)

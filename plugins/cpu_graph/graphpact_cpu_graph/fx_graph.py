@@ -262,9 +262,9 @@ def _flips_of(tensor: torch.Tensor) -> list[Any]:
 
 
 def _target_of(op: Any) -> Any:
-    """Return what the code of a graph calls for ``op``; a keyword such as ``random_.from`` is no name in it."""
-    is_nameless = keyword.iskeyword(getattr(op, "_overloadname", ""))
-    return op.overloadpacket if is_nameless else op  # chooses the overload by the arguments
+    """Return what the code of a graph calls for ``op``."""
+    has_keyword = keyword.iskeyword(getattr(op, "_overloadname", ""))  # ``random_.from`` is no valid code
+    return op.overloadpacket if has_keyword else op  # the arguments choose the overload
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:

@@ -1,0 +1,68 @@
+"""Random programs on the driver `inductor`: compiled replays equal eager runs, but for rounding.
+
+The graphs that it compiles are also run node by node, without a compiler, and compared bit for bit.
+"""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from graphpact_cpu_graph import fx_graph
+from graphpact_cpu_graph.inductor import InductorDriver
+from program_operations import CPU
+from random_programs import first_failure, operations_of, run
+
+Seeds = Callable[[int, int], Sequence[int]]
+
+NAMES = operations_of("inductor")
+AGAIN = "plugins/cpu_graph/tests/test_random_programs.py -k {}"
+
+
+def _driver() -> InductorDriver:
+    return InductorDriver(CPU)
+
+
+def test_graphs_equal_eager_runs(interpreted: None, program_seeds: Seeds) -> None:
+    """Recorded graphs of 300 random programs, run node by node, give the bits of eager runs."""
+    run(_driver, NAMES, program_seeds(0, 300), AGAIN.format("graphs_equal")).assert_few_refusals()
+
+
+@pytest.mark.sweep
+def test_graphs_equal_eager_runs_of_many_programs(interpreted: None, program_seeds: Seeds) -> None:
+    """Graphs of 10,000 programs do; every operation of the table was replayed."""
+    seeds = program_seeds(1_000, 10_000)
+    tally = run(_driver, NAMES, seeds, AGAIN.format("graphs_equal"))
+    tally.assert_few_refusals()
+    if len(seeds) > 1:
+        tally.assert_all_ran(NAMES)
+
+
+def test_compiled_replays_equal_eager_runs(compiler: None, program_seeds: Seeds) -> None:
+    """Compiled replays of 10 random programs differ from eager runs by rounding at most."""
+    run(_driver, NAMES, program_seeds(0, 10), AGAIN.format("compiled"), per_graph=10, is_compiled=True)
+
+
+@pytest.mark.sweep
+def test_compiled_replays_equal_eager_runs_of_many_programs(compiler: None, program_seeds: Seeds) -> None:
+    """Compiled replays of 150 programs do; few are refused."""
+    seeds = program_seeds(1_000, 150)
+    run(_driver, NAMES, seeds, AGAIN.format("compiled"), per_graph=15, is_compiled=True).assert_few_refusals()
+
+
+def _join_nothing(self: fx_graph.SegmentGraph) -> None:
+    pass
+
+
+FAULTS: dict[str, tuple[object, str, object]] = {
+    "overlapping inputs are not joined": (fx_graph.SegmentGraph, "_join_overlaps", _join_nothing),
+    "offsets count from an input": (fx_graph, "_has_offset", lambda call: False),
+    "inputs are not conjugated": (fx_graph, "_flips_of", lambda tensor: []),
+    "writes are not seen": (fx_graph, "written_by", lambda *call: []),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_planted_fault_is_found(name: str, interpreted: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of the graphs makes one of 1,000 programs fail."""
+    monkeypatch.setattr(*FAULTS[name])
+    assert first_failure(_driver, NAMES, range(1_000)) is not None
