@@ -16,6 +16,7 @@ import torch
 from torch.nn import functional
 
 from graphpact.tensors import storage_id
+from graphpact_tape.writes import repeats
 
 KINDS = {
     torch.float32: "f",
@@ -38,16 +39,6 @@ _NUMBERS = {
 
 class NoFitError(Exception):
     """No value of the program is what an operation needs."""
-
-
-def repeats(tensor: torch.Tensor) -> bool:
-    """Return whether two elements of ``tensor`` may share memory."""
-    reach = 0
-    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
-        if size > 1 and step <= reach:
-            return True
-        reach += step * (size - 1)
-    return False
 
 
 class Picker:
@@ -450,7 +441,6 @@ _WRITES = {
         ),
         silu_=lambda p: f"F.silu({p.x('f', written=True)}, inplace=True)",
         mul_out_itself=lambda p: f"torch.mul({(x := p.x('f', written=True))}, {p.apart()}, out={x})",
-        random_=lambda p: f"{p.x('fi', written=True)}.random_(0, 5)",
         uniform_=lambda p: f"{p.x('f', written=True)}.uniform_()",
         normal_=lambda p: f"{p.x('f', written=True)}.normal_(0.5, 2.0)",
         bernoulli_=lambda p: f"{p.x('f', written=True)}.bernoulli_(0.5)",
@@ -772,6 +762,10 @@ _NEW = {
     "constant_written": Operation(
         lambda p: f"torch.tensor({[n + 0.5 for n in range(len(p.x('f', [1, 2])))]}, device=cpu).mul_(2)",
         refused=frozenset({"strict"}),
+    ),
+    "random_": Operation(
+        lambda p: f"{p.x('fi', written=True)}.random_(0, 5)",
+        refused=frozenset({"inductor"}),  # the name of its overload, ``from``, is no valid code
     ),
 }
 

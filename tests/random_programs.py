@@ -27,7 +27,8 @@ from graphpact.errors import GraphpactError
 from graphpact.graphs import DeclaredMemory, GraphDriver
 from graphpact.tensors import storage_id
 from graphpact_tape.host import DispatchMode, tensors_of, written_by
-from program_operations import KINDS, NAMESPACE, OPERATIONS, NoFitError, Picker, repeats
+from graphpact_tape.writes import repeats
+from program_operations import KINDS, NAMESPACE, OPERATIONS, NoFitError, Picker
 from support import leaves
 
 _NAME = re.compile(r"\b[xt]\d+\b")

@@ -91,7 +91,6 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
     "rewrites: a number is rounded to 16 bits": lambda patch: patch.setattr(
         rewrites, "_FLOATS", (*rewrites._FLOATS, torch.bfloat16)
     ),
-    "rewrites: a cube is a square": _edit(rewrites, rewrites._cheaper, "in (2, 2.0)", "in (2, 2.0, 3)"),
     "reuse: memory is shared while it is read": _edit(
         tape, reuse.in_shared_memory, "spans.get(storage, (at, at))[0], at", "spans.get(storage, (at, at))"
     ),

@@ -9,7 +9,6 @@ copied to their recorded memory, as the segment's last work.
 Does not: record, which `graphpact_tape.recorder` does, or compile.
 """
 
-import keyword
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from graphpact_cpu_graph.products import product_of
 from graphpact_kernels.compiled import linear
 from graphpact_tape.host import tensors_of, written_by
 from graphpact_tape.recorder import RecordedCall, Segment
+from graphpact_tape.writes import repeats
 
 Place: TypeAlias = tuple[Any, ...]
 """Address, shape, stride and dtype: tensors of one place are one input."""
@@ -139,7 +139,7 @@ class SegmentGraph:
             node = self._empty_like(call.result)
             self.graph.call_function(OPAQUE[call.op], args, {**kwargs, "out": node})
         else:
-            node = self.graph.call_function(_target_of(call.op), args, kwargs)
+            node = self.graph.call_function(call.op, args, kwargs)
             node.meta[LIST_OF_ONE] = _is_list_of_one(call)
         self._written += map(_addresses, own)
         self._bind(node, call.result, given)
@@ -189,13 +189,17 @@ class SegmentGraph:
             self._fresh.setdefault(storage_id(result), []).append((node, result))
 
     def _join_overlaps(self) -> None:
-        """Join inputs that share written memory to one: a compiler assumes that inputs are disjoint."""
+        """Join inputs that share written memory to one: a compiler assumes that inputs are disjoint.
+
+        An input whose own elements share memory, such as an expanded one, becomes a view of that memory too.
+        """
         ranges = {place: _addresses(tensor) for place, (_, tensor) in self.inputs.items()}
         for group in _overlapping(ranges):
             begin, end = ranges[group[0]][0], max(ranges[place][1] for place in group)
-            if len(group) == 1 or not any(a < end and begin < b for a, b in self._written):
-                continue
             lowest = self.inputs[group[0]][1]
+            is_disjoint = len(group) == 1 and not repeats(lowest)
+            if is_disjoint or not any(a < end and begin < b for a, b in self._written):
+                continue
             kinds = {(str(place[-1]), storage_id(self.inputs[place][1])) for place in group}
             if len(kinds) > 1:
                 dtypes = " and as ".join(sorted(dtype for dtype, _ in kinds))
@@ -259,12 +263,6 @@ def _flips_of(tensor: torch.Tensor) -> list[Any]:
     """Return the views that undo the lazy conjugation and negation of ``tensor``, or make them again."""
     conjugate = [_aten._conj.default] if tensor.is_conj() else []  # noqa: SLF001  no public name
     return [*conjugate, *([_aten._neg_view.default] if tensor.is_neg() else [])]  # noqa: SLF001
-
-
-def _target_of(op: Any) -> Any:
-    """Return what the code of a graph calls for ``op``."""
-    has_keyword = keyword.iskeyword(getattr(op, "_overloadname", ""))  # ``random_.from`` is no valid code
-    return op.overloadpacket if has_keyword else op  # the arguments choose the overload
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:

@@ -133,12 +133,11 @@ def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], 
     Raises:
         CaptureError: Inductor cannot compile it.
     """
-    module = fx.GraphModule(torch.nn.Module(), segment.graph)
     # The compiler sees shapes and strides of the inputs, each in its own memory. That holds: inputs that
     # overlap and are written were joined to one.
     with torch.inference_mode(mode=False), torch.no_grad():
         try:
-            return compiled(module, inputs)
+            return compiled(fx.GraphModule(torch.nn.Module(), segment.graph), inputs)
         except Exception as error:
             raise CaptureError(
                 f"inductor cannot compile the region: {type(error).__name__}:"
