@@ -6,6 +6,7 @@ Does not: change how the driver compiles; only torch's settings differ from thos
 """
 
 import ctypes
+import functools
 import importlib
 import warnings
 from collections.abc import Callable, Iterator
@@ -57,6 +58,9 @@ def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run recorded graphs of the inductor driver node by node instead of compiling them."""
 
     def interpreted(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[], Any]:
-        return lambda: module(*map(_as_compiled_code_sees, inputs))  # holds their memory
+        def call(*tensors: torch.Tensor) -> Any:
+            return module(*map(_as_compiled_code_sees, tensors))
+
+        return functools.partial(call, *inputs)
 
     monkeypatch.setattr(inductor, "compiled", interpreted)
