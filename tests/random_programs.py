@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from itertools import chain
 from typing import Any, TypeAlias
 
-import numpy as np
 import torch
 
 from graphpact.errors import GraphpactError
@@ -102,13 +101,14 @@ class Program:
 # -- generation ------------------------------------------------------------------------------------
 
 _DTYPES = ("float32",) * 4 + ("float64", "bfloat16", "int32", "int64", "bool", "complex64")
+_DENSE, _EVERY_SECOND_ROW = "torch.zeros({shape}, dtype={dtype})", "torch.zeros({twice}, dtype={dtype})[::2]"
 _LAYOUTS = (
-    "torch.zeros({shape}, dtype={dtype})",
+    _DENSE,
+    _EVERY_SECOND_ROW,
     "torch.zeros({reverse}, dtype={dtype}).permute({axes})",
     "torch.zeros({wider}, dtype={dtype})[..., 1:-1]",
-    "torch.zeros({wider}, dtype={dtype})[..., :-1][..., :{last}]",
+    "torch.zeros({wider}, dtype={dtype})[..., :{last}]",
     "torch.zeros({longer}, dtype={dtype})[1:]",
-    "torch.zeros({twice}, dtype={dtype})[::2]",
     "torch.zeros({row}, dtype={dtype}).expand({shape})",
     "torch.zeros({sum}, dtype={dtype}).as_strided({shape}, {ones})",
 )
@@ -118,7 +118,7 @@ def _input(rng: random.Random, shape: tuple[int, ...], dtype: str) -> str:
     """Return code that makes an input of some layout."""
     if len(shape) == 4 and rng.random() < 0.5:
         return f"torch.zeros({shape}, dtype=torch.{dtype}).to(memory_format=torch.channels_last)"
-    layout = rng.choice(_LAYOUTS) if shape and 0 not in shape else _LAYOUTS[0]
+    layout = rng.choice(_LAYOUTS) if shape and 0 not in shape else _DENSE
     first, last = (shape[:1] or (0,))[0], (shape[-1:] or (0,))[0]
     return layout.format(
         shape=shape,
@@ -225,12 +225,11 @@ class _Writer:
         ]
         if taken and self._rng.random() < 0.5:
             return f"{text[:-1]}, out={self._rng.choice(taken)})"
-        layout = self._rng.choice(_LAYOUTS[:6:5] if shape and shape[0] else _LAYOUTS[:1])
-        made = layout.format(
-            shape=shape, dtype=f"{dtype}, device=cpu", twice=(2 * shape[0], *shape[1:]) if shape else ()
-        )
-        if layout is _LAYOUTS[0]:
-            made = made.replace("zeros", "empty")
+        kind = f"{dtype}, device=cpu"
+        if shape and self._rng.random() < 0.5:
+            made = _EVERY_SECOND_ROW.format(dtype=kind, twice=(2 * shape[0], *shape[1:]))
+        else:
+            made = f"torch.empty({shape}, dtype={kind})"
         return f"{text[:-1]}, out={made})"
 
 
@@ -251,7 +250,8 @@ def operations_of(mode: str) -> list[str]:
 
 def generate(seed: int, names: Sequence[str]) -> Program:
     """Return the program of a seed, made of the operations ``names``."""
-    with torch.inference_mode(), quiet():
+    with torch.inference_mode(), quiet(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
         return _Writer(seed, names).write()
 
 
@@ -320,9 +320,6 @@ class UnsteadyError(Exception):
     """Eager runs of a program on the same inputs differ."""
 
 
-_ROUNDING = np.random.default_rng(0)
-
-
 def alike(got: torch.Tensor, wanted: torch.Tensor, rounded: Sequence[torch.Tensor]) -> bool:
     """Return whether a compiled result differs from an eager one no more than other rounding explains.
 
@@ -350,6 +347,16 @@ def alike(got: torch.Tensor, wanted: torch.Tensor, rounded: Sequence[torch.Tenso
 class _OtherRounding(DispatchMode):
     """A dispatch mode in which every operation rounds its floats in another way."""
 
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def nudge(self, t: torch.Tensor) -> None:
+        """Change each number of a float tensor by one step of its dtype, or not at all."""
+        if (t.is_floating_point() or t.is_complex()) and t.numel() and not repeats(t):
+            steps = torch.randint(-1, 2, t.shape, generator=self._generator)
+            t.mul_(1 + steps * torch.finfo(t.dtype).eps)
+
     def __torch_dispatch__(
         self,
         func: Any,
@@ -361,15 +368,8 @@ class _OtherRounding(DispatchMode):
         given = {storage_id(t) for t in tensors_of((args, kwargs))}
         made = [t for t in tensors_of(result) if storage_id(t) not in given]
         for t in [*made, *written_by(func, args, kwargs or {})]:
-            nudge(t)
+            self.nudge(t)
         return result
-
-
-def nudge(t: torch.Tensor) -> None:
-    """Change each number of a float tensor by one step of its dtype, or not at all."""
-    if (t.is_floating_point() or t.is_complex()) and t.numel() and not repeats(t):
-        steps = torch.from_numpy(_ROUNDING.integers(-1, 2, tuple(t.shape)))
-        t.mul_(1 + steps * torch.finfo(t.dtype).eps)
 
 
 def _contents(tensors: Iterable[torch.Tensor], inputs: Iterable[torch.Tensor]) -> list[torch.Tensor]:
@@ -408,13 +408,15 @@ class Captured:
             fill(inputs, program.seed + at, special=special)
         torch.manual_seed(at)
 
-    def eager(self, at: int, *, special: bool, is_nudged: bool = False) -> list[list[torch.Tensor]]:
+    def eager(
+        self, at: int, *, special: bool, rounding: _OtherRounding | None = None
+    ) -> list[list[torch.Tensor]]:
         """Return outputs and memory of the inputs of each program, after an eager run."""
         self.fill(at, special=special)
-        if is_nudged:
+        if rounding is not None:
             for t in {storage_id(t): t for inputs in self.inputs for t in inputs}.values():
-                nudge(whole(t))
-        with _OtherRounding() if is_nudged else contextlib.nullcontext():
+                rounding.nudge(whole(t))
+        with rounding or contextlib.nullcontext():
             outputs = [fn(*inputs) for fn, inputs in zip(self._eagerly, self.inputs, strict=True)]
         return list(map(_contents, outputs, self.inputs))
 
@@ -451,9 +453,8 @@ def check(programs: Sequence[Program], driver: GraphDriver, *, is_compiled: bool
                 continue
             if not all(_is_steady(captured, at, special=special, wanted=wanted) for _ in range(4)):
                 raise UnsteadyError
-            others = (
-                [captured.eager(at, special=special, is_nudged=True) for _ in range(6)] if is_compiled else []
-            )
+            roundings = map(_OtherRounding, range(6 if is_compiled else 0))
+            others = [captured.eager(at, special=special, rounding=each) for each in roundings]
             for n, program in enumerate(programs):
                 names = [*program.outputs, *(f"the memory of {name}" for name, _ in program.inputs)]
                 for m, (name, a, b) in enumerate(zip(names, got[n], wanted[n], strict=True)):
@@ -614,7 +615,11 @@ def _report(program: Program, make: Make, again: str, *, is_compiled: bool) -> s
 
     small = shrunk(program, fails)
     error = error_of([small], make, is_compiled=is_compiled)
-    return f"{kind.__name__}: {error}\n\n{small}\n\npytest {again} --program {program.seed}"
+    names = ", ".join(sorted(NAMESPACE))
+    return (
+        f"{kind.__name__}: {error}\n\n# {names}: of program_operations; eager: driver.eager_call\n{small}\n\n"
+        f"pytest {again} --program {program.seed}"
+    )
 
 
 def first_failure(make: Make, names: Sequence[str], seeds: Iterable[int]) -> Program | None:
