@@ -832,6 +832,14 @@ OPERATIONS: dict[str, Operation] = {
 }
 """The operations by name."""
 
+DRAWS = frozenset(
+    {
+        *("bernoulli", "bernoulli_", "dropout", "exponential_", "multinomial", "normal", "normal_"),
+        *("rand_like", "randint_like", "randn", "random_", "randperm", "uniform_"),
+    }
+)
+"""The operations that draw random numbers."""
+
 NAMESPACE: dict[str, Any] = {
     "torch": torch,
     "F": functional,

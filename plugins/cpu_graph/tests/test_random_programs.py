@@ -9,12 +9,14 @@ import pytest
 
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_tape.recorder import Recording
-from program_operations import CPU
+from program_operations import CPU, DRAWS
 from random_programs import first_failure, operations_of, run
 
 Seeds = Callable[[int, int], Sequence[int]]
 
 NAMES = operations_of("inductor")
+# Compiled code draws the numbers of an eager run, but not always for the same elements.
+COMPILED = [name for name in NAMES if name not in DRAWS]
 AGAIN = "plugins/cpu_graph/tests/test_random_programs.py -k {}"
 
 
@@ -39,14 +41,16 @@ def test_graphs_equal_eager_runs_of_many_programs(interpreted: None, program_see
 
 def test_compiled_replays_equal_eager_runs(compiler: None, program_seeds: Seeds) -> None:
     """Compiled replays of 10 random programs differ from eager runs by rounding at most."""
-    run(_driver, NAMES, program_seeds(0, 10), AGAIN.format("compiled"), per_graph=10, is_compiled=True)
+    run(_driver, COMPILED, program_seeds(0, 10), AGAIN.format("compiled"), per_graph=10, is_compiled=True)
 
 
 @pytest.mark.sweep
 def test_compiled_replays_equal_eager_runs_of_many_programs(compiler: None, program_seeds: Seeds) -> None:
     """Compiled replays of 150 programs do; few are refused."""
     seeds = program_seeds(1_000, 150)
-    run(_driver, NAMES, seeds, AGAIN.format("compiled"), per_graph=15, is_compiled=True).assert_few_refusals()
+    run(
+        _driver, COMPILED, seeds, AGAIN.format("compiled"), per_graph=15, is_compiled=True
+    ).assert_few_refusals()
 
 
 FAULTS: dict[str, tuple[object, str, object]] = {
