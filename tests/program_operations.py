@@ -339,6 +339,8 @@ _ELEMENTWISE = {
         where=lambda p: f"{p.x('fic')}.where({p.mask()}, {p.like()})",
         where_number=lambda p: f"{p.x('fi')}.where({p.mask()}, {p.pick(0.5, 2, -0.0)})",
         masked_fill=lambda p: f"{p.x()}.masked_fill({p.mask()}, {p.number()})",
+        half_numbers=lambda p: f"({p.x('f')}.bfloat16() * 0.3 + 1e-3) / {p.pick(3, 0.7)}",
+        half_scaled=lambda p: f"{p.x('f')}.to(torch.bfloat16) * {p.pick(0.1, 1.7, -0.3)} - 0.01",
         shifts=lambda p: f"({p.x('i')} << 2) >> 1",
         complex=lambda p: f"torch.complex({p.x('f')}.float(), {p.like()}.float())",
         angle=lambda p: f"torch.angle({p.x('cf')})",
@@ -573,7 +575,14 @@ _JOINS = {
         tril=lambda p: f"torch.tril({p.x('fi', [2, 3])}, {p.pick(0, 1, -1)})",
     ),
     **_texts(
-        cat_read_again=lambda p: f"torch.cat([(n := {p.x('f', [2])} * 2), -{p.of(p.main.shape)}]).sum() * n",
+        neg_read_again=lambda p: f"torch.cat([(n := -{p.x('fi', [2])}), {p.of(p.main.shape)}])[:1] + n",
+        abs_read_again=lambda p: (
+            f"torch.cat([(n := {p.x('fi', [2])}.abs()), {p.of(p.main.shape)}], 1).sum() + n"
+        ),
+        half_read_again=lambda p: (
+            f"torch.cat([(n := {p.x('f', [1, 2])} * 0.5), {p.of(p.main.shape)}])[-1:] * n"
+        ),
+        sum_read_again=lambda p: f"torch.cat([(n := {p.x('fi', [1, 2])} + {p.like()}), n[:1]]).sum() - n",
         cat_written_again=lambda p: f"torch.cat([(n := {p.x('f', [2])} * 2), n.add_(1)])",
         cat_into=lambda p: (
             f"torch.cat([{p.x('f', [2])}[:1] * 2, {p.of(p.main.shape)}[1:]], out={_zeroed(p)})"
