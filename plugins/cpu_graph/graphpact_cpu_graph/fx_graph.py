@@ -32,7 +32,7 @@ Place: TypeAlias = tuple[Any, ...]
 """Address, shape, stride and dtype: tensors of one place are one input."""
 
 LIST_OF_ONE = "list of one"
-"""In a node's ``meta``: whether its result is a list of one tensor."""
+"""In a node's ``meta``: whether its result is a list of one new tensor."""
 
 _aten = torch.ops.aten
 
@@ -246,9 +246,9 @@ def _written_from(calls: Sequence[RecordedCall]) -> list[set[int]]:
 
 
 def _is_list_of_one(call: RecordedCall) -> bool:
-    """Return whether a call returns a list of one tensor, or is compiled as one that does."""
+    """Return whether a call returns a list of one new tensor, or is compiled as one that does."""
     if isinstance(call.result, list):
-        return len(call.result) == 1
+        return len(call.result) == 1 and call.made[0] is not None  # views are no calls in compiled code
     is_written_in_place = call.op.name().startswith("aten::_foreach_")
     return is_written_in_place and len(call.args[0]) == 1
 
