@@ -16,8 +16,8 @@ from random_programs import error_of, first_failure, operations_of, run
 Seeds = Callable[[int, int], Sequence[int]]
 
 NAMES = operations_of("inductor")
-# Compiled code draws the numbers of an eager run, but not always for the same elements. The driver refuses what
-# inductor cannot compile: operators that return an argument, and the C++ of `signbit` for bfloat16.
+# Compiled code draws the numbers of an eager run, but not always for the same elements. The driver refuses
+# what inductor cannot compile: operators that return an argument, and the C++ of `signbit` for bfloat16.
 COMPILED = [name for name in NAMES if name not in DRAWS | {"fill_and_return", "signbit"}]
 AGAIN = "plugins/cpu_graph/tests/test_random_programs.py -k {}"
 
