@@ -1,5 +1,7 @@
 """A fixture with small checkpoints, which are written to disk once per session; hypothesis's profile.
 
+The option ``--program`` runs one random program again; see `random_programs`.
+
 The compiled kernels are built before the first test: no test then waits for it, or sees what it says.
 
 Garbage collection leaves out the imported modules: it would look through them again and again.
@@ -8,7 +10,7 @@ Does not: limit the time of an example: the machines that run the tests are shar
 """
 
 import gc
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,18 @@ from graphpact_kernels.compiled import load
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option that runs one random program again."""
+    parser.addoption("--program", type=int, help="the seed of the only random program to run")
+
+
+@pytest.fixture
+def program_seeds(request: pytest.FixtureRequest) -> Callable[[int, int], Sequence[int]]:
+    """Return a function of a first seed and a number that returns the seeds of random programs to run."""
+    seed: int | None = request.config.getoption("--program")
+    return lambda first, count: range(first, first + count) if seed is None else [seed]
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -5,6 +5,7 @@ Import `compiler` into a ``conftest.py`` or a test file to use it as a fixture.
 Does not: change how the driver compiles; only torch's settings differ from those of a user.
 """
 
+import ctypes
 import functools
 import importlib
 import warnings
@@ -14,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from graphpact.tensors import address_range
 from graphpact_cpu_graph import inductor
 from graphpact_cpu_graph.inductor import missing_compiler
 from graphpact_kernels.compiled import cache_folder, load
@@ -43,10 +45,22 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
             yield
 
 
+def _as_compiled_code_sees(tensor: torch.Tensor) -> torch.Tensor:
+    """Return ``tensor`` as memory that begins at its first element; offsets of views count from there."""
+    begin, end = address_range(tensor)
+    if begin == end:
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
+    memory = (ctypes.c_char * (end - begin)).from_address(begin)
+    return torch.frombuffer(memory, dtype=tensor.dtype).as_strided(tensor.shape, tensor.stride())
+
+
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run recorded graphs of the inductor driver node by node instead of compiling them."""
 
     def interpreted(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[], Any]:
-        return functools.partial(module, *inputs)
+        def call(*tensors: torch.Tensor) -> Any:
+            return module(*map(_as_compiled_code_sees, tensors))
+
+        return functools.partial(call, *inputs)
 
     monkeypatch.setattr(inductor, "compiled", interpreted)

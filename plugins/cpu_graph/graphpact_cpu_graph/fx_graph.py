@@ -10,6 +10,7 @@ Does not: record, which `graphpact_tape.recorder` does, or compile.
 """
 
 import operator
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -20,17 +21,47 @@ from torch.utils import _pytree as pytree
 from graphpact.errors import CaptureError
 from graphpact.tensors import extent_of, storage_id
 from graphpact_cpu_graph.keys import layout_of
-from graphpact_cpu_graph.opaque import OPAQUE
+from graphpact_cpu_graph.opaque import OPAQUE, copied
 from graphpact_cpu_graph.products import product_of
 from graphpact_kernels.compiled import linear
 from graphpact_tape.operators import written_by
 from graphpact_tape.recorder import RecordedCall, Segment
 from graphpact_tape.trees import tensors_of
+from graphpact_tape.writes import repeats
 
 Place: TypeAlias = tuple[Any, ...]
 """Address, shape, stride and dtype: tensors of one place are one input."""
 
+LIST_OF_ONE = "list of one"
+"""In a node's ``meta``: whether its result is a list of one new tensor."""
+
 _aten = torch.ops.aten
+
+# Inductor may drop these, or write their result into the memory of their first argument, although that memory
+# is written later: they may do nothing but copy it.
+_COPY = frozenset(
+    getattr(_aten, name)
+    for name in (
+        "_to_copy",
+        "as_strided_scatter",
+        "cat",
+        "ceil",
+        "clone",
+        "constant_pad_nd",
+        "copy",
+        "copy_",
+        "diagonal_scatter",
+        "floor",
+        "index_put",
+        "index_put_",
+        "pow",
+        "repeat",
+        "round",
+        "select_scatter",
+        "slice_scatter",
+        "trunc",
+    )
+)
 
 
 @dataclass(slots=True)
@@ -57,8 +88,8 @@ class SegmentGraph:
             outliving: The storages that it allocated and that are read after it.
         """
         made = cls()
-        for call in segment.calls:
-            made._add(call)
+        for call, written in zip(segment.calls, _written_from(segment.calls), strict=True):
+            made._add(call, written)
         # In the order of the calls: equal segments are equal graphs, which torch compiles once.
         for storage in filter(outliving.__contains__, made._fresh):
             for node, tensor in made._fresh[storage]:
@@ -79,9 +110,26 @@ class SegmentGraph:
 
     # -- internal --------------------------------------------------------------------------------
 
-    def _add(self, call: RecordedCall) -> None:
+    def _add(self, call: RecordedCall, written: set[int]) -> None:
+        """Add a call; ``written`` are the storages that it and later calls write."""
         given = tensors_of((call.args, call.kwargs))
-        args, kwargs = pytree.tree_map_only(torch.Tensor, self._node_of, (call.args, call.kwargs))
+        if _has_offset(call) and storage_id(given[0]) not in self._fresh:
+            if call.op is not _aten.as_strided.default:
+                raise CaptureError(
+                    f"{call.op}, recorded at {call.line}, counts an offset from the begin of a storage, which"
+                    " compiled code does not know",
+                    hint="use as_strided(), and a copy of it",
+                )
+            return  # its result is an input of what reads it
+        own = written_by(call.op, call.args, call.kwargs)
+        copies = call.op.overloadpacket in _COPY
+
+        def node_of(tensor: torch.Tensor) -> fx.Node:
+            node = self._node_of(tensor)
+            is_read = copies and storage_id(tensor) in written and all(tensor is not t for t in own)
+            return self.graph.call_function(copied, (node,)) if is_read else node
+
+        args, kwargs = pytree.tree_map_only(torch.Tensor, node_of, (call.args, call.kwargs))
         product = product_of(call)
         if product is not None:
             node = self._empty_like(call.result)
@@ -93,7 +141,8 @@ class SegmentGraph:
             self.graph.call_function(OPAQUE[call.op], args, {**kwargs, "out": node})
         else:
             node = self.graph.call_function(call.op, args, kwargs)
-        self._written += [_addresses(t) for t in written_by(call.op, call.args, call.kwargs)]
+            node.meta[LIST_OF_ONE] = _is_list_of_one(call)
+        self._written += map(_addresses, own)
         self._bind(node, call.result, given)
 
     def _empty_like(self, tensor: torch.Tensor) -> fx.Node:
@@ -110,9 +159,15 @@ class SegmentGraph:
             return self._input(tensor)
         # A view of a tensor of this graph that was not dispatched, such as ``tensor.data``.
         view = tensor.shape, tensor.stride(), tensor.storage_offset()
-        return self.graph.call_function(_aten.as_strided.default, (bases[0][0], *view))
+        node = self.graph.call_function(_aten.as_strided.default, (bases[0][0], *view))
+        for flip in _flips_of(tensor):
+            node = self.graph.call_function(flip, (node,))
+        return node
 
     def _input(self, tensor: torch.Tensor) -> fx.Node:
+        flips = _flips_of(tensor)
+        if flips:  # a compiler sees the memory of an input, without these properties of the tensor
+            return self.graph.call_function(flips[0], (self._input(flips[0](tensor)),))
         place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         if place not in self.inputs:
             with self.graph.inserting_before():
@@ -135,13 +190,17 @@ class SegmentGraph:
             self._fresh.setdefault(storage_id(result), []).append((node, result))
 
     def _join_overlaps(self) -> None:
-        """Join inputs that share written memory to one: a compiler assumes that inputs are disjoint."""
+        """Join inputs that share written memory to one: a compiler assumes that inputs are disjoint.
+
+        An input whose own elements share memory, such as an expanded one, becomes a view of that memory too.
+        """
         ranges = {place: _addresses(tensor) for place, (_, tensor) in self.inputs.items()}
         for group in _overlapping(ranges):
             begin, end = ranges[group[0]][0], max(ranges[place][1] for place in group)
-            if len(group) == 1 or not any(a < end and begin < b for a, b in self._written):
-                continue
             lowest = self.inputs[group[0]][1]
+            is_disjoint = len(group) == 1 and not repeats(lowest)
+            if is_disjoint or not any(a < end and begin < b for a, b in self._written):
+                continue
             kinds = {(str(place[-1]), storage_id(self.inputs[place][1])) for place in group}
             if len(kinds) > 1:
                 dtypes = " and as ".join(sorted(dtype for dtype, _ in kinds))
@@ -175,6 +234,36 @@ class SegmentGraph:
         part: fx.Node = call(_aten.slice.Tensor, (base, 0, offset, offset + tensor.numel()))
         view: fx.Node = call(_aten.view.default, (part, tensor.shape))
         return view
+
+
+def _written_from(calls: Sequence[RecordedCall]) -> list[set[int]]:
+    """Return, for each call, the storages that it and the calls after it write."""
+    written: set[int] = set()
+    found: list[set[int]] = []
+    for call in reversed(calls):
+        written = written | {storage_id(t) for t in written_by(call.op, call.args, call.kwargs)}
+        found.append(written)
+    return found[::-1]
+
+
+def _is_list_of_one(call: RecordedCall) -> bool:
+    """Return whether a call returns a list of one new tensor, or is compiled as one that does."""
+    if isinstance(call.result, list):
+        return len(call.result) == 1 and call.made[0] is not None  # views are no calls in compiled code
+    is_written_in_place = call.op.name().startswith("aten::_foreach_")
+    return is_written_in_place and len(call.args[0]) == 1
+
+
+def _has_offset(call: RecordedCall) -> bool:
+    """Return whether a call counts an offset from the begin of a storage, as ``as_strided`` may."""
+    names = [argument.name for argument in call.op._schema.arguments]  # noqa: SLF001  no public way
+    return {**dict(zip(names, call.args, strict=False)), **call.kwargs}.get("storage_offset") is not None
+
+
+def _flips_of(tensor: torch.Tensor) -> list[Any]:
+    """Return the views that undo the lazy conjugation and negation of ``tensor``, or make them again."""
+    conjugate = [_aten._conj.default] if tensor.is_conj() else []  # noqa: SLF001  no public name
+    return [*conjugate, *([_aten._neg_view.default] if tensor.is_neg() else [])]  # noqa: SLF001
 
 
 def _addresses(tensor: torch.Tensor) -> tuple[int, int]:

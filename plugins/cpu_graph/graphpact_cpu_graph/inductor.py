@@ -150,12 +150,11 @@ def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], 
         CaptureError: Inductor cannot compile it.
         GraphpactError: Other users can change the folder in which torch compiles.
     """
-    module = fx.GraphModule(torch.nn.Module(), segment.graph)
     # The compiler sees shapes and strides of the inputs, each in its own memory. That holds: inputs that
     # overlap and are written were joined to one.
     with torch.inference_mode(mode=False), torch.no_grad():
         try:
-            return compiled(module, inputs)
+            return compiled(fx.GraphModule(torch.nn.Module(), segment.graph), inputs)
         except GraphpactError:
             raise
         except Exception as error:

@@ -26,6 +26,7 @@ from torch import fx
 from torch._subclasses import FakeTensorMode
 
 from graphpact.errors import GraphpactError
+from graphpact_cpu_graph.fx_graph import LIST_OF_ONE
 from graphpact_cpu_graph.keys import key_of
 from graphpact_kernels.compiled import LibraryCache, announced, own_folder
 
@@ -61,6 +62,7 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
         _require_own_scratch()
         what = f"compiling graphs, each once for this machine; seconds to a minute each: {_GRAPHS.folder}"
         try:
+            _check_lists(module)
             with announced(what):
                 library = _library(module, inputs)
             fault = "it has other inputs, outputs or constants"
@@ -74,6 +76,13 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
         entry = _load_kept(key, library)
     _loaded[key] = entry
     return functools.partial(_call, entry, inputs)
+
+
+def _check_lists(module: fx.GraphModule) -> None:
+    """Raise if a call returns a list of one tensor: inductor's C++ programs take the list for the tensor."""
+    for node in module.graph.nodes:
+        if node.meta.get(LIST_OF_ONE):
+            raise NotImplementedError(f"{node.target} returns a list of one tensor")
 
 
 def _call(entry: Callable[[Any], object], inputs: list[torch.Tensor]) -> None:

@@ -1,8 +1,11 @@
-"""Operations that the compiler calls as they are, with the shape and stride of their recorded result.
+"""Operations that the compiler calls as they are.
 
 Torch's fake implementation of ``_grouped_mm``, the product of every expert with its own tokens, refuses
 dtypes that the operation itself computes on a CPU, so a compiler cannot find the shape of the result. The
 recording has it.
+
+Inductor drops copies of memory, and then may read that memory after it was written, as in
+``x[1:] = x[:-1].clone()``. It keeps a `copied` tensor.
 
 Does not: make an operation faster.
 """
@@ -14,6 +17,12 @@ import torch
 
 _aten = torch.ops.aten
 _library = torch.library.Library("graphpact_cpu_graph", "DEF")
+
+_library.define("copied(Tensor x) -> Tensor")
+_library.impl("copied", torch.clone, "CPU")
+torch.library.register_fake("graphpact_cpu_graph::copied", torch.clone)
+copied: Callable[..., torch.Tensor] = torch.ops.graphpact_cpu_graph.copied.default
+"""A clone that the compiler keeps."""
 
 
 def _grouped_mm(

@@ -5,7 +5,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from graphpact.graphs.segments import EagerCall
 from graphpact_cpu_graph import inductor
 from graphpact_cpu_graph.inductor import InductorDriver, InductorGraph, missing_compiler
 from graphpact_kernels import pack_kv_indices, write_kv_cache
+from graphpact_tape.host import tensors_of
 
 CPU = torch.device("cpu")
 NAN = float("nan")
@@ -408,3 +409,83 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor.sysconfig, "get_path", lambda _: "/nowhere")
     monkeypatch.setattr(inductor.sys, "platform", "linux")
     assert "no Python.h in /nowhere: install" in str(look())
+
+
+# -- memory that a compiler does not see as torch does ------------------------------------------------
+
+
+def _ordered(count: int) -> torch.Tensor:
+    return torch.arange(float(count))
+
+
+_Region: TypeAlias = tuple[torch.Tensor, Callable[[torch.Tensor], Any]]
+
+_REAL: dict[str, _Region] = {
+    "an offset from the begin of a storage": (_ordered(8)[3:], lambda x: x.as_strided((2, 2), (2, 1), 2) * 2),
+    "an offset before the input": (
+        _ordered(8)[3:],
+        lambda x: (x.add_(1), x.as_strided((2,), (1,), 0) + x[0]),
+    ),
+    "a shift in place": (_ordered(12).view(4, 3).t(), lambda x: x[:, 1:].copy_(x[:, :-1].clone())),
+    "rows in another order": (
+        _ordered(12).view(4, 3),
+        lambda x: x.index_put_((x[:, 0].argsort(),), x.clone()),
+    ),
+    "a copy that is read after a write": (_ordered(4), lambda x: (y := x.clone(), x.add_(1), y * 2)[2]),
+    "a copy to another tensor": (_ordered(4), lambda x: (x[:2].copy_(x[2:]), x.mul_(3))),
+    "a scatter that is not in place": (
+        _ordered(4),
+        lambda x: (y := torch.slice_scatter(x, x[:2] * 2, 0, 1, 3), x.zero_(), y)[2],
+    ),
+    "an element of an expanded tensor": (_ordered(1).expand(3, 1), lambda x: x[1:2].fill_(0.5)),
+}
+_COMPLEX: dict[str, _Region] = {
+    "a conjugate input": (torch.complex(_ordered(4), _ordered(4) + 1), lambda x: (x.mul(2j), x.conj() * 2j)),
+    "a negated input": (torch.complex(_ordered(4), _ordered(4)).conj().imag, lambda x: x + 1),
+    "a conjugate that is written": (torch.complex(_ordered(4), _ordered(4)).conj(), lambda x: x.imag.add_(2)),
+    "a conjugate output": (torch.complex(_ordered(4), _ordered(4)), lambda x: (x * 2).conj()),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("kind", ["compiled", "interpreted"])
+@pytest.mark.parametrize("regions", [_REAL, _COMPLEX], ids=["real", "complex"])  # those have no C++ program
+def test_memory_is_read_and_written_as_torch_does(
+    kind: str, regions: dict[str, _Region], request: pytest.FixtureRequest
+) -> None:
+    """Offsets, lazy conjugation and copies of memory that is written mean what they mean in an eager run."""
+    request.getfixturevalue("compiler" if kind == "compiled" else kind)
+    wholes = {name: x.untyped_storage() for name, (x, _) in regions.items()}
+    before = {name: storage.clone() for name, storage in wholes.items()}
+
+    def region() -> dict[str, Any]:
+        return {name: fn(x) for name, (x, fn) in regions.items()}
+
+    def state(run: Callable[[], Any]) -> dict[str, Any]:
+        for name, storage in wholes.items():
+            storage.copy_(before[name])
+        torch.manual_seed(0)
+        outputs = run()
+        read = {name: tensors_of(outputs[name]) for name in regions}
+        memory = {name: bytes(storage) for name, storage in wholes.items()}
+        return {name: ([t.resolve_conj().tolist() for t in read[name]], memory[name]) for name in regions}
+
+    graph = capture(region)
+    assert state(lambda: (graph.replay(), graph.outputs)[1]) == state(region)
+
+
+def test_a_list_of_one_tensor_is_compiled(compiler: None) -> None:
+    """Operations on a list of one tensor are compiled: inductor's C++ programs would crash."""
+    x = torch.ones(4)
+    graph = capture(lambda: (torch._foreach_zero_([x]), torch._foreach_norm([x + 3])))
+    x.fill_(5)
+    graph.replay()
+    assert x.tolist() == [0, 0, 0, 0]
+    assert graph.outputs[1][0].item() == 6
+
+
+def test_an_operation_that_is_no_valid_code_is_refused(interpreted: None) -> None:
+    """``random_.from``, whose name is a keyword of Python, is refused: torch writes graphs as code."""
+    x = torch.ones(4)
+    with pytest.raises(CaptureError, match="inductor cannot compile the region: SyntaxError"):
+        capture(lambda: x.random_(0, 5))

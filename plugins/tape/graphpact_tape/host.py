@@ -470,8 +470,8 @@ class Watcher(DispatchMode, abc.ABC):
         # torch.tensor() ends with a detach_.
         if self.guard.paused or func is _aten.detach_.default:
             return func(*args, **kwargs)
-        if types:  # a subclass of torch's tensor: it calls operations on its parts, which come here
-            return NotImplemented
+        if any(kind is not torch.Tensor for kind in types):  # ``x.data`` names the class itself
+            return NotImplemented  # a subclass calls operations on its parts, which come here
         given = tensors_of((args, kwargs))
         self._check_call(func, given)
         on_host = [t for t in given if t in self.host]

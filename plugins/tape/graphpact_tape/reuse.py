@@ -12,6 +12,7 @@ Does not: reuse memory between tapes, or in strict mode, which poisons the memor
 """
 
 import bisect
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -25,6 +26,9 @@ from graphpact_tape.rewrites import memory_of, memory_written_by
 from graphpact_tape.trees import map_tensors, tensors_of
 
 __tracebackhide__ = True
+
+_LARGEST_ELEMENT = 16
+"""Bytes of the largest element, a complex128."""
 
 
 def private_memory(recording: Recording, nodes: Sequence[Node]) -> set[int]:
@@ -108,10 +112,19 @@ def _homes(spans: dict[int, tuple[int, int]], own: dict[int, torch.UntypedStorag
             is_free = (place == 0 or used[place - 1][1] < span[0]) and (
                 place == len(used) or span[1] < used[place][0]
             )
-            if is_free and own[home].device == own[storage].device:
+            if is_free and _can_hold(own[home], own[storage]):
                 used.insert(place, span)
                 homes[storage] = home
                 break
         else:
             taken[storage] = [span]
     return homes
+
+
+def _can_hold(home: torch.UntypedStorage, storage: torch.UntypedStorage) -> bool:
+    """Return whether tensors of ``storage`` can be in ``home``, which is at least as large.
+
+    Operations that copy the whole storage of a tensor, such as ``slice_scatter``, need whole elements in it.
+    """
+    element = math.gcd(storage.nbytes(), _LARGEST_ELEMENT)
+    return home.device == storage.device and home.nbytes() % element == 0

@@ -1,4 +1,4 @@
-"""`write`: writes a tensor of any layout in place, also a view whose elements share memory.
+"""`write`: writes a tensor of any layout in place, also a view whose elements share memory (it `repeats`).
 
 torch refuses to write an expanded view, or one of overlapping windows. A plugin may hold both.
 
@@ -16,19 +16,19 @@ def write(target: torch.Tensor, value: torch.Tensor) -> None:
         value: The new contents, of the shape of ``target``. Where elements of ``target`` share memory, those
             of ``value`` are expected to be equal; the memory then holds one of them.
     """
-    if not _repeats(target):
+    if not repeats(target):
         target.copy_(value)
         return
     once = tuple(slice(None if step else 1) for step in target.stride())  # of an expanded axis the first
     target, value = target[once], value[once]
-    if not _repeats(target):
+    if not repeats(target):
         target.copy_(value)
         return
     for part, new in zip(target, value, strict=True):  # of overlapping windows one after another
         write(part, new)
 
 
-def _repeats(tensor: torch.Tensor) -> bool:
+def repeats(tensor: torch.Tensor) -> bool:
     """Return whether two elements of ``tensor`` may share memory: a stride is smaller than what it skips."""
     reach = 0  # of the last element along the axes with smaller strides
     for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):

@@ -220,6 +220,23 @@ def test_a_traced_tape_has_a_line_for_each_tensor() -> None:
     assert graph.pool_nbytes == 5 * x.nbytes
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.complex128])
+@pytest.mark.parametrize("count", range(1, 9))
+def test_a_reused_storage_has_whole_elements(count: int, dtype: torch.dtype) -> None:
+    """Memory of bytes that becomes memory of wider elements has no part of one: torch copies it all."""
+    x, y = torch.ones(257, dtype=torch.uint8), torch.ones(count, dtype=dtype)
+
+    def region() -> torch.Tensor:
+        z = (x + 1).sum(dtype=dtype)
+        wide = y + z
+        return torch.slice_scatter(wide, wide[1:] * 3, 0, 1) + 1
+
+    graph = TapeDriver(CPU).capture(region)
+    y.fill_(5)
+    graph.replay()
+    assert graph.outputs.tolist() == region().tolist()
+
+
 def test_a_task_takes_its_updates_in_generated_code() -> None:
     """A task whose tensors lie in reused memory runs with the arguments of the last update."""
     driver, x = TapeDriver(CPU), torch.ones(8)

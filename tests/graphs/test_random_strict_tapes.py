@@ -1,0 +1,33 @@
+"""Random programs on the strict tape: replays equal eager runs, and legal programs are not refused."""
+
+from collections.abc import Callable, Sequence
+
+import pytest
+
+from graphpact_tape.tape import TapeDriver
+from program_operations import CPU
+from random_programs import operations_of, run
+
+Seeds = Callable[[int, int], Sequence[int]]
+
+NAMES = operations_of("strict")
+AGAIN = "tests/graphs/test_random_strict_tapes.py -k replays_equal"
+
+
+def _driver() -> TapeDriver:
+    return TapeDriver(CPU, strict=True)
+
+
+def test_replays_equal_eager_runs(program_seeds: Seeds) -> None:
+    """Replays of 300 random programs have the bits of eager runs, on new inputs; few are refused."""
+    run(_driver, NAMES, program_seeds(0, 300), AGAIN).assert_few_refusals()
+
+
+@pytest.mark.sweep
+def test_replays_equal_eager_runs_of_many_programs(program_seeds: Seeds) -> None:
+    """Replays of 20,000 programs do; every operation of the table was replayed."""
+    seeds = program_seeds(1_000, 20_000)
+    tally = run(_driver, NAMES, seeds, AGAIN)
+    tally.assert_few_refusals()
+    if len(seeds) > 1:
+        tally.assert_all_ran(NAMES)
