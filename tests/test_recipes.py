@@ -440,7 +440,7 @@ def _names_of(page: str) -> dict[str, Any]:
         config = EngineConfig.load(None, env={}, overrides=[f'model.path="{model}"'])
         names |= {"engine": Engine(config), "SamplingParams": SamplingParams}
     elif page == "docs/observability.md":
-        config = EngineConfig.load(Path("engine.toml"), env={})
+        config = EngineConfig.load(Path("examples/engine.toml"), env={})
         names |= {"Engine": Engine, "config": config, "prompts": ["If "]}
     elif page == "docs/plugins.md":
         names |= {"logits": torch.zeros(2, 5), "hidden": torch.zeros(3, 4)}
@@ -470,7 +470,8 @@ def test_every_block_of_python_runs(
         return
     monkeypatch.chdir(tmp_path)
     config = (ROOT / "examples/demo.toml").read_text(encoding="utf-8")
-    Path("engine.toml").write_text(config.replace('"models/', f'"{ROOT}/examples/models/'), "utf-8")
+    Path("examples").mkdir()
+    Path("examples/engine.toml").write_text(config.replace('"models/', f'"{ROOT}/examples/models/'), "utf-8")
     names = _names_of(page)
     exec(code.replace("my_backend", "flashinfer"), names)  # noqa: S102  our own page
     if "answers.append" in code:

@@ -156,11 +156,12 @@ def test_a_builder_of_vllm_has_its_first_report_within_three_commands(
 ) -> None:
     """The commands of docs/vllm.md, from the wheels: what they install, the report, and a rule."""
     page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
-    (block,) = re.findall(r"^```bash\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
-    install, check, explain = (shlex.split(line) for line in block.splitlines())
+    block, *_ = re.findall(r"^```bash\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
+    install, change, check, explain = (shlex.split(line) for line in block.splitlines())
     assert install[:2] == ["pip", "install"]
+    assert change == ["cd", "examples/vllm"]
     shutil.copy(ROOT / "examples/vllm/acme_attention.py", tmp_path)
-    run = ("-I", "-S", "-c", COMMAND, str(environment(install[2])))
+    run = ("-I", "-S", "-c", COMMAND, str(environment("graphpact-adapters")))
     told = _python(*run, *check[1:], cwd=tmp_path)
     assert "conformant: 1 of 1 plugin conformant" in told.stdout
     assert "GP01" in _python(*run, *explain[1:], cwd=tmp_path).stdout

@@ -28,7 +28,7 @@ from typing import Any, Protocol
 import torch
 
 from graphpact.attention import KVBuffers, LayerSpec
-from graphpact.errors import CaptureError, ConfigError, ReplayError
+from graphpact.errors import CaptureError, ConfigError, ReplayError, named_options
 from graphpact.graphs import GraphDriver, Line, TaskKey
 from graphpact.shapes import GraphShape
 from graphpact_adapters.reads import Reads, field_name, leaves, with_leaves
@@ -50,6 +50,7 @@ class Update(Protocol):
         """
 
 
+@named_options
 @dataclass(frozen=True)
 class Tasks:
     """Which arguments of a builder's kernel an engine updates for each replay, and how.

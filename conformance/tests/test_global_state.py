@@ -13,10 +13,12 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from graphpact import ForwardMode
+from graphpact.errors import CaptureError
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.subject.global_state import DRAWS, Call, SettingChange, StateWatch
+from graphpact_conformance.subject.under_test import CannotCaptureError
 from graphpact_conformance.suite import PlannedLane, examine_lane, plan_lanes
 from graphpact_conformance.targets import Options
 from graphpact_conformance.world.problems import corner
@@ -168,8 +170,8 @@ def test_a_backend_does_not_draw_and_the_region_of_a_runner_may() -> None:
     assert changes_of(Samples) == []
 
 
-def test_seeding_is_no_draw() -> None:
-    """A seed breaks the rule, wherever it is set: also in the region of a runner."""
+def test_seeding_in_a_region_is_refused() -> None:
+    """A seed that is set in the region of a runner is refused by the driver, under GP18."""
 
     class Seeds(ReferenceRunner):
         """A runner that seeds the generator in its region."""
@@ -184,9 +186,10 @@ def test_seeding_is_no_draw() -> None:
 
             return seeding
 
-    told = changes_of(Seeds)
-    assert told
-    assert {change.names for change in told} == {("torch.manual_seed",)}
+    with pytest.raises(CannotCaptureError, match="the state of the random generator is changed") as caught:
+        changes_of(Seeds)
+    assert isinstance(caught.value.error, CaptureError)
+    assert caught.value.error.rule == "GP18"
 
 
 def test_the_suite_reports_the_rule_and_goes_on() -> None:

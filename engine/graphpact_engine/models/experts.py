@@ -21,6 +21,8 @@ from typing import Any
 
 import torch
 
+from graphpact import declare_kernel
+
 _active = threading.local()  # torch.compile can trace it, and not a context variable
 _NUM_INPUTS = 3  # hidden states [T, H], indices of experts [T, top_k], weights [T, top_k]
 _SKIPPING = "_is_expert_parallel"  # makes ``grouped_mm`` skip rows without an expert; not in transformers 5.0
@@ -39,6 +41,11 @@ def mask_experts(model: Any) -> bool:
         module.register_forward_pre_hook(_skip_padding)
         if hasattr(module, _SKIPPING):
             setattr(module, _SKIPPING, True)
+    # Compiled models call it for dtypes that torch's grouped product lacks. It reads offsets on the host, in
+    # the place of that kernel, and older versions of transformers have none.
+    fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
+    if fallback is not None:
+        declare_kernel(fallback)
     return bool(experts)
 
 
