@@ -35,8 +35,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_replayed_collectives_equal_eager_ones(found: list[dict[str, Any]], driver: str) -> None:
     """On two other inputs each collective gives the eager results on all ranks, blocking or not."""
     for rank in found:
-        assert len(rank["cases"]) > 20
-        assert {name: case[driver] for name, case in rank["cases"].items() if case[driver] != "equal"} == {}
+        found_by = {name: case[driver] for name, case in rank["cases"].items() if driver in case}
+        assert len(found_by) == (5 if driver == "inductor" else 23)
+        assert {name: outcome for name, outcome in found_by.items() if outcome != "equal"} == {}
 
 
 @pytest.mark.parametrize("driver", ["fast", "strict", "inductor"])
