@@ -636,9 +636,11 @@ _PRODUCTS = {
         empty_product=lambda p: f"{(x := p.x('f', [2]))}[:, :0] @ {x}[:, :0].mT",
         conv1d=lambda p: f"F.conv1d({p.x('f', [3])}, {p.of(p.main.shape)}[:1], padding=1)",
         conv2d=lambda p: f"F.conv2d({p.x('f', [4])}, {p.of(p.main.shape)}[:1], padding=1)",
+        # Torch's kernel gives other bits from run to run where rows of its inputs share memory.
         attention=lambda p: (
-            f"F.scaled_dot_product_attention({(x := p.x('f', [2]))}[None, None],"
-            f" {p.of(p.main.shape)}[None, None], {x}[None, None], is_causal={p.pick('True', 'False')})[0, 0]"
+            f"F.scaled_dot_product_attention({(x := p.x('f', [2]) + '.contiguous()')}[None, None],"
+            f" {p.of(p.main.shape)}.contiguous()[None, None], {x}[None, None],"
+            f" is_causal={p.pick('True', 'False')})[0, 0]"
         ),
         inverse=lambda p: f"torch.linalg.inv_ex({p.x('f', [2])}.float() @ {p.main_name}.float().mT).inverse",
         autocast=lambda p: f"in_bfloat16(F.linear, {p.x('f', [2])}, {_square(p)})",

@@ -340,7 +340,9 @@ def alike(got: torch.Tensor, wanted: torch.Tensor, rounded: Sequence[torch.Tenso
         varies = torch.stack([other != wanted for other in rounded]).any(0)
         return bool((exactly | varies).all())
     spread = torch.stack([(other - wanted).abs() for other in rounded]).nan_to_num(math.inf, math.inf).amax(0)
-    near = (got - wanted).abs() <= 8 * spread + 8 * torch.finfo(got.dtype).eps * wanted.abs()
+    # The terms of a sum may be larger than the sum, and about as large as the other results.
+    size = wanted.abs().nan_to_num(0, 0).amax() if wanted.numel() else wanted.abs()
+    near = (got - wanted).abs() <= 8 * spread + 8 * torch.finfo(got.dtype).eps * size
     return bool((exactly | near | spread.isinf()).all())
 
 
