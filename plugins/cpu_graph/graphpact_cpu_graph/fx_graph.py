@@ -10,8 +10,9 @@ Does not: record, which `graphpact_tape.recorder` does, or compile.
 """
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Any, TypeAlias
 
 import torch
@@ -78,6 +79,7 @@ class SegmentGraph:
     _made: dict[int, fx.Node] = field(default_factory=dict)  # by the tensor's identity
     _fresh: dict[int, list[tuple[fx.Node, torch.Tensor]]] = field(default_factory=dict)
     _written: list[tuple[int, int]] = field(default_factory=list)
+    _numbers: Iterator[int] = field(default_factory=count)  # of inputs, also those that were joined since
 
     @classmethod
     def of(cls, segment: Segment, outliving: set[int]) -> "SegmentGraph":
@@ -171,7 +173,7 @@ class SegmentGraph:
         place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         if place not in self.inputs:
             with self.graph.inserting_before():
-                node = self.graph.placeholder(f"input_{len(self.inputs)}")
+                node = self.graph.placeholder(f"input_{next(self._numbers)}")
             self.inputs[place] = node, tensor
         return self.inputs[place][0]
 

@@ -16,13 +16,21 @@ from graphpact_tape.host import plain_tensors
 from graphpact_tape.operators import may_hide_writes
 from graphpact_tape.recorder import RecordedCall, Segment
 from graphpact_tape.trees import tensors_of
+from graphpact_tape.writes import repeats
 
 Piece: TypeAlias = Segment | RecordedCall | EagerCall
 """A segment that is compiled, a recorded call that is made as it is, or an eager call."""
 
+_aten = torch.ops.aten
+_COPIES_STRIDES = frozenset({_aten.diagonal_scatter, _aten.select_scatter, _aten.slice_scatter})
+
 
 def pieces_of(parts: Sequence[Segment | EagerCall]) -> list[Piece]:
-    """Return the parts of a recording with each segment split at calls whose schemas may hide writes."""
+    """Return the parts of a recording with each segment split at calls that a compiler would make otherwise.
+
+    They are calls whose schemas may hide writes, collectives, and views that are written into a copy whose
+    elements share memory.
+    """
     pieces: list[Piece] = []
     for part in parts:
         if isinstance(part, EagerCall):
@@ -65,8 +73,13 @@ def _used_by(piece: Piece) -> list[torch.Tensor]:
 
 def _is_compiled(call: RecordedCall) -> bool:
     """Return whether a compiler may believe the schema: it is torch's, or of a kernel with marked outputs."""
-    if is_collective(call.op):
+    if is_collective(call.op) or _writes_a_copy_that_repeats(call):
         return False
     schema = call.op._schema  # noqa: SLF001  no public way
     is_marked = is_kernel(call.op) and schema.is_mutable and not schema.returns
     return is_marked or not may_hide_writes(call.op)
+
+
+def _writes_a_copy_that_repeats(call: RecordedCall) -> bool:
+    """Return whether torch copies an argument with its strides, which a compiler does not, and elements meet."""
+    return call.op.overloadpacket in _COPIES_STRIDES and repeats(call.args[0])

@@ -437,6 +437,10 @@ _REAL: dict[str, _Region] = {
         _ordered(4),
         lambda x: (y := torch.slice_scatter(x, x[:2] * 2, 0, 1, 3), x.zero_(), y)[2],
     ),
+    "a scatter into a copy of windows": (
+        _ordered(7).as_strided((3, 4), (1, 1)),
+        lambda x: (y := torch.select_scatter(x, x[:, 1] * 2, 1, 0), x[2].fill_(1), y)[2],
+    ),
     "an element of an expanded tensor": (_ordered(1).expand(3, 1), lambda x: x[1:2].fill_(0.5)),
 }
 _COMPLEX: dict[str, _Region] = {
