@@ -10,6 +10,7 @@ import gc
 import inspect
 import sys
 import traceback
+from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -264,13 +265,22 @@ class LaneUnderTest(Reporting):
     def within_graphs(self) -> "LaneUnderTest":
         """Return the lane with the longest requests of which the runner replays the largest batch.
 
-        The same lane if the runner declines nothing, or its reasons do not depend on lengths.
+        The same lane if the runner declines nothing, or the batch at each of 32 lengths up to the context.
         """
-        if not self.runner.declines or self.declined(corner(self.config)) is None:
+        if not self.runner.declines or not self._declines_at(None):
             return self
-        shorter = (replace(self.config, most_cached=most) for most in reversed(range(self.config.context)))
-        served = (config for config in shorter if self.declined(corner(config)) is None)
-        return self.like(next(served, self.config))
+        context = self.config.context
+        step = -(-context // 32)
+        replayed = next((n for n in reversed(range(0, context, step)) if not self._declines_at(n)), None)
+        if replayed is None:
+            return self
+        longer = range(replayed + 1, min(replayed + step, context))
+        most = replayed + bisect_left(longer, 1, key=self._declines_at)
+        return self.like(replace(self.config, most_cached=most))
+
+    def _declines_at(self, most_cached: int | None) -> bool:
+        """Return whether the runner declines the largest batch of requests with so many cached keys."""
+        return self.declined(corner(replace(self.config, most_cached=most_cached))) is not None
 
     @property
     def steps_by_reason(self) -> Counter[EagerReason | None]:

@@ -202,7 +202,8 @@ class Problem:
 
     def _tree_mask(self) -> torch.Tensor:
         width = self.case.width or 1
-        rows = [[i in r.path(j) for i in range(width)] for r in self.requests for j in range(len(r.tokens))]
+        paths = [{*r.path(j)} for r in self.requests for j in range(len(r.tokens))]
+        rows = [[i in path for i in range(width)] for path in paths]
         return torch.tensor(rows, dtype=torch.bool).view(-1, width)
 
 
