@@ -11,6 +11,7 @@ from vllm_builders import LANES, OwnedBuilder, PagedBuilder
 from graphpact_adapters.sglang import Backends
 from graphpact_adapters.vllm import Builders, CommonAttentionMetadata
 from graphpact_conformance.targets import Options
+from support import thinned
 
 # -- planted: right where both memories are one --------------------------------------------------------
 
@@ -122,7 +123,7 @@ class KnowsItsDevice(OwnedBuilder):
 
 
 @pytest.mark.parametrize("make", [Pinned, KnowsItsDevice])
-@pytest.mark.parametrize("lane", ["decode", "extend", "verify"])
+@pytest.mark.parametrize("lane", thinned(["decode", "extend", "verify"], 1))
 def test_a_builder_that_copies_in_each_build_is_right(make: type[PagedBuilder], lane: str) -> None:
     """Pinned memory is made and is host memory, and copies into persistent memory are right."""
     assert_right(Builders(make), LANES[lane])

@@ -184,7 +184,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return "needy_builders"
 
 
-@pytest.mark.parametrize("more", [["--probe"], ["--quick"]])
+@pytest.mark.parametrize("more", [["--probe"], pytest.param(["--quick"], marks=pytest.mark.sweep)])
 def test_a_run_names_all_three_and_has_the_exit_code_of_not_checked(
     module: str, more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -196,6 +196,7 @@ def test_a_run_names_all_three_and_has_the_exit_code_of_not_checked(
     assert "not conformant" not in told
 
 
+@pytest.mark.sweep
 def test_a_probe_without_a_need_says_so(module: str, capsys: pytest.CaptureFixture[str]) -> None:
     """A builder that is given all it reads passes the probe: exit code 0, and nothing else was run."""
     assert main(["check", "--adapter", "vllm", f"{module}:Right", "--probe"]) == 0

@@ -22,6 +22,7 @@ from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.suite.run import run_once
 from graphpact_conformance.targets import Options
 from graphpact_conformance.world.problems import Drawn, sequences
+from support import thinned
 
 OPTIONS = Options(size="quick", shrink=False)
 CPU = torch.device("cpu")
@@ -55,13 +56,16 @@ def findings_of(make: Callable[..., object], *, unusual: bool = False, **options
 
 RIGHT = pytest.mark.parametrize(
     ("make", "options"),
-    [
-        (made.Scan, {}),
-        (made.Scan, {"read": made.uniform}),
-        (made.UpdatedScan, {}),
-        (made.Delta, {}),
-        (made.NoAccepted, {}),
-    ],
+    thinned(
+        [
+            pytest.param(made.Scan, {}),
+            pytest.param(made.Scan, {"read": made.uniform}),
+            pytest.param(made.UpdatedScan, {}),
+            pytest.param(made.Delta, {}),
+            pytest.param(made.NoAccepted, {}),
+        ],
+        3,
+    ),
     ids=["scan", "scan without offsets", "updated scan", "delta", "no accepted, with offsets"],
 )
 
@@ -83,20 +87,23 @@ def test_a_right_builder_passes(make: type[made.Builder], options: dict[str, Any
 
 @pytest.mark.parametrize(
     ("make", "options", "rule", "field"),
-    [
-        (made.StalePadding, {}, "GP03", "state_indices"),
-        (made.StaleAccepted, {}, "GP02", "num_accepted_tokens"),
-        (made.NoAccepted, {"read": made.uniform}, "GP04", "num_accepted_tokens[1] = 0"),
-        (made.FreshIndices, {}, "GP01", "state_indices"),
-        (made.SharedWithFirst, {}, "GP01", "KV-cache group 1: state_indices"),
-        (made.UpdatedRows, {}, "GP01", "KV-cache group 1: num_accepted_tokens"),
-        (made.FirstGroup, {}, None, "an eager run"),
-        (made.FrozenCount, {}, "GP08", "num_requests"),
-        (made.CapturedWithoutDrafts, {}, "GP10", "the launches of the kernel"),
-        (made.PaddingIsPrefill, {}, "GP10", "the launches of the kernel"),
-        (made.KeptAccepted, {}, "GP01", "num_accepted_tokens"),
-        (made.WritesLent, {}, "GP19", "block_tables[0]"),
-    ],
+    thinned(
+        [
+            pytest.param(made.StalePadding, {}, "GP03", "state_indices"),
+            pytest.param(made.StaleAccepted, {}, "GP02", "num_accepted_tokens"),
+            pytest.param(made.NoAccepted, {"read": made.uniform}, "GP04", "num_accepted_tokens[1] = 0"),
+            pytest.param(made.FreshIndices, {}, "GP01", "state_indices"),
+            pytest.param(made.SharedWithFirst, {}, "GP01", "KV-cache group 1: state_indices"),
+            pytest.param(made.UpdatedRows, {}, "GP01", "KV-cache group 1: num_accepted_tokens"),
+            pytest.param(made.FirstGroup, {}, None, "an eager run"),
+            pytest.param(made.FrozenCount, {}, "GP08", "num_requests"),
+            pytest.param(made.CapturedWithoutDrafts, {}, "GP10", "the launches of the kernel"),
+            pytest.param(made.PaddingIsPrefill, {}, "GP10", "the launches of the kernel"),
+            pytest.param(made.KeptAccepted, {}, "GP01", "num_accepted_tokens"),
+            pytest.param(made.WritesLent, {}, "GP19", "block_tables[0]"),
+        ],
+        6,
+    ),
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
 def test_a_planted_bug_is_found(

@@ -21,6 +21,7 @@ from graphpact.errors import ConfigError
 from graphpact_adapters.vllm import Builders
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.targets import Options
+from support import thinned
 
 TWINS = [*dict.fromkeys((each.twin, each.read, each.kind, each.lane) for each in PLANTED)]
 RIGHT = [*dict.fromkeys([*(each[:3] for each in TWINS), *((*each, "full") for each in UNUSUAL)])]
@@ -35,7 +36,7 @@ def test_a_planted_bug_is_found(planted: Planted) -> None:
 
 @pytest.mark.parametrize(
     ("make", "read", "kind", "lane"),
-    TWINS,
+    thinned([pytest.param(*twin) for twin in TWINS], 4),
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_right_twin_passes(
@@ -45,7 +46,11 @@ def test_the_right_twin_passes(
     assert_right(under_test(make, read, kind), LANES[lane])
 
 
-@pytest.mark.parametrize(("make", "read"), UNUSUAL, ids=lambda value: getattr(value, "__name__", ""))
+@pytest.mark.parametrize(
+    ("make", "read"),
+    thinned([pytest.param(*each) for each in UNUSUAL], 4),
+    ids=lambda value: getattr(value, "__name__", ""),
+)
 def test_a_right_builder_in_unusual_style_passes(
     make: type[PagedBuilder], read: Callable[..., Any] | None
 ) -> None:

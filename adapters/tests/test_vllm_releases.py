@@ -15,6 +15,7 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError
 from graphpact_adapters.vllm import Builders, CommonAttentionMetadata
 from graphpact_conformance.targets import Options
+from support import thinned
 
 
 class Earlier(enum.Enum):
@@ -74,7 +75,7 @@ class Asserts(PagedBuilder):
 
 
 @pytest.mark.parametrize("make", [HostLengths, HostComputed, HostLengthsIfKnown])
-@pytest.mark.parametrize("lane", ["decode", "extend", "verify"])
+@pytest.mark.parametrize("lane", thinned(["decode", "extend", "verify"], 1))
 def test_exact_lengths_on_the_host_are_no_fault(make: type[PagedBuilder], lane: str) -> None:
     """``seq_lens_cpu`` is no bound: a builder that plans with it is right also after speculation."""
     assert_right(Builders(make), LANES[lane])

@@ -14,6 +14,7 @@ from graphpact_conformance.report.digest import unchecked
 from graphpact_conformance.suite import examine, targets
 from graphpact_conformance.targets import Options
 from graphpact_conformance.testing import _Listener
+from support import thinned
 
 QUICK = Options(size="quick", shrink=False)
 
@@ -77,7 +78,7 @@ def v1(lane: str) -> str:
 
 
 @pytest.mark.parametrize("make", [Passes, Owns])
-@pytest.mark.parametrize("lane", ["decode", "verify"])
+@pytest.mark.parametrize("lane", thinned(["decode", "verify"], 1))
 def test_a_right_update_of_block_tables_passes(make: type[PagedBuilder], lane: str) -> None:
     """With the calls of either runner the builder is right."""
     for name in (LANES[lane], v1(lane)):

@@ -243,7 +243,7 @@ def test_every_captured_shape_has_its_time_and_its_memory(bench: Bench) -> None:
     assert {*reasons(table)} == {"cpu_graph", "breakable-inductor", "piecewise-inductor"}
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.sweep)])
 def test_a_sweep_of_widths_has_the_matrix_products_beside_each_model(
     dtype: str, bench: Bench, tmp_path: Path
 ) -> None:

@@ -169,8 +169,8 @@ class RecordedBody(ReferenceBackend):
     ("backend", "body"),
     [
         (OwnHook, "init_metadata_replay"),
-        (OwnBody, "refresh_metadata"),
-        (OneBody, "fill_metadata"),
+        pytest.param(OwnBody, "refresh_metadata", marks=pytest.mark.sweep),
+        pytest.param(OneBody, "fill_metadata", marks=pytest.mark.sweep),
         (RecordedBody, "fill_metadata"),
     ],
 )

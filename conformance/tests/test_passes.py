@@ -96,6 +96,7 @@ def test_rounding_flips_no_choice(runner: type[GraphRunner], backend: type[Atten
             assert not wrong_eagerly(runner, config, seeds=4, backend=backend), str(config)
 
 
+@pytest.mark.sweep
 def test_rounding_that_passes_hand_on_is_no_wrong_result() -> None:
     """A lane where a second pass is 1.3 times as far off as one pass alone may be, with few keys, passes."""
     lane = "draft_decode-page64-mha-bfloat16"

@@ -43,7 +43,7 @@ SIZED = ("graph_choice", "ranks_agree", "largest_step", "survives_eager_activity
     ("case", "names"),
     [
         ("decode", SIZED),
-        ("extend", SIZED),
+        pytest.param("extend", SIZED, marks=pytest.mark.sweep),
         *(pytest.param(case, (), marks=pytest.mark.sweep) for case in CASES),
     ],
 )

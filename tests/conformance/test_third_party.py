@@ -104,10 +104,15 @@ def test_nothing_of_this_repository_is_there(elsewhere: Elsewhere) -> None:
     assert alone == "True"
 
 
-def test_the_example_keeps_the_pact_by_command_and_by_pytest(elsewhere: Elsewhere) -> None:
-    """`graphpact check` ends with status 0; the example's own tests pass, none is skipped."""
+def test_the_example_keeps_the_pact_by_command(elsewhere: Elsewhere) -> None:
+    """`graphpact check` ends with status 0."""
     few = ("--lane", "decode-page16-*", "--only", "GP03")
     assert "conformant on the tape" in elsewhere.run("graphpact", "check", "my_attention", "--quick", *few)
+
+
+@pytest.mark.sweep
+def test_the_example_keeps_the_pact_by_pytest(elsewhere: Elsewhere) -> None:
+    """The example's own tests pass, none is skipped."""
     told = elsewhere.run(*PYTEST, "-W", "error")
     assert re.search(r"^22 passed in ", told, re.MULTILINE)
 

@@ -42,6 +42,7 @@ def test_the_reader_of_the_page_is_enough(capfd: pytest.CaptureFixture[str]) -> 
     assert "1 of 1 plugin conformant" in _check("acme_reader:checked", capfd, status=0)
 
 
+@pytest.mark.sweep
 def test_a_builder_for_an_npu_passes_with_its_tasks(capfd: pytest.CaptureFixture[str]) -> None:
     """The builder of the page is conformant, and no longer where its update leaves out a task."""
     assert "1 of 1 plugin conformant" in _check("acme_npu:checked", capfd, status=0)

@@ -1,8 +1,9 @@
 """Regions with collectives, captured and replayed by every driver, as `test_collectives` starts it twice.
 
-    torchrun --nproc-per-node 2 tests/graphs/ranks.py
+    torchrun --nproc-per-node 2 tests/graphs/ranks.py examples/models/tiny-llama /tmp fast strict inductor
 
-Each process prints one line of JSON: for each case and driver "equal", or what went wrong.
+Arguments: a checkpoint, a folder, drivers. Each process writes a file of JSON, named by its rank: for
+each case and driver "equal", or what went wrong.
 
 Does not: assert; the test does.
 """
@@ -10,7 +11,7 @@ Does not: assert; the test does.
 import json
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +163,12 @@ COMPILED = ("all_reduce", "asynchronous", "reduce_scatter", "functional all_redu
 """Cases that `inductor` compiles too, each for seconds: it calls every collective in the same way."""
 
 
-def drivers(*, compiled: bool = True) -> dict[str, GraphDriver]:
-    """Return the drivers that record, by name."""
-    found: dict[str, GraphDriver] = {"fast": TapeDriver(CPU), "strict": TapeDriver(CPU, strict=True)}
-    return {**found, "inductor": InductorDriver(CPU)} if compiled else found
+DRIVERS: dict[str, Callable[[], GraphDriver]] = {
+    "fast": lambda: TapeDriver(CPU),
+    "strict": lambda: TapeDriver(CPU, strict=True),
+    "inductor": lambda: InductorDriver(CPU),
+}
+"""The drivers that record, by name."""
 
 
 def _values(result: Any) -> list[Tensor]:
@@ -221,7 +224,7 @@ def _undeclared() -> str:
     return _refusal(lambda _: (dist.all_gather_into_tensor(hidden, x), x + 1)[1], driver)
 
 
-def _model(path: str) -> Iterator[tuple[str, str]]:
+def _model(path: str, drivers: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield, by driver, what became of a model whose layers transformers splits over the ranks."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
@@ -237,10 +240,10 @@ def _model(path: str) -> Iterator[tuple[str, str]]:
     def region(of: Any) -> Tensor:
         return of(ids, attention_mask=mask, position_ids=places, use_cache=False).logits
 
-    for name, driver in drivers().items():
+    for name in drivers:
         with torch.inference_mode():
             ids.copy_(torch.arange(6)[None] + 5)
-            graph = driver.capture(lambda: region(model))
+            graph = DRIVERS[name]().capture(lambda: region(model))
             outcome = "equal"
             for turn in (1, 2):
                 ids.copy_(torch.arange(6)[None] * turn + 9)
@@ -254,24 +257,31 @@ def _model(path: str) -> Iterator[tuple[str, str]]:
         yield name, outcome
 
 
-def main(checkpoint: str) -> None:
-    """Run everything and print it."""
+def main(checkpoint: str, folder: str, *drivers: str) -> None:
+    """Run everything with some drivers and write it to a file of the folder."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     found: dict[str, Any] = {
         "cases": {
-            c: {n: _outcome(r, d) for n, d in drivers(compiled=c in COMPILED).items()}
-            for c, r in CASES.items()
+            name: {case: _outcome(CASES[case], DRIVERS[name]()) for case in _cases_of(name)}
+            for name in drivers
         },
-        "refused": {c: {n: _refusal(r, d) for n, d in drivers().items()} for c, r in REFUSED.items()},
+        "refused": {
+            name: {case: _refusal(region, DRIVERS[name]()) for case, region in REFUSED.items()}
+            for name in drivers
+        },
         "trace": _trace(),
         "undeclared": _undeclared(),
-        "model": dict(_model(checkpoint)),
+        "model": dict(_model(checkpoint, drivers)),
     }
-    Path(sys.argv[2], f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
+    Path(folder, f"{dist.get_rank()}.json").write_text(json.dumps(found), encoding="utf-8")
     dist.barrier()
     dist.destroy_process_group()
 
 
+def _cases_of(driver: str) -> Iterable[str]:
+    return COMPILED if driver == "inductor" else CASES
+
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(*sys.argv[1:])

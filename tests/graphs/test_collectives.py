@@ -13,11 +13,11 @@ ROOT = Path(__file__).parents[2]
 MODEL = ROOT / "examples" / "models" / "tiny-llama"
 
 
-@pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each of two ranks found."""
+@pytest.fixture(scope="module", params=["fast strict", pytest.param("inductor", marks=pytest.mark.sweep)])
+def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """Return what each of two ranks found with some drivers."""
     folder = tmp_path_factory.mktemp("ranks")
-    job = [str(ROOT / "tests" / "graphs" / "ranks.py"), str(MODEL), str(folder)]
+    job = [str(ROOT / "tests" / "graphs" / "ranks.py"), str(MODEL), str(folder), *request.param.split()]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     run = subprocess.run(
         [sys.executable, *launcher, *job],
@@ -28,40 +28,41 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
         env={**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"},
     )
     assert run.returncode == 0, run.stderr[-4000:]
-    return [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    ranks = [json.loads((folder / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
+    assert all(
+        [*rank[part]] == request.param.split() for rank in ranks for part in ("cases", "refused", "model")
+    )
+    return ranks
 
 
-@pytest.mark.parametrize("driver", ["fast", "strict", "inductor"])
-def test_replayed_collectives_equal_eager_ones(found: list[dict[str, Any]], driver: str) -> None:
+def test_replayed_collectives_equal_eager_ones(found: list[dict[str, Any]]) -> None:
     """On two other inputs each collective gives the eager results on all ranks, blocking or not."""
     for rank in found:
-        found_by = {name: case[driver] for name, case in rank["cases"].items() if driver in case}
-        assert len(found_by) == (5 if driver == "inductor" else 23)
-        assert {name: outcome for name, outcome in found_by.items() if outcome != "equal"} == {}
+        for driver, cases in rank["cases"].items():
+            assert len(cases) == (5 if driver == "inductor" else 23)
+            assert {case: outcome for case, outcome in cases.items() if outcome != "equal"} == {}
 
 
-@pytest.mark.parametrize("driver", ["fast", "strict", "inductor"])
-def test_a_model_split_by_transformers_replays_its_collectives(
-    found: list[dict[str, Any]], driver: str
-) -> None:
+def test_a_model_split_by_transformers_replays_its_collectives(found: list[dict[str, Any]]) -> None:
     """A tensor-parallel model of transformers replays as it runs eagerly, with the logits of one process."""
-    assert [rank["model"][driver] for rank in found] == ["equal", "equal"]
+    for rank in found:
+        assert {*rank["model"].values()} == {"equal"}
 
 
-@pytest.mark.parametrize("driver", ["fast", "strict", "inductor"])
-def test_transfers_and_barriers_are_refused_by_name(found: list[dict[str, Any]], driver: str) -> None:
+def test_transfers_and_barriers_are_refused_by_name(found: list[dict[str, Any]]) -> None:
     """A point-to-point transfer or a barrier in a region is refused, with its name and the caller's line."""
     first = {
         "send and recv": ["send", "recv_"],
         "batch_isend_irecv": ["send"] * 2,
         "barrier": ["barrier"] * 2,
     }
-    assert found[0]["refused"].keys() == first.keys()
-    for what, names in first.items():
-        for name, rank in zip(names, found, strict=True):
-            error = rank["refused"][what][driver]
-            assert f"c10d.{name}.default is called while a graph is recorded, at " in error
-            assert "ranks.py:" in error
+    for at, rank in enumerate(found):
+        for errors in rank["refused"].values():
+            assert errors.keys() == first.keys()
+            for what, error in errors.items():
+                name = first[what][at]
+                assert f"c10d.{name}.default is called while a graph is recorded, at " in error
+                assert "ranks.py:" in error
 
 
 def test_a_trace_names_group_and_reduction(found: list[dict[str, Any]]) -> None:

@@ -52,7 +52,9 @@ class Decode:
         return [torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in tensors]
 
 
-@pytest.mark.parametrize("name", DRIVERS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.sweep) if n == "inductor" else n for n in DRIVERS]
+)
 @pytest.mark.usefixtures("compiler")
 def test_replays_hold_and_compile_nothing_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 2,000 replays with changing sizes, as many tensors, objects and programs exist as before.

@@ -31,17 +31,27 @@ def test_a_broken_scenario_is_refused_at_the_door(content: bytes, words: list[st
     refused(command("check", "fa3", "--scenario", path), str(path), *words)
 
 
-def test_a_pipe_in_place_of_a_file_is_refused_by_every_reader(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "more"),
+    [
+        (["check", "fa3", "--scenario"], []),
+        *(
+            pytest.param(arguments, more, marks=pytest.mark.sweep)
+            for arguments, more in (
+                (["pact", "show"], []),
+                (["report"], []),
+                (["generate", "--config"], ["Hello"]),
+            )
+        ),
+    ],
+)
+def test_a_pipe_in_place_of_a_file_is_refused_by_every_reader(
+    arguments: list[str], more: list[str], tmp_path: Path
+) -> None:
     """Pacts, recordings, reports and configurations that are pipes are one error each; none is waited for."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
-    for arguments in (
-        ["check", "fa3", "--scenario", path],
-        ["pact", "show", path],
-        ["report", path],
-        ["generate", "--config", path, "Hello"],
-    ):
-        refused(command(*arguments), str(path), "it is a pipe or a device")
+    refused(command(*arguments, path, *more), str(path), "it is a pipe or a device")
 
 
 def test_a_recording_in_a_wrong_place_is_refused_before_the_model_loads(tmp_path: Path) -> None:

@@ -81,5 +81,5 @@ def _is_compiled(call: RecordedCall) -> bool:
 
 
 def _writes_a_copy_that_repeats(call: RecordedCall) -> bool:
-    """Return whether torch copies an argument with its strides, which a compiler does not, and elements meet."""
+    """Return whether torch copies memory that elements share with its strides, which a compiler does not."""
     return call.op.overloadpacket in _COPIES_STRIDES and repeats(call.args[0])
