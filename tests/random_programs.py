@@ -251,7 +251,7 @@ def operations_of(mode: str) -> list[str]:
 def generate(seed: int, names: Sequence[str]) -> Program:
     """Return the program of a seed, made of the operations ``names``."""
     with torch.inference_mode(), quiet(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
         return _Writer(seed, names).write()
 
 
@@ -408,7 +408,7 @@ class Captured:
         """Write the inputs of a round."""
         for program, inputs in zip(self.programs, self.inputs, strict=True):
             fill(inputs, program.seed + at, special=special)
-        torch.manual_seed(at)
+        torch.default_generator.manual_seed(at)  # torch.manual_seed() formats a stack for each other device
 
     def eager(
         self, at: int, *, special: bool, rounding: _OtherRounding | None = None

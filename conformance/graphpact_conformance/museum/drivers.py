@@ -181,7 +181,7 @@ def _lets_the_host_read(base: type[Any]) -> type[Any]:
 
         def record(self, recorder: Any, fn: _Region) -> Any:
             """Record, and refuse no host read."""
-            with patch.multiple("graphpact_tape.host", _READS={}, reads_on_host=lambda *_: False):
+            with patch.multiple("graphpact_tape.host", READS={}, reads_on_host=lambda *_: False):
                 return super().record(recorder, fn)
 
     return Reads

@@ -15,14 +15,21 @@ from typing import Any
 
 import torch
 
+from graphpact_tape.writes import repeats
+
 _aten = torch.ops.aten
 _library = torch.library.Library("graphpact_cpu_graph", "DEF")
 
+
+def _empty_as(x: torch.Tensor) -> torch.Tensor:
+    return x.new_empty_strided(x.shape, x.stride()) if not repeats(x) else torch.empty_like(x)
+
+
 _library.define("copied(Tensor x) -> Tensor")
-_library.impl("copied", torch.clone, "CPU")
-torch.library.register_fake("graphpact_cpu_graph::copied", torch.clone)
+_library.impl("copied", lambda x: _empty_as(x).copy_(x), "CPU")
+torch.library.register_fake("graphpact_cpu_graph::copied", _empty_as)
 copied: Callable[..., torch.Tensor] = torch.ops.graphpact_cpu_graph.copied.default
-"""A clone that the compiler keeps."""
+"""A clone that the compiler keeps; with the strides, by which torch chooses the order of a sum."""
 
 
 def _grouped_mm(
