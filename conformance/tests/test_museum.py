@@ -42,6 +42,7 @@ def test_an_exhibit_is_caught_under_its_own_rule(exhibit: Exhibit, visits: dict[
     assert found.field or found.hook
     assert found.help
     assert found.reproduce
+    assert "does not have the attribute" not in found.actual  # mock's words: nothing was planted
 
 
 @pytest.mark.sweep
