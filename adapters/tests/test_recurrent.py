@@ -102,7 +102,7 @@ def test_a_right_builder_passes(make: type[made.Builder], options: dict[str, Any
             pytest.param(made.KeptAccepted, {}, "GP01", "num_accepted_tokens"),
             pytest.param(made.WritesLent, {}, "GP19", "block_tables[0]"),
         ],
-        6,
+        4,
     ),
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )

@@ -336,6 +336,7 @@ def test_products_that_differ_are_not_timed(bench: Bench, monkeypatch: pytest.Mo
     assert main(["bench", "products", "--quick"]) == 1
 
 
+@pytest.mark.sweep
 def test_without_a_name_the_first_five_are_measured(bench: Bench, tmp_path: Path) -> None:
     """`graphpact bench` alone measures the parts, and decode with quick ways only; and draws them."""
     tables, _ = bench("--quick", "--plot", str(tmp_path / "out.svg"))

@@ -55,9 +55,8 @@ def told(size: Size) -> dict[str, int]:
     return {re.sub(" *<br>.*", "", row[0]): int(row[column]) for row in rows}
 
 
-@pytest.mark.parametrize(
-    "size", ["quick", *(pytest.param(size, marks=pytest.mark.sweep) for size in SIZES[1:])]
-)
+@pytest.mark.sweep
+@pytest.mark.parametrize("size", SIZES)
 def test_the_table_of_dimensions_is_counted_from_a_run(size: Size) -> None:
     """docs/conformance.md says how many lanes, and how many values of each dimension, a run really has."""
     assert told(size) == counted(size)

@@ -37,6 +37,7 @@ def _check(reference: str, capfd: pytest.CaptureFixture[str], *, status: int) ->
     return capfd.readouterr().out
 
 
+@pytest.mark.sweep
 def test_the_reader_of_the_page_is_enough(capfd: pytest.CaptureFixture[str]) -> None:
     """A builder whose metadata has names of its own is conformant with the reader of the page."""
     assert "1 of 1 plugin conformant" in _check("acme_reader:checked", capfd, status=0)

@@ -93,7 +93,7 @@ def serve(engine: Engine, **sampling: Any) -> tuple[list[list[int]], int]:
             ["engine.max_prefill_chunk=5", "engine.page_size=1"],
             marks=pytest.mark.sweep,
         ),
-        ("mistral", "fa3", TIGHT),
+        pytest.param("mistral", "fa3", TIGHT, marks=pytest.mark.sweep),
         pytest.param("gpt_oss", "fa3", ["engine.max_prefill_chunk=5"], marks=pytest.mark.sweep),
         (
             "deepseek_v3",

@@ -15,6 +15,7 @@ from model_sweep.processes import run_cases
 from model_sweep.small_models import CASES, MAX_POSITIONS, VOCAB, small_config
 
 from compiling import compiler  # noqa: F401  a fixture
+from support import thinned
 
 SAMPLE = (
     "bert",
@@ -48,7 +49,7 @@ def quiet() -> Iterator[None]:
 
 
 @of_this_version
-@pytest.mark.parametrize("case", SAMPLE)
+@pytest.mark.parametrize("case", thinned(SAMPLE, 7))
 def test_a_sample_is_as_the_page_says(case: str, quiet: None) -> None:
     """An architecture has the verdict and the reason of its row, and none is wrong."""
     assert row(compare(case)) == rows(written)[case]

@@ -14,10 +14,10 @@ from hostile_rig import command, refused
     ("arguments", "words"),
     [
         (["genrate", "Hello"], ["genrate", "generate"]),
-        (["generate", "--model", "/nowhere", "Hello"], ["/nowhere", "no such directory"]),
         *(
             pytest.param(arguments, words, marks=pytest.mark.sweep)
             for arguments, words in (
+                (["generate", "--model", "/nowhere", "Hello"], ["/nowhere", "no such directory"]),
                 (["generate", "--config", "/nowhere.toml", "Hello"], ["/nowhere.toml"]),
                 (["generate", "--set", "engine.attention_backend=flashinfr", "Hello"], ["flashinfer"]),
                 (["report", "/nowhere.json"], ["/nowhere.json"]),

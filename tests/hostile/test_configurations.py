@@ -65,8 +65,10 @@ def test_an_odd_file_is_refused(name: str, tmp_path: Path, capsys: pytest.Captur
     "kind",
     [
         "pipe",
-        "loop",
-        *(pytest.param(kind, marks=pytest.mark.sweep) for kind in ("directory", "device", "below a file")),
+        *(
+            pytest.param(kind, marks=pytest.mark.sweep)
+            for kind in ("loop", "directory", "device", "below a file")
+        ),
     ],
 )
 def test_what_is_no_file_is_refused_without_reading_it(kind: str, tmp_path: Path) -> None:

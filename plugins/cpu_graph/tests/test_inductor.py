@@ -67,6 +67,7 @@ def compiled(compiler: None) -> tuple[Region, InductorGraph]:
     return region, capture(region)
 
 
+@pytest.mark.sweep
 def test_equal_regions_are_compiled_once(compiler: None) -> None:
     """A region like an earlier one has its code, with its own tensors; one with another number has not."""
     regions = [Region() for _ in range(3)]
