@@ -151,6 +151,7 @@ def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
         assert f"help: pip install {owner}" in told
 
 
+@pytest.mark.sweep
 def test_a_builder_of_vllm_has_its_first_report_within_three_commands(
     environment: Callable[..., Path], tmp_path: Path
 ) -> None:

@@ -299,6 +299,7 @@ def test_what_torch_compiled_is_freed_with_the_lane() -> None:
     assert not [ref for ref in weights if ref() is not None]
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("compiler")
 def test_compiled_pieces_equal_the_model() -> None:
     """With pieces compiled by inductor, as for the driver cuda, a region gives the model's outputs.

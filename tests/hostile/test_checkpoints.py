@@ -822,7 +822,7 @@ def a_million_layers(model: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (a_million_layers, ["num_hidden_layers"]),
+        pytest.param(a_million_layers, ["num_hidden_layers"], marks=pytest.mark.sweep),
         pytest.param(bin_in_subfolder, ["'sub/weights.bin'"], marks=pytest.mark.sweep),
     ],
 )

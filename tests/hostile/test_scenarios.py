@@ -17,9 +17,10 @@ TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
     ("content", "words"),
     [
         (b'{"graphpact": "recording", "version": 2}\n', ["line 1", "version", "generate --record"]),
-        (
+        pytest.param(
             b'{"graphpact": "recording", "version": 1}\n' + b"[" * 10**6,
             ["line 2", "graphpact generate --record"],
+            marks=pytest.mark.sweep,
         ),
     ],
     ids=["version", "nested"],

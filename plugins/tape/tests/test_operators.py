@@ -131,6 +131,7 @@ def test_a_write_that_a_schema_hides_is_repeated(make: Callable[[], GraphDriver]
     _replays_equal_eager(make, region)
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("compiler")
 def test_a_compiler_does_not_drop_a_hidden_write() -> None:
     """Compiled code repeats calls that return nothing and declare no write, between its pieces."""
