@@ -191,6 +191,7 @@ def test_every_kind_can_be_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert all(kind in err for kind in KINDS)
 
 
+@pytest.mark.sweep
 def test_a_broken_plugin_is_a_row_with_its_reason(
     install: Callable[..., None], capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -99,7 +99,7 @@ def _require_level(modes: set[ForwardMode], support: GraphSupport, *, full: bool
             assert result.reason == (None if is_shown else says)
 
 
-@pytest.mark.parametrize("support", thinned([*GraphSupport], 2))
+@pytest.mark.parametrize("support", thinned([*GraphSupport], 1))
 @pytest.mark.parametrize(
     "modes",
     [pytest.param(m, marks=pytest.mark.sweep) if m in MINOR else m for m in MODES],

@@ -228,7 +228,11 @@ def serve(bench: Bench, work: list[tuple[list[int], SamplingParams]]) -> list[Re
 
 @pytest.mark.parametrize(
     ("page_size", "num_pages", "mixed", "chunk"),
-    [(1, 48, False, None), (16, 4, True, None), pytest.param(4, 13, True, 5, marks=pytest.mark.sweep)],
+    [
+        pytest.param(1, 48, False, None, marks=pytest.mark.sweep),
+        (16, 4, True, None),
+        pytest.param(4, 13, True, 5, marks=pytest.mark.sweep),
+    ],
 )
 def test_a_thousand_requests_in_a_pool_too_small(
     page_size: int, num_pages: int, chunk: int | None, *, mixed: bool

@@ -43,6 +43,7 @@ def test_the_reader_of_the_page_is_enough(capfd: pytest.CaptureFixture[str]) -> 
     assert "1 of 1 plugin conformant" in _check("acme_packed:checked", capfd, status=0)
 
 
+@pytest.mark.sweep
 def test_the_report_of_the_page_is_that_of_its_change(capfd: pytest.CaptureFixture[str]) -> None:
     """The backend with the binding that the page describes has the report that the page shows."""
     (wrong,) = re.findall(r"`(metadata\.cache_seqlens_int32 = .*?)`", PAGE)

@@ -89,6 +89,7 @@ def _run(*arguments: str, cwd: Path | None = None) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.sweep
 def test_nothing_of_this_repository_is_there(elsewhere: Elsewhere) -> None:
     """All packages come from their wheels, and no other plugin of this repository is installed."""
     code = """
@@ -104,6 +105,7 @@ def test_nothing_of_this_repository_is_there(elsewhere: Elsewhere) -> None:
     assert alone == "True"
 
 
+@pytest.mark.sweep
 def test_the_example_keeps_the_pact_by_command(elsewhere: Elsewhere) -> None:
     """`graphpact check` ends with status 0."""
     few = ("--lane", "decode-page16-*", "--only", "GP03")

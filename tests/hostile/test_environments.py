@@ -54,7 +54,7 @@ CLOSED = "the output cannot be written to stdout: Bad file descriptor"
             pytest.param("$G explain GP01 >/dev/null <&-", 0, ""),
             pytest.param("$G generate <&-", 2, "there is no prompt"),
         ],
-        6,
+        3,
     ),
 )
 def test_a_stream_that_cannot_be_used_is_one_line(line: str, status: int, says: str) -> None:
@@ -111,7 +111,7 @@ sys.exit(main(["generate", "--config", "{config}", "Hello"]))
 
 
 @pytest.mark.parametrize(
-    "module", ["typer", "rich.table", "importlib_metadata", "pydantic", "torch", "transformers"]
+    "module", thinned(["typer", "rich.table", "importlib_metadata", "pydantic", "torch", "transformers"], 3)
 )
 def test_an_interrupt_during_an_import_is_one(module: str) -> None:
     """Ctrl-C while a library is imported ends with status 130, without output or traceback."""

@@ -44,6 +44,7 @@ def result(outcome: Outcome, *fields: str, rule: str | None = "GP01", **more: An
     return Result(rule=rule, outcome=outcome, findings=findings, **given)
 
 
+@pytest.mark.sweep
 def test_builders_are_checked_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A right builder is conformant; a broken one has its rule and field; a third one is not run."""
     monkeypatch.setenv("PYTHONPATH", str(TWINS))

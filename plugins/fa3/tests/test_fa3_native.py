@@ -25,6 +25,7 @@ from graphpact_fa3 import FA3Backend, NativeKernels
 from graphpact_fa3.kernels import FlashAttention3, LibraryKernels, SglKernel, TorchVarlen
 from graphpact_kernels import page_table_attention
 from oracle_kit import hold_to_oracle
+from support import thinned
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAN = float("nan")
@@ -236,7 +237,7 @@ def make_config(case: Case, page_size: int = 16, **features: bool) -> Config:
 
 
 @pytest.mark.parametrize("window", [True, pytest.param(False, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize("case", thinned(CASES, 5), ids=str)
 def test_calls_of_flash_attention_answer_as_the_oracle(
     case: Case, flash_attention: FakeFlashAttention, *, window: bool
 ) -> None:
