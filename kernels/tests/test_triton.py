@@ -28,9 +28,9 @@ needs_triton = pytest.mark.skipif(
 
 
 @needs_triton
+@pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("file", "interpreted"),
-    [("triton_properties.py", "1"), pytest.param("triton_compiles.py", "0", marks=pytest.mark.sweep)],
+    ("file", "interpreted"), [("triton_properties.py", "1"), ("triton_compiles.py", "0")]
 )
 def test_in_a_process_of_its_own(file: str, interpreted: str, tmp_path: Path) -> None:
     """Triton reads once, at its import, whether it interprets; so each file runs in its own process."""

@@ -62,6 +62,7 @@ def test_on_a_terminal_a_line_counts_the_seconds() -> None:
     assert written.endswith("\n")
 
 
+@pytest.mark.sweep
 def test_an_error_ends_the_line_and_the_thread() -> None:
     """What the work raises passes through, and nothing is written after it."""
     program = (

@@ -187,7 +187,7 @@ DRAWN = SamplingParams(
 )
 
 
-@pytest.mark.parametrize("case", thinned(pairwise(DIMENSIONS), 8), ids=name)
+@pytest.mark.parametrize("case", thinned(pairwise(DIMENSIONS), 6), ids=name)
 def test_greedy_tokens_are_those_without_speculation(
     case: dict[str, Any],
     target: Path,

@@ -40,9 +40,9 @@ def attend(q: torch.Tensor, k: Any, v: Any, layer: LayerSpec, metadata: None) ->
     ("architecture", "absorb"),
     [
         ("llama", False),
-        ("deepseek_v3", False),
+        pytest.param("deepseek_v3", False, marks=pytest.mark.sweep),
         pytest.param("deepseek_v3", True, marks=needs_seam),
-        pytest.param("deepseek_v2", True, marks=needs_seam),
+        pytest.param("deepseek_v2", True, marks=[needs_seam, pytest.mark.sweep]),
     ],
 )
 def test_a_forward_pass_is_one_graph(

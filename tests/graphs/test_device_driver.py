@@ -151,7 +151,7 @@ _NOT_OF_THE_STAND_IN = {"it_says_how_much_it_keeps"}  # it has no pool, and repo
 
 
 @pytest.mark.usefixtures("_device")
-@pytest.mark.parametrize("name", thinned(sorted(CHECKS.keys() - _NOT_OF_THE_STAND_IN), 12))
+@pytest.mark.parametrize("name", thinned(sorted(CHECKS.keys() - _NOT_OF_THE_STAND_IN), 6))
 def test_one_class_keeps_the_promises_for_another_graph_class(name: str) -> None:
     """With a table entry alone the driver of the stand-in keeps the promises of the driver contract."""
     CHECKS[name](lambda: StandInDriver(CPU))
