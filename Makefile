@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 PINS   ?= constraints.txt
 BIN    := $(VENV)/bin
-DISTS  := core kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins/flashinfer plugins/fa3 plugins/trtllm_mla \
+DISTS  := core cli kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins/flashinfer plugins/fa3 plugins/trtllm_mla \
           plugins/speculative engine conformance adapters benchmarks
 CPP    := $(wildcard kernels/graphpact_kernels/compiled/*.cpp kernels/graphpact_kernels/compiled/*.h)
 STAMP  := $(VENV)/.installed

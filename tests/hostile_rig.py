@@ -43,7 +43,7 @@ def command(
     """
     paths = [*map(str, folders), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", "graphpact.cli", *map(str, arguments)],
+        [sys.executable, "-m", "graphpact_cli", *map(str, arguments)],
         input=given or "",
         env={
             **os.environ,

@@ -21,10 +21,10 @@ from torch.utils import _pytree as pytree
 
 from graphpact.attention import AttentionBackend
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
-from graphpact.cli.survey import describe
 from graphpact.graphs import GraphDriver
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.runners import EagerRunner, GraphRunner
+from graphpact_cli.survey import describe
 from graphpact_cpu_graph import CpuGraphRunner
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph import CudaGraphRunner
@@ -60,7 +60,7 @@ def survey_here(monkeypatch: pytest.MonkeyPatch) -> None:
         with contextlib.redirect_stdout(sys.stderr):
             return [describe(catalog.load(info)) for info in catalog.infos(kind)]
 
-    monkeypatch.setattr("graphpact.cli.plugins.survey", survey)
+    monkeypatch.setattr("graphpact_cli.plugins.survey", survey)
     monkeypatch.setattr("graphpact_engine.cli.machine.survey", survey)
 
 

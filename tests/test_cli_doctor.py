@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from graphpact.attention import KernelProvider
-from graphpact.cli import main
+from graphpact_cli import main
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.tape import Tape, TapeDriver
 from support import survey_here

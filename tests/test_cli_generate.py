@@ -20,9 +20,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
 
 from graphpact.batch import ForwardMode
-from graphpact.cli import main
 from graphpact.lane import LaneStats, ShapeStats
 from graphpact.shapes import GraphShape
+from graphpact_cli import main
 from graphpact_engine.cli.progress import capture_progress
 from graphpact_engine.cli.report import _rows
 from graphpact_engine.cli.writers import JsonWriter, TextWriter, Writer
@@ -510,7 +510,7 @@ def test_transformers_is_silent(tiny: Path) -> None:
         "TRANSFORMERS_NO_ADVISORY_WARNINGS",
         "HF_HUB_DISABLE_PROGRESS_BARS",
     }
-    command = [sys.executable, "-m", "graphpact.cli", "generate", "-q", "-m", str(tiny), "x"]
+    command = [sys.executable, "-m", "graphpact_cli", "generate", "-q", "-m", str(tiny), "x"]
     done = subprocess.run(
         command,
         env={name: value for name, value in os.environ.items() if name not in loud},

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import typer
 
-from graphpact.cli import main
+from graphpact_cli import main
 from graphpact_engine.cli.pact import pact
 from graphpact_engine.saved_pacts import SavedPacts
 from graphpact_tape.tape import Tape
@@ -78,7 +78,7 @@ def test_two_engines_of_one_configuration_promise_the_same(saved: Path, tmp_path
     """Engines of one configuration in two processes save equal files; stderr names the file."""
     again = tmp_path / "again.json"
     done = subprocess.run(
-        [sys.executable, "-m", "graphpact.cli", "pact", "save", str(again), *ENGINE],
+        [sys.executable, "-m", "graphpact_cli", "pact", "save", str(again), *ENGINE],
         env=os.environ | {"PYTHONHASHSEED": "1"},
         capture_output=True,
         text=True,

@@ -32,10 +32,10 @@ from graphpact.attention import (
 from graphpact.attention.providers import choose_provider, why_unavailable
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
-from graphpact.cli import main
 from graphpact.errors import ConfigError, PluginError
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.shapes import GraphShape
+from graphpact_cli import main
 from graphpact_conformance import targets
 from graphpact_conformance.cli import check
 from graphpact_engine import Engine, SamplingParams, config
@@ -464,7 +464,7 @@ def test_generate_says_it_on_stderr_and_keeps_its_data_clean(tmp_path: Path) -> 
     (info / "entry_points.txt").write_text(
         "[graphpact.contract]\n1 = x:y\n[graphpact.attention_backends]\nacme = acme_kernels:Acme\n"
     )
-    command = [sys.executable, "-m", "graphpact.cli", "generate", "-q", "--json", "-n", "2", "If "]
+    command = [sys.executable, "-m", "graphpact_cli", "generate", "-q", "--json", "-n", "2", "If "]
     sets = [f"model.path={TINY}", "engine.device=cpu", "engine.attention_backend=acme"]
     done = subprocess.run(
         [*command, *(word for each in sets for word in ("--set", each))],
@@ -680,7 +680,7 @@ def test_what_is_no_provider_keeps_a_backend_from_loading(
     monkeypatch.setattr(sys.modules[__name__], "Odd", cls, raising=False)
     catalog = installed(odd=cls, both=Both)
     scanned = SimpleNamespace(scan=lambda: catalog)
-    monkeypatch.setattr("graphpact.cli.plugins.PluginCatalog", scanned)
+    monkeypatch.setattr("graphpact_cli.plugins.PluginCatalog", scanned)
     survey_here(monkeypatch)
     assert main(["plugins", "--json", "--kind", "attention_backend"]) == 0
     found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}

@@ -37,7 +37,6 @@ for file in sorted((site / sys.argv[2]).rglob("*.py")):
         print(name)
 """
 NEEDS_AN_EXTRA = {
-    "graphpact": ["graphpact.cli."],  # typer and rich
     "graphpact-conformance": ["graphpact_conformance.museum", "graphpact_conformance.cli.museum"],
     "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client
     "graphpact-kernels": ["graphpact_kernels._triton_indices"],  # triton
@@ -45,7 +44,7 @@ NEEDS_AN_EXTRA = {
 COMMAND = """
 import sys
 sys.path.insert(0, sys.argv[1])
-from graphpact.cli import main
+from graphpact_cli import main
 sys.exit(main(sys.argv[2:]))
 """
 
@@ -133,7 +132,7 @@ def test_a_wheel_imports_with_what_it_declares(name: str, environment: Callable[
 def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
     environment: Callable[..., Path],
 ) -> None:
-    """``graphpact[cli]`` alone runs ``plugins``; for our other commands it names the distribution."""
+    """``graphpact[cli]`` runs ``plugins``; for our other commands it names the distribution."""
     site = str(environment("graphpact", "cli"))
     assert "eager" in _python("-I", "-S", "-c", COMMAND, site, "plugins").stdout
     for command, owner in (
@@ -168,7 +167,14 @@ def test_a_builder_of_vllm_has_its_first_report_within_three_commands(
     assert "GP01" in _python(*run, *explain[1:], cwd=tmp_path).stdout
 
 
-def test_the_command_needs_its_extra_and_says_so(environment: Callable[..., Path]) -> None:
-    """Without typer and rich the core's command ends with status 2 and names the extra to install."""
-    told = _python("-I", "-S", "-c", COMMAND, str(environment("graphpact")), "plugins", status=2)
-    assert told.stderr.endswith('pip install "graphpact[cli]"\n')
+def test_the_core_has_no_command(wheels: Wheels) -> None:
+    """Only the wheel of graphpact-cli offers the command; ``graphpact[cli]`` brings it, the core does not."""
+    having = [name for name, folder in wheels.folders.items() if any(folder.glob("*/entry_points.txt"))]
+    offering = [
+        name
+        for name in having
+        if "console_scripts" in next(wheels.folders[name].glob("*/entry_points.txt")).read_text()
+    ]
+    assert offering == ["graphpact-cli"]
+    assert "graphpact-cli" in wheels.closure("graphpact", "cli")
+    assert not {"graphpact-cli", "typer", "rich", "pydantic"} & wheels.closure("graphpact")

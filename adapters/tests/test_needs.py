@@ -12,9 +12,9 @@ from sglang_backends import PagedBackend
 from vllm_builders import PagedBuilder
 
 from graphpact.batch import ForwardMode
-from graphpact.cli import main
 from graphpact_adapters.sglang import Backends
 from graphpact_adapters.vllm import Builders
+from graphpact_cli import main
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.targets import Options
 

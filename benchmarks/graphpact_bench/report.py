@@ -14,9 +14,9 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field
 from rich.console import Console
 
-from graphpact.cli.console import clean, print_table
 from graphpact.errors import UsageError
 from graphpact_bench.timing import Spread
+from graphpact_cli.console import clean, print_table
 
 Value = str | int | float | None
 """The value of a cell; None where there is nothing to say, printed as ``-``."""

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 
-from graphpact.cli import main
 from graphpact_bench import long_run
 from graphpact_bench.long_run import (
     COLLECTED,
@@ -33,6 +32,7 @@ from graphpact_bench.options import BenchOptions
 from graphpact_bench.report import BenchReport
 from graphpact_bench.timing import UnavailableWayError
 from graphpact_bench.ways.engines import make_engine
+from graphpact_cli import main
 from graphpact_engine import Engine
 from graphpact_engine.request import Request
 

@@ -11,7 +11,6 @@ import torch
 
 from compiled_kernels import needs_compiled
 from compiling import compiler  # noqa: F401  a fixture
-from graphpact.cli import main
 from graphpact_bench import cli, examples, products
 from graphpact_bench.report import BenchReport
 from graphpact_bench.ways import gguf_file
@@ -19,6 +18,7 @@ from graphpact_bench.ways.base import WaySetting
 from graphpact_bench.ways.engines import EngineWay
 from graphpact_bench.ways.table import WAYS
 from graphpact_bench.ways.ties import TieJudge
+from graphpact_cli import main
 from graphpact_cpu_graph import inductor
 
 SHAPE = "64x1:heads=4,kv_heads=2,intermediate=96"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 import graphpact
-from graphpact.cli import main
 from graphpact.errors import UnknownPluginError, UsageError
 from graphpact.plugins import PluginCatalog
+from graphpact_cli import main
 from graphpact_conformance.suite import Adapter, checks_by_lane, targets
 from graphpact_conformance.suite.adapter import adapter_of
 from graphpact_conformance.targets import Options, Target

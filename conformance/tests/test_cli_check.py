@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from conformance_reports import plugin, report, result
-from graphpact.cli import main
 from graphpact.errors import UnknownPluginError
+from graphpact_cli import main
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.isolation import supervise
 from graphpact_conformance.report import FILES
@@ -249,7 +249,7 @@ def test_commands_stay_light() -> None:
     """The help of each command and the lists of rules import neither the suite nor its dependencies."""
     code = """
 import sys
-from graphpact.cli import main
+from graphpact_cli import main
 for name in ("check", "explain", "museum", "report"):
     assert main([name, "--help"]) == 0
 assert main(["check", "--list"]) == main(["explain"]) == 0

@@ -14,10 +14,10 @@ import torch
 
 import graphpact
 from fake_site import installed
-from graphpact.cli import main
 from graphpact.errors import UnknownPluginError, UsageError
 from graphpact.graphs import Graph, GraphDriver
 from graphpact.plugins import PluginCatalog
+from graphpact_cli import main
 from graphpact_conformance import suite
 from graphpact_conformance.drivers import acts, promises, strictness
 from graphpact_conformance.drivers.examine import DriverLane, examine_driver, examine_lane, lanes_of_driver

@@ -10,7 +10,7 @@ from unittest.mock import Mock
 import pytest
 
 from conformance_reports import finding
-from graphpact.cli import main
+from graphpact_cli import main
 from graphpact_conformance.cli.museum import ROOMS, describe
 from graphpact_conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, Visit, visit_all
 from graphpact_conformance.rules import RULES

@@ -11,8 +11,8 @@ import torch
 from conformance_reports import drawn, finding, plugin, report, result
 from graphpact import ForwardBatch, GraphShape
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
-from graphpact.cli import main
 from graphpact.errors import UsageError
+from graphpact_cli import main
 from graphpact_conformance import legend, suite
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.base import same_step

@@ -53,7 +53,8 @@ _BASES: dict[Kind, str] = {  # names of `graphpact`, which imports torch when it
     "speculation": "SpeculationAlgorithm",
 }
 _OFFERS: dict[str, dict[Kind, str]] = {  # the first-party distributions, and their plugins
-    "graphpact": {"runner": "eager", "command": "plugins"},
+    "graphpact": {"runner": "eager"},
+    "graphpact-cli": {"command": "plugins"},
     "graphpact-kernels": {},
     "graphpact-tape": {"graph_driver": "tape"},
     "graphpact-cuda-graph": {

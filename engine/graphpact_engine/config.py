@@ -33,7 +33,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from graphpact.errors import ConfigError, did_you_mean, named_options
-from graphpact.files import read_file
+from graphpact_cli.files import read_file
 
 ENV_PREFIX = "GRAPHPACT_"
 RESERVED_VARIABLES = frozenset(

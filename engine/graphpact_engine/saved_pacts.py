@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, Type
 
 from graphpact.batch import ForwardMode
 from graphpact.errors import UsageError
-from graphpact.files import read_file, write_file
 from graphpact.graphs.driver import Externals
 from graphpact.pact import Pact, Promise, TensorFacts, is_readable, type_name
 from graphpact.shapes import GraphShape
+from graphpact_cli.files import read_file, write_file
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from graphpact import ForwardMode
-from graphpact.cli import main
+from graphpact_cli import main
 from graphpact_conformance import suite
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner

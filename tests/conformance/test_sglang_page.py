@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from graphpact.cli import main
+from graphpact_cli import main
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples/sglang"

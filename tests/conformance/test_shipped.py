@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from compiled_kernels import COMPILED
-from graphpact.cli import main
+from graphpact_cli import main
 from graphpact_conformance.results import Report
 from graphpact_conformance.rules import RULES
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from graphpact.cli import main
+from graphpact_cli import main
 from graphpact_engine import Delta, Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import RequestError

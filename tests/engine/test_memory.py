@@ -14,10 +14,10 @@ from hypothesis import strategies as st
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from graphpact import AttentionBackend, ForwardMode, GraphShape, LayerSpec
-from graphpact.cli import main
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact.runners import RunnerContext
+from graphpact_cli import main
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine
 from graphpact_engine.config import EngineConfig

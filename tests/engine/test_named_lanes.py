@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from graphpact import ForwardBatch, ForwardMode
-from graphpact.cli import main
 from graphpact.errors import ConfigError
 from graphpact.shapes import EagerReason, GraphShape
+from graphpact_cli import main
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig

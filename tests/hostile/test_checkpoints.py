@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 from transformers import dynamic_module_utils
 
 from graphpact import ForwardBatch, Lane, StepOutputs, hookimpl
-from graphpact.cli import main
 from graphpact.errors import ConfigError, UsageError
+from graphpact_cli import main
 from graphpact_engine import models
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.engine import Engine

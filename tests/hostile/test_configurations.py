@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from graphpact.cli import main
+from graphpact_cli import main
 from hostile_rig import command, refused
 
 DIGITS = "9" * 5000

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fake_site import installed
-from graphpact.cli import main
+from graphpact_cli import main
 from hostile_rig import LIMIT, Ended, command
 from support import thinned
 
@@ -22,7 +22,7 @@ def shell(line: str, *arguments: str | Path) -> Ended:
     """Run ``line`` in bash, where ``$G`` is the command and ``"$@"`` the arguments."""
     done = subprocess.run(
         ["/bin/bash", "-c", line, "bash", *map(str, arguments)],
-        env={**os.environ, "G": f"{sys.executable} -m graphpact.cli", "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "G": f"{sys.executable} -m graphpact_cli", "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,
         check=False,
@@ -105,7 +105,7 @@ class Interrupt:
             {raises}
 
 sys.meta_path.insert(0, Interrupt())
-from graphpact.cli import main
+from graphpact_cli import main
 sys.exit(main(["generate", "--config", "{config}", "Hello"]))
 """
 

@@ -14,9 +14,9 @@ import pytest
 
 from fake_site import Site, installed
 from graphpact import ForwardMode
-from graphpact.cli import main, survey
 from graphpact.errors import EngineError
 from graphpact.hookspecs import hookimpl
+from graphpact_cli import main, survey
 from graphpact_engine import Engine
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.memory import EngineMemory

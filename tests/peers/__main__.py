@@ -10,7 +10,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from graphpact.cli.console import data, note, print_table
+from graphpact_cli.console import data, note, print_table
 from graphpact_conformance.targets import Options
 from peers import other_checks, sglang_checks, vllm_checks
 from peers.job import COLUMNS, as_json, is_as_known, run, table

@@ -17,9 +17,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphpact.cli.console import data, note, print_table
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
+from graphpact_cli.console import data, note, print_table
 from graphpact_conformance.cli.extras import need_extra
 from graphpact_conformance.rules import RULES, Rule, find_rule
 

@@ -13,8 +13,8 @@ from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
-from graphpact.cli.console import data
 from graphpact.errors import UsageError, did_you_mean
+from graphpact_cli.console import data
 from graphpact_conformance import legend
 from graphpact_conformance.cli.check import complete_rule, print_rules
 from graphpact_conformance.rules import RULES, Rule, find_rule

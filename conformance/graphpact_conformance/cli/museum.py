@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphpact.cli.console import data, note, print_table, talk
 from graphpact.errors import UsageError, did_you_mean
+from graphpact_cli.console import data, note, print_table, talk
 from graphpact_conformance.cli.check import complete_rule
 from graphpact_conformance.cli.extras import need_extra
 from graphpact_conformance.rules import RULES, find_rule

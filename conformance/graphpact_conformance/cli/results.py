@@ -10,7 +10,7 @@ from rich.console import Console, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from graphpact.cli.console import clean, print_table, talk
+from graphpact_cli.console import clean, print_table, talk
 from graphpact_conformance.report.comparison import Comparison, OutcomeChange
 from graphpact_conformance.report.digest import (
     GLYPHS,

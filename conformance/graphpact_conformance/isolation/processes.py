@@ -25,8 +25,8 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
-from graphpact.cli.survey import child_environment, ending, kill
 from graphpact.errors import short_path
+from graphpact_cli.survey import child_environment, ending, kill
 from graphpact_conformance.isolation.job_wire import ANSWER, GIVEN, OF_JOB, tail
 from graphpact_conformance.isolation.keeper import GRACE
 

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from graphpact import Capabilities, ForwardMode, GraphShape
 from graphpact.attention import DraftLimits
 from graphpact.errors import UsageError
-from graphpact.files import read_file
+from graphpact_cli.files import read_file
 from graphpact_conformance.world.lanes import VOCAB, Case, Config, allows, configs_of
 from graphpact_conformance.world.problems import Declines, Drawn, Problem, ProblemRequest, Token, draw
 

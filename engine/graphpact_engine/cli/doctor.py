@@ -15,9 +15,9 @@ from typing import Annotated, Any
 
 import typer
 
-from graphpact.cli.console import clean, data, note, print_table
 from graphpact.errors import UsageError
 from graphpact.plugins import installed_distributions
+from graphpact_cli.console import clean, data, note, print_table
 from graphpact_engine.cli.options import (
     ConfigOption,
     ModelOption,

@@ -10,8 +10,8 @@ from typing import Annotated, Literal
 
 import typer
 
-from graphpact.cli.console import data, note, talk, warning
 from graphpact.errors import ContractError
+from graphpact_cli.console import data, note, talk, warning
 from graphpact_engine.cli.observing import Observation
 from graphpact_engine.cli.options import (
     ConfigOption,

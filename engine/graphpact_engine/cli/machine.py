@@ -13,9 +13,9 @@ from typing import Any, Literal
 import importlib_metadata
 import torch
 
-from graphpact.cli.survey import survey
 from graphpact.errors import GraphpactError, describe_error
 from graphpact.plugins import PluginCatalog, installed_versions
+from graphpact_cli.survey import survey
 from graphpact_engine.config import ENV_PREFIX, EngineConfig
 from graphpact_engine.threads import SMALL_MODEL, choose_num_threads
 

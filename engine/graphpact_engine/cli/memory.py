@@ -8,9 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from graphpact.cli.console import clean, print_table
 from graphpact.errors import UsageError
-from graphpact.files import write_file
+from graphpact_cli.console import clean, print_table
+from graphpact_cli.files import write_file
 from graphpact_engine.memory import EngineMemory, LaneMemory, MemoryRow
 from graphpact_engine.picture import draw, format_bytes
 

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from graphpact.cli.console import note
 from graphpact.errors import UsageError
-from graphpact.files import write_file
+from graphpact_cli.console import note
+from graphpact_cli.files import write_file
 
 if TYPE_CHECKING:
     from graphpact_engine.config import EngineConfig

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from graphpact.cli.console import clean, data, note, print_table
 from graphpact.errors import UsageError
+from graphpact_cli.console import clean, data, note, print_table
 from graphpact_engine.cli.options import (
     ConfigOption,
     ModelOption,

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
-from graphpact.cli.console import clean, talk
+from graphpact_cli.console import clean, talk
 
 if TYPE_CHECKING:
     from graphpact.shapes import GraphShape

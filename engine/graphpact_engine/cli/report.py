@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from graphpact.cli.console import note, print_table, warning
 from graphpact.lane import Lane
+from graphpact_cli.console import note, print_table, warning
 from graphpact_engine.engine import Engine
 from graphpact_engine.speculation import SpeculationStats
 

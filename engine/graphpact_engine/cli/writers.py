@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from graphpact.cli.console import clean, data
+from graphpact_cli.console import clean, data
 from graphpact_engine.deltas import Delta
 
 

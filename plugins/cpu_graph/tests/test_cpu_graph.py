@@ -21,10 +21,10 @@ from graphpact import (
     Limits,
     StepOutputs,
 )
-from graphpact.cli import main
 from graphpact.errors import ConfigError
 from graphpact.runners import RunnerContext
 from graphpact.step import Attend
+from graphpact_cli import main
 from graphpact_cpu_graph import NO_COMPILER, CpuGraphRunner, inductor
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_engine import Engine, SamplingParams

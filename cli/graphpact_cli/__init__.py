@@ -4,7 +4,7 @@
     1    the contract was broken  3    a defect of the engine, or a fault of this machine
     130  interrupted              141  the reader of the output closed the pipe
 
-Does not: import typer and rich before `main` is called; they are the extra ``graphpact[cli]``.
+Does not: import typer and rich before `main` is called, so that the modules for files stay light.
 """
 
 import errno
@@ -22,7 +22,7 @@ __all__ = ["main"]
 TRACEBACK_VARIABLE = "GRAPHPACT_TRACEBACK"
 """Environment variable: ``1`` prints the traceback of an error before its message."""
 
-_USAGE, _FAULT, _INTERRUPTED, _SIGPIPE = 2, 3, 130, 141  # as shells report the signals
+_FAULT, _INTERRUPTED, _SIGPIPE = 3, 130, 141  # as shells report the signals
 _LOST = {errno.EPIPE, errno.EBADF, errno.EIO, errno.EFBIG, errno.ENOSPC, errno.EDQUOT}
 """What writing to stdout raises; the error of a file has its name."""
 
@@ -35,7 +35,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         _open_streams()
         with suppress(AttributeError):  # not a file
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
-        from graphpact.cli import app  # noqa: PLC0415  an extra
+        from graphpact_cli import app  # noqa: PLC0415  slow: typer and rich
 
         status = app.run(given)
     except BaseException as raised:  # noqa: BLE001  users see no traceback by default
@@ -64,11 +64,7 @@ def _tell(error: BaseException, given: Sequence[str]) -> int:
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in {"", "0"}:
         with suppress(OSError):
             traceback.print_exception(error)
-    package = (getattr(error, "name", None) or "").partition(".")[0]
-    if isinstance(error, ModuleNotFoundError) and package in {"typer", "rich"}:
-        sys.stderr.write(f'error: the command line needs {package}: pip install "graphpact[cli]"\n')
-        return _USAGE
-    from graphpact.cli import app, console  # noqa: PLC0415  an extra
+    from graphpact_cli import app, console  # noqa: PLC0415  slow: typer and rich
 
     if isinstance(error, GraphpactError):
         console.error(error.message, error.hint)

@@ -52,7 +52,7 @@ def _run(kind: str, start: int, disabled: Iterable[str]) -> tuple[list[Any], str
     """Return the lines that one process wrote, and how it ended."""
     with tempfile.TemporaryFile() as output:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "graphpact.cli.survey", kind, str(start)],
+            [sys.executable, "-P", "-m", "graphpact_cli.survey", kind, str(start)],
             stdin=subprocess.DEVNULL,
             stdout=output,
             env={**child_environment(), DISABLE_VARIABLE: ",".join(sorted(disabled))},

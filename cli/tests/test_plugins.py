@@ -14,8 +14,8 @@ import torch
 
 from graphpact import CONTRACT_VERSION
 from graphpact.attention import KernelProvider
-from graphpact.cli import main
 from graphpact.plugins import KINDS
+from graphpact_cli import main
 from graphpact_flashinfer import FlashInferBackend
 from support import survey_here
 
@@ -155,7 +155,7 @@ def test_kernel_providers_are_shown_by_device(
 def test_listing_plugins_imports_nothing_heavy() -> None:
     """``plugins`` imports neither transformers nor a vendor's kernel library, and stderr stays empty."""
     program = (
-        "import sys; from graphpact.cli import main; main(['plugins', '--json'])\n"
+        "import sys; from graphpact_cli import main; main(['plugins', '--json'])\n"
         "heavy = {'transformers', 'flashinfer', 'flash_attn', 'flash_attn_interface', 'sgl_kernel'}\n"
         "sys.exit(str(heavy & sys.modules.keys()) if heavy & sys.modules.keys() else 0)"
     )

@@ -3,7 +3,7 @@
 Installed distributions offer commands in the entry-point group ``graphpact.commands``: a function, or a
 `typer.Typer` for a command with subcommands. A command is imported when it is run, or listed with its help.
 
-Does not: print graphpact's errors; `graphpact.cli.main` does. typer reports wrong command lines (an unknown
+Does not: print graphpact's errors; `graphpact_cli.main` does. typer reports wrong command lines (an unknown
 option, an invalid number) with status 2.
 """
 
@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any
 
-import rich  # noqa: F401  commands need it: of the same extra
 import typer
 from typer.core import TyperGroup
 

@@ -14,14 +14,14 @@ from typer.core import TyperCommand
 
 import graphpact
 from graphpact import errors
-from graphpact.cli import main
 from graphpact.plugins import PluginCatalog
+from graphpact_cli import main
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import RequestError, VerificationError
 from support import survey_here
 
-ROOT = Path(__file__).parents[1]
-CLI = (sys.executable, "-m", "graphpact.cli")
+ROOT = Path(__file__).parents[2]
+CLI = (sys.executable, "-m", "graphpact_cli")
 
 
 def python(*arguments: str) -> subprocess.CompletedProcess[str]:
@@ -44,26 +44,13 @@ def scan_raises(monkeypatch: pytest.MonkeyPatch) -> Sequence[BaseException]:
     return planted
 
 
-@pytest.mark.parametrize("missing", ["typer", "rich"])
-def test_without_its_extra_the_command_says_what_to_install(missing: str) -> None:
-    """Without typer or rich a command prints one line with the pip command on stderr; the status is 2."""
-    done = python(
-        "-c",
-        f"import sys; sys.modules['{missing}'] = None\n"
-        "from graphpact.cli import main; sys.exit(main(['plugins']))",
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert done.stderr == (f'error: the command line needs {missing}: pip install "graphpact[cli]"\n')
-
-
 def test_importing_graphpact_stays_light() -> None:
     """`import graphpact` imports neither torch, nor a plugin, nor the command line's tools."""
     done = python("-X", "importtime", "-c", "import graphpact")
     assert done.returncode == 0
     imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
     assert "graphpact.errors" in imported
-    heavy = {"torch", "pydantic", "typer", "rich", "graphpact.cli", "graphpact.lane"}
+    heavy = {"torch", "pydantic", "typer", "rich", "graphpact_cli", "graphpact.lane"}
     assert not imported & (heavy | {"graphpact_flashinfer", "graphpact_cuda_graph"})
 
 
@@ -286,7 +273,7 @@ def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
 def completed(*words: str, of: str = "bash") -> tuple[list[str], str]:
     """Return what a shell is offered after ``graphpact`` and ``words``, and whether torch was imported."""
     program = (
-        "import sys; from graphpact.cli import main; status = main()\n"
+        "import sys; from graphpact_cli import main; status = main()\n"
         "sys.exit(f'status {status}, torch' if status or 'torch' in sys.modules else 0)"
     )
     line = " ".join(("graphpact", *words))
@@ -346,7 +333,7 @@ def test_what_needs_no_torch_does_not_import_it(arguments: list[str]) -> None:
     """Versions and help are printed without torch and transformers, whose import takes seconds."""
     done = python(
         "-c",
-        f"import sys; from graphpact.cli import main; status = main({arguments!r})\n"
+        f"import sys; from graphpact_cli import main; status = main({arguments!r})\n"
         "sys.exit(status or len({'torch', 'transformers'} & sys.modules.keys()))",
     )
     assert (done.returncode, done.stderr) == (0, "")

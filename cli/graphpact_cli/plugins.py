@@ -10,9 +10,9 @@ from typing import Annotated, Any
 
 import typer
 
-from graphpact.cli.console import data, note, print_table
-from graphpact.cli.survey import survey
 from graphpact.plugins import Kind, PluginCatalog
+from graphpact_cli.console import data, note, print_table
+from graphpact_cli.survey import survey
 
 
 def plugins(
