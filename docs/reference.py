@@ -271,8 +271,9 @@ def _kinds(told: Mapping[str, Any]) -> list[str]:
 
 
 def _visit_museum() -> list[dict[str, Any]]:
-    from graphpact_conformance.cli.museum import describe  # noqa: PLC0415  only where it is asked for
-    from graphpact_conformance.museum import EXHIBITS, VARIANTS, visit_all  # noqa: PLC0415
+    from graphpact_museum.cli import describe  # noqa: PLC0415  only where it is asked for
+    from graphpact_museum.collection import EXHIBITS, VARIANTS  # noqa: PLC0415
+    from graphpact_museum.gallery import visit_all  # noqa: PLC0415
 
     visits = visit_all((*EXHIBITS, *VARIANTS), workers=os.cpu_count() or 1)
     return [describe(visit) for visit in visits]

@@ -37,7 +37,6 @@ for file in sorted((site / sys.argv[2]).rglob("*.py")):
         print(name)
 """
 NEEDS_AN_EXTRA = {
-    "graphpact-conformance": ["graphpact_conformance.museum", "graphpact_conformance.cli.museum"],
     "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client
     "graphpact-kernels": ["graphpact_kernels._triton_indices"],  # triton
 }
@@ -142,7 +141,7 @@ def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
         ("check", "graphpact-conformance"),
         ("explain", "graphpact-conformance"),
         ("report", "graphpact-conformance"),
-        ("museum", "graphpact-conformance"),
+        ("museum", "graphpact-museum"),
         ("bench", "graphpact-bench"),
     ):
         told = _python("-I", "-S", "-c", COMMAND, site, command, "--anything", status=2).stderr

@@ -4,7 +4,7 @@
 thread reports no symptom, the text says so.
 
 Does not: define rules (see `graphpact_conformance.rules`), or contain code with bugs
-(see `graphpact_conformance.museum`).
+(see `graphpact_museum`).
 """
 
 from dataclasses import dataclass

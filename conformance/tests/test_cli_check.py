@@ -250,7 +250,7 @@ def test_commands_stay_light() -> None:
     code = """
 import sys
 from graphpact_cli import main
-for name in ("check", "explain", "museum", "report"):
+for name in ("check", "explain", "report"):
     assert main([name, "--help"]) == 0
 assert main(["check", "--list"]) == main(["explain"]) == 0
 print(*sys.modules, file=sys.stderr)
@@ -264,7 +264,7 @@ print(*sys.modules, file=sys.stderr)
     )
     imported = {*done.stderr.split()}
     ours = "graphpact_conformance"
-    assert {f"{ours}.cli.{name}" for name in ("check", "explain", "museum", "report")} <= imported
+    assert {f"{ours}.cli.{name}" for name in ("check", "explain", "report")} <= imported
     heavy = {f"{ours}.{name}" for name in ("suite", "supervise", "processes", "stories", "results")}
     assert not imported & (heavy | {"hypothesis", "jinja2", "pytest"})
 

@@ -14,9 +14,9 @@ from graphpact import ForwardBatch, GraphShape, hookimpl
 from graphpact.attention import Buffers
 from graphpact_conformance import suite
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.museum import VARIANTS
 from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.targets import Options
+from graphpact_museum.collection import VARIANTS
 
 OPTIONS = Options(size="quick", examples=1, shrink=False)
 RIGHT: type[Any] = next(v for v in VARIANTS if v.name == "constant-in-a-slot").make(ReferenceBackend)

@@ -10,13 +10,14 @@ import pytest
 
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance import suite
-from graphpact_conformance.museum import EXHIBITS, Exhibit
-from graphpact_conformance.museum.gallery import OPTIONS, planted, right_class
 from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.suite import examine_lane
 from graphpact_conformance.targets import Options, Size, Target
 from graphpact_conformance.world.coverage import joined
 from graphpact_conformance.world.lanes import combinations
+from graphpact_museum.collection import EXHIBITS
+from graphpact_museum.exhibit import Exhibit
+from graphpact_museum.gallery import OPTIONS, planted, right_class
 
 PAGE = Path(__file__).parents[2] / "docs/conformance.md"
 SIZES: tuple[Size, ...] = ("quick", "normal", "thorough")

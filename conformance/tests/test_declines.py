@@ -19,8 +19,6 @@ from graphpact.step import Forward, Region, Step, StepOutputs
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.museum import VARIANTS
-from graphpact_conformance.museum.gallery import planted, right_class
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.suite import PlannedLane, examine_lane, plan_lanes
@@ -38,6 +36,8 @@ from graphpact_conformance.world.problems import (
     of_size,
     steady,
 )
+from graphpact_museum.collection import VARIANTS
+from graphpact_museum.gallery import planted, right_class
 
 LONG = EagerReason("acme_long", "a request is longer than the tier")
 OPTIONS = Options(size="quick", examples=1, shrink=False)

@@ -1,6 +1,6 @@
 """Graph drivers under ``graphpact check``: their promises, strict modes, results, and the ends of processes.
 
-The bugs of `graphpact_conformance.museum.drivers` break most promises. The drivers here break the others.
+The bugs of `graphpact_museum.drivers` break most promises. The drivers here break the others.
 """
 
 import gc
@@ -24,13 +24,13 @@ from graphpact_conformance.drivers.examine import DriverLane, examine_driver, ex
 from graphpact_conformance.isolation import supervise
 from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.merge import merged
-from graphpact_conformance.museum.drivers import EXHIBITS
 from graphpact_conformance.results import Environment, ExitCode, Outcome, PluginResults, Report, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.targets import Options, Target
 from graphpact_conformance.xfails import Xfails
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph.driver import CudaDriver
+from graphpact_museum.drivers import EXHIBITS
 from graphpact_tape.tape import TapeDriver
 from support import ListedCatalog
 

@@ -15,11 +15,13 @@ from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.kinds import MOST, of_default_sizes, of_other_kinds
 from graphpact_conformance.experiments.look_alikes import look_alikes, with_look_alike
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.museum import EXHIBITS, Exhibit, life, requests
-from graphpact_conformance.museum.gallery import OPTIONS, planted, right_class
 from graphpact_conformance.suite import examine_lane, plan_lanes
 from graphpact_conformance.world.lanes import CASES, DRAFT_WIDTH, Config, configs_of
 from graphpact_conformance.world.problems import draw, edges, least_prefix, of_size, sequences
+from graphpact_museum import life, requests
+from graphpact_museum.collection import EXHIBITS
+from graphpact_museum.exhibit import Exhibit
+from graphpact_museum.gallery import OPTIONS, planted, right_class
 
 SHOWN_BY = {
     "captured_again": ("trtllm-returns-tensors-of-the-first-capture", "trtllm-capacity-of-the-step-before"),

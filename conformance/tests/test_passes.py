@@ -22,8 +22,6 @@ from graphpact.step import Forward, Region, Step, StepOutputs
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.museum import EXHIBITS, Exhibit
-from graphpact_conformance.museum.gallery import right_class
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.suite import examine_lane, plan_lanes
 from graphpact_conformance.targets import Options
@@ -31,6 +29,9 @@ from graphpact_conformance.world.lanes import CONTEXT, VOCAB, Config, cases_of, 
 from graphpact_conformance.world.problems import draw
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_museum.collection import EXHIBITS
+from graphpact_museum.exhibit import Exhibit
+from graphpact_museum.gallery import right_class
 from graphpact_speculative import EagleDraftExtendRunner, EagleDraftRunner, FrozenKvMtpRunner
 
 RUNNERS = (EagleDraftRunner, EagleDraftExtendRunner, FrozenKvMtpRunner)

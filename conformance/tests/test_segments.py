@@ -23,8 +23,6 @@ from graphpact_conformance.lane.reference import (
     SegmentsRunner,
 )
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.museum import EXHIBITS, VARIANTS, Exhibit, Variant, visit
-from graphpact_conformance.museum.gallery import right_class
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.suite import examine_lane, plan_lanes
 from graphpact_conformance.suite.target import unsupported
@@ -45,6 +43,9 @@ from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
 from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
+from graphpact_museum.collection import EXHIBITS, VARIANTS
+from graphpact_museum.exhibit import Exhibit, Variant
+from graphpact_museum.gallery import right_class, visit
 from graphpact_trtllm_mla import TRTLLMMLABackend
 from support import ListedCatalog
 

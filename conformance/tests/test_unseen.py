@@ -25,13 +25,13 @@ from graphpact_conformance.lane.reference import (
     ReferenceRunner,
     ReferenceSizes,
 )
-from graphpact_conformance.museum import VARIANTS
-from graphpact_conformance.museum.edits import after_replay_hook
-from graphpact_conformance.museum.gallery import OPTIONS
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.suite import PlannedLane, examine_lane, experiments_of, plan_lanes
 from graphpact_conformance.world.lanes import CAN_BE_HIGH, TILES, Case, Config
 from graphpact_conformance.world.problems import Drawn, Problem, corner, draw, edges, steady
+from graphpact_museum.collection import VARIANTS
+from graphpact_museum.edits import after_replay_hook
+from graphpact_museum.gallery import OPTIONS
 
 
 def lanes(

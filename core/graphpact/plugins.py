@@ -70,7 +70,8 @@ _OFFERS: dict[str, dict[Kind, str]] = {  # the first-party distributions, and th
     "graphpact-fa3": {"attention_backend": "fa3"},
     "graphpact-trtllm-mla": {"attention_backend": "trtllm_mla"},
     "graphpact-engine": {"observer": "metrics trace", "command": "doctor generate pact"},
-    "graphpact-conformance": {"command": "check explain museum report"},
+    "graphpact-conformance": {"command": "check explain report"},
+    "graphpact-museum": {"command": "museum"},
     "graphpact-adapters": {"adapter": "sglang vllm"},
     "graphpact-bench": {"command": "bench"},
 }

@@ -17,11 +17,11 @@ from graphpact.graphs import GraphDriver
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.lane.rig import CPU, Rig
-from graphpact_conformance.museum import VARIANTS
 from graphpact_conformance.world.lanes import configs_of
 from graphpact_conformance.world.problems import draw
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph.driver import CudaDriver
+from graphpact_museum.collection import VARIANTS
 from graphpact_tape.tape import TapeDriver
 
 Driver = Callable[[torch.device], GraphDriver]

@@ -13,11 +13,12 @@ from graphpact_cli import main
 from graphpact_conformance import suite
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.museum import EXHIBITS, Exhibit, visit
-from graphpact_conformance.museum.gallery import OPTIONS, planted, right_class
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.suite.run import run_once
 from graphpact_conformance.targets import Options
+from graphpact_museum.collection import EXHIBITS
+from graphpact_museum.exhibit import Exhibit
+from graphpact_museum.gallery import OPTIONS, planted, right_class, visit
 
 pytestmark = pytest.mark.sweep
 

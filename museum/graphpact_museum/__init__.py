@@ -1,0 +1,27 @@
+"""The museum: real bugs of real engines, each planted in an otherwise correct plugin.
+
+    bindings   binding, refresh and layout of metadata: GP01, 02, 07
+    recordings recorded work and frozen host numbers: GP08, 10
+    plans      plans, staging memory and host reads: GP09, 16, 20
+    padding    contents and effects of padding rows: GP03 to 06
+    memory     size, lifetime and sharing of memory: GP13 to 15, 18, 19
+    runners    runners, the registry, capture sizes, batches, ranks: GP03 to 06, 11, 12, 17 and others
+    drafts     runners that draft: GP01 to 03, 06
+    drivers    graph drivers, fast and strict: GP01, 07, 08, 10, 14 to 16, 19 to 21
+    life       recaptures, several lanes, rewritten batches and weights: GP02, 09, 10, 14 to 16, 19
+    requests   requests that look like padding, and batches of other kinds: GP04, 06, 12
+    segments   graphs that attention leaves: GP01 to 03, 05, 08, 10, 15, and their correct plugins
+    scale      bugs that only unusual values of scale expose
+    fields     optional fields of batches: GP02, 04, 05
+    tasks      updates of tasks: GP21
+    variants   correct plugins in other styles
+    right_drivers   correct graph drivers in other styles
+
+`exhibit` defines exhibits and variants, `edits` has edits for several rooms, `collection` lists all of them,
+`gallery` runs the suite on them.
+
+The suite must catch every exhibit under its own rule, and pass every variant. A rule without an exhibit is
+not trusted.
+
+Does not: check plugins; the museum checks the suite. Nor import a room, so that the command's help is quick.
+"""

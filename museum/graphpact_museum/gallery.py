@@ -1,0 +1,212 @@
+"""`visit`: run the suite on exhibits and variants.
+
+Does not: contain an exhibit.
+"""
+
+import gc
+import multiprocessing
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any
+
+import torch
+
+from graphpact.attention import AttentionBackend
+from graphpact.errors import GraphpactError
+from graphpact.graphs import GraphDriver
+from graphpact.plugins import Kind, PluginCatalog
+from graphpact.runners import GraphRunner
+from graphpact_conformance.drivers.examine import examine_lane as examine_driver_lane
+from graphpact_conformance.drivers.examine import lanes_of_driver
+from graphpact_conformance.experiments import EXPERIMENTS
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.results import Finding, Outcome, Result
+from graphpact_conformance.suite import LaneKind, PlannedLane, examine_lane, plan_lanes
+from graphpact_conformance.targets import Options
+from graphpact_museum.exhibit import Exhibit, Variant
+
+OPTIONS = Options(size="quick", examples=1, shrink=False)
+
+
+@dataclass(frozen=True)
+class Visit:
+    """The results of the suite for one exhibit or variant.
+
+    Args:
+        piece: The exhibit or variant.
+        findings: The finding with the best evidence of each rule; the key is None for those without a rule.
+        lanes: The lanes that were checked.
+        missing: The reason if its plugin is not installed.
+        errors: Errors of the suite.
+    """
+
+    piece: Exhibit | Variant
+    findings: dict[str | None, Finding] = field(default_factory=dict)
+    lanes: tuple[str, ...] = ()
+    missing: str | None = None
+    errors: tuple[str, ...] = ()
+
+    @property
+    def is_right(self) -> bool:
+        """Whether an exhibit was caught under its own rule, or a variant has no finding."""
+        if self.missing is not None or self.errors or not self.lanes:
+            return False
+        if isinstance(self.piece, Exhibit):
+            return self.piece.rule in self.findings
+        return not self.findings
+
+
+def visit(piece: Exhibit | Variant, options: Options = OPTIONS, *, quick: bool = False) -> Visit:
+    """Check one exhibit or variant in its lanes.
+
+    Args:
+        piece: The exhibit or variant.
+        options: Options of the run.
+        quick: Whether to check an exhibit for its own rule alone, until an experiment finds it.
+    """
+    wanted = piece.rule if quick and isinstance(piece, Exhibit) else None
+    if wanted is not None:
+        options = replace(options, only=frozenset({wanted}))
+    try:
+        base = right_class(piece.base)
+    except GraphpactError as error:
+        return Visit(piece, missing=error.message.splitlines()[0])
+    if issubclass(base, GraphDriver):
+        plans, results = _of_driver(piece, base, options)
+    else:
+        with planted(piece, base, options) as planned:
+            plans = [str(plan) for plan in planned]
+            results = _found_first(planned, options, wanted)
+    findings: dict[str | None, Finding] = {}
+    for finding in sorted((f for r in results for f in r.findings), key=lambda f: f.evidence):
+        findings.setdefault(finding.rule, finding)
+    errors = [r.reason or "" for r in results if r.outcome is Outcome.ERROR]
+    return Visit(piece, findings, tuple(plans), errors=tuple(dict.fromkeys(errors)))
+
+
+def _found_first(plans: Sequence[PlannedLane], options: Options, wanted: str | None) -> list[Result]:
+    """Return the results of all lanes; with a ``wanted`` rule, those up to its first finding."""
+    results: list[Result] = []
+    for plan in plans:
+        one_by_one = wanted is not None and plan.has_all  # in light lanes some follow a finding of another
+        for experiments in [[e] for e in EXPERIMENTS] if one_by_one else [EXPERIMENTS]:
+            results += examine_lane(plan, options, experiments=experiments)
+            if any(wanted == finding.rule for result in results for finding in result.findings):
+                return results
+    return results
+
+
+def _of_driver(
+    piece: Exhibit | Variant, base: type[GraphDriver], options: Options
+) -> tuple[list[str], list[Result]]:
+    """Return the names of the lanes of an exhibit or variant of a driver, and their results."""
+    lanes = [lane for lane in lanes_of_driver(piece.make(base), options) if str(lane) in piece.lanes]
+    return [str(lane) for lane in lanes], [r for lane in lanes for r in examine_driver_lane(lane, options)]
+
+
+@contextmanager
+def planted(
+    piece: Exhibit | Variant, base: type[Any], options: Options = OPTIONS
+) -> Iterator[list[PlannedLane]]:
+    """Yield the lanes of an exhibit or variant, the plain ones with all experiments; they run inside it.
+
+    An exhibit has the lanes that expose it. A variant has all lanes of a run, of its kinds of step.
+
+    Args:
+        piece: The exhibit or variant.
+        base: The correct class that it edits.
+        options: Options of the run.
+    """
+    cls = piece.make(base)
+    is_backend = issubclass(cls, AttentionBackend)
+    backend: type[AttentionBackend] = cls if is_backend else ReferenceBackend
+    runner: type[GraphRunner] = ReferenceRunner if is_backend else cls
+    kind: LaneKind = "attention_backend" if is_backend else "runner"
+
+    def plans(values: Sequence[str] | None) -> list[PlannedLane]:
+        every = plan_lanes(backend, runner, options, kind=kind, values=values)
+        return [plan for plan in every if str(plan.lane.config.case.plain) in piece.lanes]
+
+    around = piece.around if isinstance(piece, Exhibit) else nullcontext
+    with around(), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # an exhibit may warn
+        own = plans(piece.values if isinstance(piece, Exhibit) else ())
+        own = [replace(plan, is_full=True) for plan in own]
+        names = {str(plan) for plan in own}
+        others = plans(None) if isinstance(piece, Variant) else []
+        yield [*own, *(plan for plan in others if str(plan) not in names)]
+
+
+def visit_all(
+    pieces: Sequence[Exhibit | Variant],
+    on_visit: Callable[[Visit], None] | None = None,
+    *,
+    workers: int = 1,
+    quick: bool = False,
+) -> list[Visit]:
+    """Visit exhibits and variants, in one or several processes; return the visits in their order.
+
+    Args:
+        pieces: Some of `graphpact_museum.collection.EXHIBITS` and ``VARIANTS``.
+        on_visit: Called with each finished visit.
+        workers: Number of processes; 1 uses this process.
+        quick: See `visit`.
+    """
+    report = on_visit or (lambda _: None)
+    if workers == 1:
+        visits = []
+        for piece in pieces:
+            visits.append(visit(piece, quick=quick))
+            report(visits[-1])
+        return visits
+    context = multiprocessing.get_context("spawn")
+    done: dict[str, Visit] = {}
+    by_name = {piece.name: piece for piece in pieces}
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_as_a_worker) as pool:
+        futures = [pool.submit(_visit_named, piece.name, quick) for piece in pieces]
+        for future in as_completed(futures):
+            name, findings, lanes, missing, errors = future.result()
+            done[name] = Visit(by_name[name], findings, lanes, missing, errors)
+            report(done[name])
+    return [done[piece.name] for piece in pieces]
+
+
+def _as_a_worker() -> None:
+    torch.set_num_threads(1)
+    gc.freeze()
+
+
+def _visit_named(
+    name: str,
+    quick: bool,  # noqa: FBT001  a pool calls by position
+) -> tuple[str, dict[str | None, Finding], tuple[str, ...], str | None, tuple[str, ...]]:
+    """Visit a piece by its name, and return the parts of the visit that can be pickled."""
+    from graphpact_museum.collection import EXHIBITS, VARIANTS  # noqa: PLC0415  they import us
+
+    pieces: list[Exhibit | Variant] = [*EXHIBITS, *VARIANTS]
+    piece = next(p for p in pieces if p.name == name)
+    seen = visit(piece, quick=quick)
+    return name, seen.findings, seen.lanes, seen.missing, seen.errors
+
+
+@cache
+def right_class(name: str) -> type[Any]:
+    """Return the correct class of that name.
+
+    Raises:
+        PluginError: The plugin is not installed.
+    """
+    if name == "reference":
+        return ReferenceBackend
+    if name == "reference_runner":
+        return ReferenceRunner
+    catalog = PluginCatalog.scan()
+    kinds: tuple[Kind, ...] = ("runner", "graph_driver")
+    for kind in kinds:
+        if any(info.name == name for info in catalog.infos(kind)):
+            return catalog.select(kind, name)
+    return catalog.select("attention_backend", name)

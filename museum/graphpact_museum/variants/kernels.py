@@ -1,0 +1,233 @@
+"""Correct backends, written from scratch, whose kernels do other work: chunks, sorted or padded queries.
+
+Does not: contain bugs; see the exhibits in the other rooms.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpact.attention import BackendContext, Buffers, LayerSpec, Limits
+from graphpact.batch import ForwardBatch
+from graphpact.buffers import GraphSlot, metadata_slot
+from graphpact.shapes import GraphShape
+from graphpact_museum.exhibit import Variant
+from graphpact_museum.variants.attention import (
+    DecodeBackend,
+    Keys,
+    TableBackend,
+    attend,
+    capabilities,
+    lengths_slot,
+    of_its_own,
+)
+
+
+class _OnlineSoftmax(TableBackend):
+    """Attends by chunks of 16 positions with a running maximum; the number of chunks is a bound."""
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
+    ) -> torch.Tensor:
+        """Add chunk after chunk, each scaled by the change of the maximum."""
+        self.write(k, v, layer, metadata.out_cache_loc)
+        caches, group = self.caches(layer), layer.num_q_heads // layer.num_kv_heads
+        slots, seen = self.keys_of(metadata, layer)
+        most = q.new_full(q.shape[:2], -1e30, dtype=torch.float32)
+        total = torch.zeros_like(most)
+        out = q.new_zeros(*q.shape[:2], layer.v_head_dim, dtype=torch.float32)
+        for begin in range(0, slots.shape[1], 16):
+            at, sees = slots[:, begin : begin + 16], seen[:, begin : begin + 16]
+            keys, values = (
+                cache[torch.where(sees, at, 0)]
+                .masked_fill(~sees[:, :, None, None], 0)
+                .float()
+                .repeat_interleave(group, dim=2)
+                for cache in caches
+            )
+            scores = torch.einsum("thd,tnhd->thn", q.float(), keys) * layer.scaling
+            scores = scores.masked_fill(~sees[:, None], -1e30)
+            now = torch.maximum(most, scores.amax(dim=2))
+            weights = (scores - now[:, :, None]).exp().masked_fill(~sees[:, None], 0)
+            factor = (most - now).exp()
+            total = total * factor + weights.sum(dim=2)
+            out = out * factor[:, :, None] + torch.einsum("thn,tnhd->thd", weights, values)
+            most = now
+        return (out / total[:, :, None]).to(q.dtype)
+
+
+@dataclass
+class _Sorted:
+    """`Keys` in the order of their lengths, and ``order`` ``[bs]``: the row of each of them."""
+
+    out_cache_loc: torch.Tensor
+    lens: torch.Tensor
+    table: torch.Tensor
+    order: torch.Tensor
+
+
+class _SortsQueries(DecodeBackend):
+    """Sorts requests by their lengths, queries too, and puts outputs back in order."""
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Add the order."""
+        return [*super().declare_slots(limits), lengths_slot("variant.order")]
+
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> _Sorted:
+        """Return the slots."""
+        del shape
+        names = ("lens", "table", "order")
+        return _Sorted(view.out_cache_loc, *(buffers(f"variant.{name}") for name in names))
+
+    def fill_metadata(self, view: ForwardBatch, metadata: _Sorted) -> None:
+        """Sort, then fill in that order."""
+        lens, order = view.seq_lens.sort(descending=True, stable=True)
+        metadata.lens.copy_(lens)
+        metadata.order.copy_(order)
+        metadata.table.copy_(self.context.req_to_token[view.req_pool_indices[order]])
+
+    def keys_of(self, metadata: _Sorted, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the table, in the order of lengths."""
+        del layer
+        at = torch.arange(metadata.table.shape[1], device=metadata.table.device)
+        return metadata.table, at < metadata.lens[:, None]
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
+    ) -> torch.Tensor:
+        """Write, sort queries, attend, and put back."""
+        self.write(k, v, layer, metadata.out_cache_loc)
+        found = attend(q[metadata.order], *self.caches(layer), *self.keys_of(metadata, layer), layer)
+        return torch.empty_like(found).index_copy_(0, metadata.order, found)
+
+
+class _PadsQueries(DecodeBackend):
+    """Has a kernel that takes queries in eights: it pads them in a workspace, and cuts its outputs."""
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Add the workspace."""
+        heads = max(layer.num_q_heads for layer in self.context.layers)
+        width = max(layer.head_dim for layer in self.context.layers)
+        work = metadata_slot(
+            "variant.queries",
+            lambda _, tokens: (-(-tokens // 8) * 8, heads, width),
+            self.context.dtype,
+            role="workspace",
+        )
+        return [*super().declare_slots(limits), work]
+
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> dict[str, Any]:
+        """Return a dict."""
+        eights = -(-shape.num_tokens // 8) * 8
+        names = ("lens", "table")
+        made: dict[str, Any] = {name: buffers(f"variant.{name}") for name in names}
+        work = buffers("variant.queries")
+        return made | {"out_cache_loc": view.out_cache_loc, "queries": work[:eights]}
+
+    def fill_metadata(self, view: ForwardBatch, metadata: dict[str, Any]) -> None:
+        """Fill lengths and table."""
+        metadata["lens"].copy_(view.seq_lens)
+        self.fill_table(view, metadata["table"])
+
+    def keys_of(self, metadata: dict[str, Any], layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the table with rows for the eights, which see the first of their keys, slot 0."""
+        del layer
+        table, lens = metadata["table"], metadata["lens"]
+        more = len(metadata["queries"]) - len(lens)
+        table = torch.cat([table, table.new_zeros(more, table.shape[1])])
+        lens = torch.cat([lens, lens.new_ones(more)])
+        return table, torch.arange(table.shape[1], device=table.device) < lens[:, None]
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        metadata: dict[str, Any],
+    ) -> torch.Tensor:
+        """Write, pad, attend, and cut."""
+        self.write(k, v, layer, metadata["out_cache_loc"])
+        work: torch.Tensor = metadata["queries"][:, : q.shape[1], : q.shape[2]]
+        work[: len(q)].copy_(q)
+        work[len(q) :].zero_()
+        return attend(work, *self.caches(layer), *self.keys_of(metadata, layer), layer)[: len(q)]
+
+
+_Kernel = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+
+
+class _CompilesByShape(TableBackend):
+    """Makes a kernel for each size of a step when it is first needed, and keeps it."""
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        self.compiled: dict[tuple[int, ...], _Kernel] = {}
+
+    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call the kernel of this size."""
+        del layer
+        key = tuple(metadata.table.shape)
+        if key not in self.compiled:
+            self.compiled[key] = self._compile(*key)
+        return self.compiled[key](metadata.table, metadata.lens)
+
+    def _compile(self, rows: int, columns: int) -> _Kernel:
+        def kernel(table: torch.Tensor, lens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            at = torch.arange(columns, device=table.device).expand(rows, columns)
+            return table, at < lens[:, None]
+
+        return kernel
+
+
+class _FoldedConstants(TableBackend):
+    """Folds the windows of all layers into a tensor when it is built; casts sinks where they are read."""
+
+    capabilities = capabilities(sinks=True, sliding_window=True)
+
+    def __init__(self, context: BackendContext) -> None:
+        super().__init__(context)
+        longest = context.limits.max_context_len
+        windows = [layer.sliding_window or longest for layer in context.layers]
+        self.windows = torch.tensor(windows, device=context.device)
+        self.at = {layer.layer_id: at for at, layer in enumerate(context.layers)}
+
+    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Cut by the layer's window."""
+        lens = metadata.lens[:, None]
+        at = torch.arange(metadata.table.shape[1], device=metadata.table.device)
+        return metadata.table, (at < lens) & (at >= lens - self.windows[self.at[layer.layer_id]])
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
+    ) -> torch.Tensor:
+        """Attend, and give the sink its share."""
+        self.write(k, v, layer, metadata.out_cache_loc)
+        slots, seen = self.keys_of(metadata, layer)
+        found = attend(q, *self.caches(layer), slots, seen, layer)
+        keys = self.caches(layer)[0][torch.where(seen, slots, 0)].float()
+        keys = keys.masked_fill(~seen[:, :, None, None], 0)
+        keys = keys.repeat_interleave(layer.num_q_heads // layer.num_kv_heads, dim=2)
+        scores = torch.einsum("thd,tnhd->thn", q.float(), keys) * layer.scaling
+        total = scores.masked_fill(~seen[:, None], float("-inf")).logsumexp(dim=2)
+        share = 1 if layer.sinks is None else torch.sigmoid(total - layer.sinks.float())[:, :, None]
+        return (found.float() * share).to(q.dtype)
+
+
+VARIANTS: list[Variant] = [
+    of_its_own(
+        "online-softmax", "Attention runs over chunks of keys with a running maximum.", _OnlineSoftmax
+    ),
+    of_its_own(
+        "queries-sorted-by-length", "Queries are sorted by length, and outputs put back.", _SortsQueries
+    ),
+    of_its_own("queries-in-eights", "Queries are padded to a multiple of 8 in a workspace.", _PadsQueries),
+    of_its_own("kernel-by-shape", "A kernel for each size is made on first use, and kept.", _CompilesByShape),
+    of_its_own(
+        "folded-constants",
+        "Windows of all layers are folded into a tensor when the backend is built; sinks are cast when read.",
+        _FoldedConstants,
+    ),
+]

@@ -1,0 +1,299 @@
+"""Correct runners, written from scratch: one of each level of graph support, with sizes of their own.
+
+Does not: contain bugs; see the exhibits in the other rooms.
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from itertools import product
+
+import torch
+
+from graphpact.attention import GraphSupport
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.buffers import GraphSlot, PaddingPolicy
+from graphpact.runners import GraphRunner
+from graphpact.shapes import EagerReason, GraphShape
+from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact_conformance.lane.reference import broken_at_attention
+from graphpact_museum.exhibit import Variant
+
+_ADAPTERS = "variant.adapters"
+
+
+class _NeverRunner(GraphRunner):
+    """Captures nothing, in any mode."""
+
+    modes = frozenset(ForwardMode)
+    needs = GraphSupport.NEVER
+
+    def shapes(self) -> Sequence[GraphShape]:
+        """Return nothing."""
+        return ()
+
+
+class _FibonacciRunner(GraphRunner):
+    """Captures 1, 2, 3, 5, 8 and so on requests, and searches among them by itself."""
+
+    modes = frozenset({ForwardMode.DECODE})
+    needs = GraphSupport.UNIFORM_DECODE
+
+    @cached_property
+    def ladder(self) -> list[int]:
+        """The request counts, the smallest first; the last is the largest step."""
+        if self.context.batch_sizes is not None:
+            return sorted({*self.context.batch_sizes})
+        most = self.context.limits.max_bs
+        sizes = [1, 2]
+        while sizes[-1] < most:
+            sizes.append(sizes[-1] + sizes[-2])
+        return [size for size in sizes if size < most] + [most]
+
+    def shapes(self) -> Sequence[GraphShape]:
+        """Return a shape for each step of the ladder."""
+        width = self.context.tokens_per_request or 1
+        return [GraphShape(self.context.mode, size, size * width) for size in self.ladder]
+
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Search the ladder by requests; of ranks that gather, by those of the largest."""
+        mode, width = self.context.mode, self.context.tokens_per_request or 1
+        if batch.forward_mode not in (mode, ForwardMode.IDLE):
+            return EagerReason.WRONG_MODE
+        if batch.num_tokens != batch.batch_size * width:
+            return EagerReason.OTHER_WIDTH
+        together = batch.global_num_tokens_cpu
+        requests = batch.batch_size if together is None else -(-max(together) // width)
+        at = bisect_left(self.ladder, requests)
+        if at == len(self.ladder):
+            return EagerReason.OVER_LARGEST
+        return GraphShape(mode, self.ladder[at], self.ladder[at] * width)
+
+
+class _UniformRunner(_FibonacciRunner):
+    """The same for verification and draft extend, where each request has several tokens."""
+
+    modes = frozenset({ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND})
+    needs = GraphSupport.UNIFORM
+
+
+class _TwoAxesRunner(GraphRunner):
+    """Captures prefills of few and of many requests, each with few and with many tokens."""
+
+    modes = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
+    needs = GraphSupport.ALWAYS
+
+    @cached_property
+    def grid(self) -> list[GraphShape]:
+        """The shapes, by tokens, then by requests."""
+        limits = self.context.limits
+        tokens = {limits.max_num_tokens // 2, limits.max_num_tokens}
+        requests = {-(-limits.max_bs // 2), limits.max_bs}
+        longest, mode = limits.max_context_len, self.context.mode
+        pairs = product(sorted(tokens), sorted(requests))
+        return [GraphShape(mode, bs, most) for most, bs in pairs if bs <= most <= bs * longest]
+
+    def shapes(self) -> Sequence[GraphShape]:
+        """Return the grid."""
+        return tuple(self.grid)
+
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the first shape with room for both; where ranks gather, for the most tokens of any."""
+        if batch.forward_mode not in (self.context.mode, ForwardMode.IDLE):
+            return EagerReason.WRONG_MODE
+        tokens = max((batch.num_tokens, *(batch.global_num_tokens_cpu or ())))
+        for shape in self.grid:
+            if batch.batch_size <= shape.batch_size and tokens <= shape.num_tokens:
+                return shape
+        return EagerReason.OVER_LARGEST
+
+
+class _BreakableRunner(_TwoAxesRunner):
+    """The same, with attention outside the graphs."""
+
+    needs = GraphSupport.NEVER
+    eager_attention = True
+
+    def compose(self, forward: Forward, step: Step) -> Region:
+        """Return a forward pass in segments."""
+        return broken_at_attention(forward, step)
+
+
+class _ConstantOutputsRunner(_FibonacciRunner):
+    """Returns two more outputs: the row of each request, a constant; and a flag, expanded."""
+
+    def compose(self, forward: Forward, step: Step) -> Region:
+        """Return a forward pass and the two."""
+        rows = torch.arange(step.view.batch_size, device=step.view.device)
+
+        def region() -> StepOutputs:
+            outputs = forward(step.view, step.metadata, step.backend.forward)
+            given = {name: (tensor, outputs.axes[name]) for name, tensor in outputs.items()}
+            is_last = (step.view.seq_lens.sum() >= 0).expand(step.view.batch_size)
+            return StepOutputs(**given, order=(rows, "bs"), is_last=(is_last, "bs"))
+
+        return region
+
+
+class _ChosenTokensRunner(_FibonacciRunner):
+    """Chooses tokens in the graph: returns them, whether each is even, and a number without dimensions."""
+
+    def compose(self, forward: Forward, step: Step) -> Region:
+        """Return a forward pass and the three."""
+
+        def region() -> StepOutputs:
+            outputs = forward(step.view, step.metadata, step.backend.forward)
+            given = {name: (tensor, outputs.axes[name]) for name, tensor in outputs.items()}
+            best, axis = outputs.logits.argmax(dim=-1), outputs.axes["logits"]
+            count = torch.full((), 2, device=best.device)
+            return StepOutputs(
+                **given, best=(best, axis), is_even=(best % 2 == 0, axis), count=(count, "none")
+            )
+
+        return region
+
+
+class _TwoGraphsRunner(_FibonacciRunner):
+    """Captures each size with adapters and without; a batch that carries their numbers takes the first.
+
+    Ranks that gather agree without looking at their own batches: there all take the graph with adapters.
+    """
+
+    def shapes(self) -> Sequence[GraphShape]:
+        """Return two shapes of each size."""
+        both = ("adapters", "")
+        return [replace(shape, variant=variant) for shape in super().shapes() for variant in both]
+
+    def slots(self) -> Sequence[GraphSlot]:
+        """Return the inputs, and the adapter of each request."""
+        adapters = GraphSlot(
+            _ADAPTERS,
+            lambda bs, _: (bs,),
+            torch.int64,
+            axis="bs",
+            padding_policy=PaddingPolicy.ZERO,
+            optional=True,
+            owner="variant",
+        )
+        return [*super().slots(), adapters]
+
+    def dummy(self, shape: GraphShape) -> ForwardBatch:
+        """Return a batch with the field where the shape's graph reads it."""
+        batch = super().dummy(shape)
+        if shape.variant:
+            zeros = torch.zeros(shape.batch_size, dtype=torch.int64, device=batch.device)
+            batch.extra = {**batch.extra, _ADAPTERS: zeros}
+        return batch
+
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the smallest shape of the batch's variant."""
+        has = _ADAPTERS in batch.extra or batch.global_num_tokens_cpu is not None
+        found = super().fit(batch)
+        return replace(found, variant="adapters" if has else "") if isinstance(found, GraphShape) else found
+
+
+class _FrozenRunner(_FibonacciRunner):
+    """Drafts on a cache that the model only reads: two passes, the second over tokens that follow.
+
+    A draft of a single step has one.
+    """
+
+    frozen_kv = True
+
+    @cached_property
+    def ladder(self) -> list[int]:
+        """The row counts: topk rows for each request."""
+        topk, sizes = self.context.limits.draft.topk, self.context.batch_sizes
+        if sizes is not None:
+            return sorted({*sizes})
+        most = self.context.limits.max_bs // topk
+        return [size * topk for size in sorted({1, most})]
+
+    def compose(self, forward: Forward, step: Step) -> Region:
+        """Return the passes, over the same keys; the outputs are those of the last."""
+        is_single = self.context.limits.draft.num_steps == 1
+
+        def region() -> StepOutputs:
+            first = forward(step.view, step.metadata, step.backend.forward)
+            if is_single:
+                return first
+            following = {"input_ids": first.logits.argmax(dim=1), "positions": step.view.positions + 1}
+            if step.view.mrope_positions is not None:
+                following["mrope_positions"] = step.view.mrope_positions + 1
+            return forward(step.view.with_tensors(following), step.metadata, step.backend.forward)
+
+        return region
+
+
+def _runner(name: str, style: str, cls: type[GraphRunner], *lanes: str) -> Variant:
+    return Variant(name=name, style=style, base="reference_runner", lanes=lanes, make=lambda _: cls)
+
+
+VARIANTS: list[Variant] = [
+    _runner(
+        "runner-that-never-captures",
+        "A runner of all modes captures nothing.",
+        _NeverRunner,
+        "decode",
+        "extend",
+        "mixed",
+        "target_verify",
+        "draft_decode",
+        "draft_extend",
+        "idle",
+    ),
+    _runner(
+        "runner-of-uniform-decode",
+        "Capture sizes are Fibonacci numbers, and fit() is a binary search.",
+        _FibonacciRunner,
+        "decode",
+        "idle",
+    ),
+    _runner(
+        "runner-of-uniform-steps",
+        "Verification and draft extend have capture sizes of the runner's own.",
+        _UniformRunner,
+        "target_verify",
+        "draft_extend",
+    ),
+    _runner(
+        "runner-of-two-axes",
+        "Prefill is captured in full, for few and many requests with few and many tokens.",
+        _TwoAxesRunner,
+        "extend",
+        "mixed",
+    ),
+    _runner(
+        "runner-of-segments",
+        "Prefill is captured without attention, for few and many requests with few and many tokens.",
+        _BreakableRunner,
+        "extend",
+        "mixed",
+    ),
+    _runner(
+        "outputs-that-no-replay-writes",
+        "An output is a constant, another one is expanded.",
+        _ConstantOutputsRunner,
+        "decode",
+    ),
+    _runner(
+        "runner-that-chooses-tokens",
+        "A graph returns chosen tokens, a flag of each, and a number without dimensions.",
+        _ChosenTokensRunner,
+        "decode",
+    ),
+    _runner(
+        "two-graphs-of-each-size",
+        "A batch with numbers of adapters takes another graph than one without.",
+        _TwoGraphsRunner,
+        "decode",
+    ),
+    _runner(
+        "runner-on-a-frozen-cache",
+        "Two passes draft on a cache that the model only reads, one if a draft has a single step.",
+        _FrozenRunner,
+        "decode_frozen",
+        "decode_frozen_tree",
+    ),
+]

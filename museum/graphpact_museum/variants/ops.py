@@ -1,0 +1,138 @@
+"""A correct backend whose kernels are custom operators: each is one node of a graph, as a kernel launch is.
+
+Does not: contain bugs; see the exhibits in the other rooms.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphpact.attention import Buffers, LayerSpec, Limits
+from graphpact.batch import ForwardBatch
+from graphpact.buffers import GraphSlot, metadata_slot
+from graphpact.graphs import declare_kernel
+from graphpact.shapes import GraphShape
+from graphpact_museum.exhibit import Variant
+from graphpact_museum.variants.attention import (
+    DecodeBackend,
+    attend,
+    lengths_slot,
+    of_its_own,
+    table_slot,
+)
+
+CHUNK = 16
+"""Keys of a chunk, the unit of work."""
+
+
+@declare_kernel
+@torch.library.custom_op("graphpact_museum::write_kv", mutates_args=("k_cache", "v_cache"))
+def _write_kv(
+    k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
+) -> None:
+    """Write the rows whose slot is not -1."""
+    is_live = slots >= 0
+    k_cache[slots[is_live]] = k[is_live]
+    v_cache[slots[is_live]] = v[is_live]
+
+
+@declare_kernel
+@torch.library.custom_op("graphpact_museum::plan", mutates_args=("work",))
+def _plan(lens: torch.Tensor, work: torch.Tensor) -> None:
+    """List the chunks of all requests, longest requests first, as pairs of request and chunk; then -1."""
+    order = sorted(range(len(lens)), key=lambda row: -int(lens[row]))
+    listed = [(row, chunk) for row in order for chunk in range(-(-int(lens[row]) // CHUNK))]
+    work.fill_(-1)
+    work[: len(listed)] = torch.tensor(listed, dtype=work.dtype).view(-1, 2)
+
+
+@declare_kernel
+@torch.library.custom_op("graphpact_museum::seen", mutates_args=("seen",))
+def _seen(lens: torch.Tensor, work: torch.Tensor, seen: torch.Tensor) -> None:
+    """Mark the keys of the listed chunks, as far as requests are long."""
+    seen.zero_()
+    for row, chunk in work.tolist():
+        if row >= 0:
+            seen[row, chunk * CHUNK : min((chunk + 1) * CHUNK, int(lens[row]))] = True
+
+
+@dataclass
+class _Work:
+    """The metadata of a step.
+
+    Args:
+        slot_mapping: ``[bs]`` int64: the slot that each token writes; -1 for scratch.
+        lens: ``[bs]`` int64.
+        table: ``[bs, n]`` int64.
+        work: ``[m, 2]`` int32: the chunks of this batch, then -1.
+    """
+
+    slot_mapping: torch.Tensor
+    lens: torch.Tensor
+    table: torch.Tensor
+    work: torch.Tensor
+
+
+class _CustomOps(DecodeBackend):
+    """Skips tokens of slot -1, and reads as many chunks as a plan lists, which the device makes."""
+
+    def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
+        """Return slots of lengths, table, slot mapping and plan."""
+        most = -(-limits.max_context_len // CHUNK)
+        work = metadata_slot(
+            "variant.work", lambda bs, _: (bs * most, 2), torch.int32, role="plan", axis="none"
+        )
+        return [lengths_slot(), lengths_slot("variant.slot_mapping"), table_slot(limits), work]
+
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> _Work:
+        """Return the slots; of the plan as much as the shape may need."""
+        del view
+        most = -(-self.context.limits.max_context_len // CHUNK)
+        return _Work(
+            buffers("variant.slot_mapping"),
+            buffers("variant.lens"),
+            buffers("variant.table"),
+            buffers("variant.work")[: shape.batch_size * most],
+        )
+
+    def fill_metadata(self, view: ForwardBatch, metadata: _Work) -> None:
+        """Mark tokens on scratch, count, and plan."""
+        is_scratch = view.out_cache_loc < self.context.limits.page_size
+        metadata.slot_mapping.copy_(view.out_cache_loc.masked_fill(is_scratch, -1))
+        metadata.lens.copy_(view.seq_lens)
+        self.fill_table(view, metadata.table)
+        _plan(metadata.lens, metadata.work)
+
+    def keys_of(self, metadata: _Work, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys of the planned chunks."""
+        del layer
+        seen = torch.empty(metadata.table.shape, dtype=torch.bool, device=metadata.table.device)
+        _seen(metadata.lens, metadata.work, seen)
+        return metadata.table, seen
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: LayerSpec,
+        metadata: _Work,
+    ) -> torch.Tensor:
+        """Write, attend, and clear padding rows, whose own key is not written."""
+        k_cache, v_cache = self.caches(layer)
+        if k is not None and v is not None:
+            _write_kv(k_cache, v_cache, k, v, metadata.slot_mapping)
+        is_live = metadata.slot_mapping >= 0
+        slots, seen = self.keys_of(metadata, layer)
+        out = attend(q, k_cache, v_cache, slots, seen, layer)
+        return torch.where(is_live[:, None, None], out, 0)
+
+
+VARIANTS: list[Variant] = [
+    of_its_own(
+        "kernels-that-are-custom-ops",
+        "Kernels are custom operators: one plans on the device, one skips tokens of slot -1.",
+        _CustomOps,
+    ),
+]

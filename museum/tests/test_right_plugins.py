@@ -1,0 +1,134 @@
+"""Right plugins are not accused: batches stay within the limits, and held memory may have any layout.
+
+The museum's variants are visited whole in `test_museum`; here are the classes of false alarms that they show.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from graphpact.batch import ForwardBatch
+from graphpact.lane import Lane
+from graphpact_conformance.experiments import EXPERIMENTS, Experiment
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.results import Outcome, Result
+from graphpact_conformance.suite import PlannedLane, examine_lane, plan_lanes
+from graphpact_conformance.targets import TargetKind
+from graphpact_museum.collection import VARIANTS
+from graphpact_museum.exhibit import Variant
+from graphpact_museum.gallery import OPTIONS, planted, right_class
+
+BY_NAME = {variant.name: variant for variant in VARIANTS}
+
+
+def _beyond(lane: Lane, batch: ForwardBatch) -> list[str]:
+    """Return the limits of a lane that a batch exceeds, in words."""
+    longest = max(batch.seq_lens_cpu.tolist(), default=0) + batch.drafts_in_rows
+    limits = lane.backend.context.limits
+    sizes = {
+        "max_bs": (batch.batch_size, limits.max_bs),
+        "max_num_tokens": (batch.num_tokens, limits.max_num_tokens),
+        "max_context_len": (longest, limits.max_context_len),
+    }
+    return [f"{name}: {has} of {most}" for name, (has, most) in sizes.items() if has > most]
+
+
+CASES = ("decode", "target_verify", "extend", "draft_decode_tree", "draft_extend", "mixed")
+SIZED = ("graph_choice", "ranks_agree", "largest_step", "survives_eager_activity")
+"""The experiments that choose the sizes of their batches."""
+
+
+@pytest.mark.parametrize(
+    ("case", "names"),
+    [
+        ("decode", SIZED),
+        pytest.param("extend", SIZED, marks=pytest.mark.sweep),
+        *(pytest.param(case, (), marks=pytest.mark.sweep) for case in CASES),
+    ],
+)
+def test_every_batch_of_the_suite_is_within_the_limits_of_its_lane(
+    case: str, names: Sequence[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No experiment fits or runs a batch beyond the limits, by which plugins size their memory."""
+    found: set[str] = set()
+    fit, eager = Lane.fit, Lane.forward_eager
+
+    def fits(self: Lane, batch: ForwardBatch) -> Any:
+        found.update(f"fit, {each}" for each in _beyond(self, batch))
+        return fit(self, batch)
+
+    def runs(self: Lane, batch: ForwardBatch, *more: Any) -> Any:
+        found.update(f"an eager run, {each}" for each in _beyond(self, batch))
+        return eager(self, batch, *more)
+
+    monkeypatch.setattr(Lane, "fit", fits)
+    monkeypatch.setattr(Lane, "forward_eager", runs)
+    kinds: tuple[TargetKind, ...] = ("attention_backend", "runner")
+    for kind in kinds:
+        options = replace(OPTIONS, lanes=(f"{case}-*",))
+        for plan in plan_lanes(ReferenceBackend, ReferenceRunner, options, kind=kind):
+            whole = replace(plan, is_full=True)
+            results = list(examine_lane(whole, options, experiments=_experiments(names) or EXPERIMENTS))
+            assert [r.findings for r in results if r.outcome is not Outcome.PASS] == []
+    assert found == set()
+
+
+def _experiments(names: Sequence[str]) -> list[Experiment]:
+    chosen = [experiment for experiment in EXPERIMENTS if experiment.name in names]
+    assert len(chosen) == len(names)
+    return chosen
+
+
+def _visit(variant: Variant, names: Sequence[str]) -> list[Result]:
+    """Return the results of some experiments for a variant, in its first lane."""
+    with planted(variant, right_class(variant.base)) as plans:
+        first: PlannedLane = plans[0]
+        return list(examine_lane(first, OPTIONS, experiments=_experiments(names)))
+
+
+@pytest.mark.parametrize(
+    ("name", "experiments"),
+    [
+        ("constants-by-limits", ("graph_choice", "survives_eager_activity")),
+        ("expanded-views", ("interleaved", "repeated", "padding", "replay_against_capture")),
+        ("constants-bound-by-size", ("interleaved", "repeated")),
+        ("metadata-of-narrow-types", ("unwritten_and_stale", "padding")),
+        ("metadata-is-the-view", ("replay_against_capture",)),
+        ("outputs-that-no-replay-writes", ("answers_replayed",)),
+    ],
+)
+def test_memory_of_any_layout_and_life_is_no_fault(name: str, experiments: Sequence[str]) -> None:
+    """A plugin passes whose memory is sized by limits, expanded, bound anew, narrow, or never written."""
+    results = _visit(BY_NAME[name], experiments)
+    assert results
+    assert [(r.rule, r.reason, r.findings) for r in results if r.outcome is not Outcome.PASS] == []
+
+
+def test_a_right_backend_of_every_level_of_graph_support_is_in_the_museum() -> None:
+    """There is a backend, and a runner, of each level that capabilities and runners can declare."""
+    made = [variant.make(right_class(variant.base)) for variant in VARIANTS]
+    levels = {cls.capabilities.graph_support for cls in made if hasattr(cls, "capabilities")}
+    assert levels == {cls.needs for cls in made if hasattr(cls, "needs")}
+    assert {level.value for level in levels} == {"never", "uniform_decode", "uniform", "always"}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("name", "lanes"),
+    [
+        ("support-always", "target_verify-*"),
+        ("state-per-shape", "decode-*"),
+        ("runner-of-two-axes", "extend-*"),
+    ],
+)
+def test_a_right_plugin_passes_in_every_lane(name: str, lanes: str) -> None:
+    """A variant has no finding and no error in the lanes that `--thorough` has of a kind of step."""
+    variant = BY_NAME[name]
+    options = replace(OPTIONS, size="thorough", lanes=(lanes,))
+    with planted(variant, right_class(variant.base), options) as plans:
+        assert len(plans) > 6
+        for plan in plans:
+            bad = [r for r in examine_lane(plan, options) if r.outcome in (Outcome.FAIL, Outcome.ERROR)]
+            assert bad == [], str(plan)

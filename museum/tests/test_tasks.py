@@ -1,0 +1,88 @@
+"""Exhibits of tasks: which experiment shows each, and what the finding says."""
+
+from collections import Counter
+
+import pytest
+
+from graphpact_conformance.experiments import EXPERIMENTS, parity
+from graphpact_conformance.results import Finding
+from graphpact_conformance.suite import examine_lane
+from graphpact_museum import tasks
+from graphpact_museum.collection import EXHIBITS
+from graphpact_museum.exhibit import Exhibit
+from graphpact_museum.gallery import OPTIONS, planted, right_class
+from graphpact_museum.variants import tasks as right
+
+SHOWN_BY = {
+    "guarded": (
+        *("task-updated-twice", "tasks-missed", "tasks-out-of-order", "task-of-another-layer"),
+        *("task-of-another-graph", "task-of-an-unknown-key"),
+        *("tasks-updated-during-the-replay", "task-update-not-awaited"),
+    ),
+    "replay_against_capture": (
+        *("tasks-missed", "task-length-not-refreshed", "tasks-one-step-late", "task-tail-overwritten"),
+        "task-of-another-graph",
+    ),
+}
+"""The exhibits by the experiment that shows each: errors of the strict tape, and values on the fast one."""
+SAYS = {
+    "tasks-missed": ("was not updated before this replay", "task 1: ends, task 1: starts"),
+    "task-updated-twice": ("for the second time", ""),
+    "tasks-out-of-order": ("before its turn", ""),
+    "task-of-another-layer": ("recorded at", ""),
+    "task-of-another-graph": ("were updated instead", "task 0: ends"),
+    "task-of-an-unknown-key": ("is no task", ""),
+    "tasks-updated-during-the-replay": ("its arguments are in use", ""),
+    "task-update-not-awaited": ("its arguments are in use", ""),
+    "task-length-not-refreshed": ("", "task 1: starts"),
+    "tasks-one-step-late": ("", "task 0: ends"),
+    "task-tail-overwritten": ("", "task 0: ends"),
+}
+"""What the error of the strict tape says, and the field of the finding about values."""
+
+
+def findings_of(exhibit: Exhibit, experiment: str) -> list[Finding]:
+    """Return the findings of GP21 of one experiment alone."""
+    chosen = [e for e in EXPERIMENTS if e.name == experiment]
+    with planted(exhibit, right_class(exhibit.base)) as plans:
+        results = [r for plan in plans for r in examine_lane(plan, OPTIONS, experiments=chosen)]
+    return [f for result in results for f in result.findings if f.rule == "GP21"]
+
+
+@pytest.mark.parametrize(("by", "name"), [(by, name) for by, names in SHOWN_BY.items() for name in names])
+def test_an_experiment_shows_its_exhibits(by: str, name: str) -> None:
+    """The experiment alone finds the exhibit under GP21, names the replay hook, and says what is wrong."""
+    (exhibit,) = [e for e in tasks.EXHIBITS if e.name == name]
+    found = findings_of(exhibit, by)
+    assert found
+    error, field = SAYS[name]
+    assert found[0].hook == "init_metadata_replay" or name.startswith("task-update-not")
+    assert found[0].help
+    if by == "guarded":
+        assert error in str(found[0].actual)
+    else:
+        assert str(found[0].field).startswith(field)
+        assert found[0].expected != found[0].actual
+
+
+def test_every_exhibit_of_tasks_has_its_experiment() -> None:
+    """Each exhibit of the room is shown by an experiment, and drivers have exhibits of the rule too."""
+    shown = {name for names in SHOWN_BY.values() for name in names}
+    assert shown == {e.name for e in tasks.EXHIBITS} == SAYS.keys()
+    sites = Counter(e.site for e in EXHIBITS if e.rule == "GP21")
+    assert sites == {"backend": len(tasks.EXHIBITS), "driver": 5}
+
+
+def test_arguments_of_a_capture_prove_nothing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A right backend that captures other arguments passes; it would not if its capture counted as right."""
+    (variant,) = [v for v in right.VARIANTS if v.name == "tasks-captured-with-other-arguments"]
+    chosen = [e for e in EXPERIMENTS if e.name == "replay_against_capture"]
+
+    def found() -> list[Finding]:
+        with planted(variant, right_class(variant.base)) as plans:
+            results = [*examine_lane(plans[0], OPTIONS, experiments=chosen)]
+        return [f for result in results for f in result.findings]
+
+    assert not found()
+    monkeypatch.setattr(parity, "_is_right", lambda *_: True)
+    assert {f.rule for f in found()} == {"GP21"}
