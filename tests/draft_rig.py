@@ -121,7 +121,7 @@ class DraftRig:
             runner=runner(context),
             backend=backend,
             driver=driver,
-            observers=[driver.guard()] if strict else [],
+            observers=[driver.strict_observer()] if strict else [],
         )
         lane.capture_all()
         return lane

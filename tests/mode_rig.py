@@ -25,7 +25,7 @@ from graphpact.attention import DraftLimits, GraphSupport
 from graphpact.runners import RunnerContext
 from graphpact.step import Attend
 from graphpact_flashinfer import FlashInferBackend
-from graphpact_tape.guard import StrictGuard
+from graphpact_tape.strict_observer import StrictObserver
 from graphpact_tape.tape import TapeDriver
 
 CPU = torch.device("cpu")
@@ -93,7 +93,7 @@ class ModeRig:
             runner=runner(self.context),
             backend=backend,
             driver=driver,
-            **({"observers": [StrictGuard(driver)]} | lane),
+            **({"observers": [StrictObserver(driver)]} | lane),
         )
         if capture:
             self.lane.capture_all()

@@ -94,7 +94,7 @@ def test_a_sequence_longer_than_its_row_is_refused() -> None:
 def test_lengths_of_host_and_device_have_to_agree() -> None:
     """A strict lane refuses a batch whose host lengths differ from the device's, and runs others."""
     driver = TapeDriver(torch.device("cpu"), strict=True)
-    rig = Rig(driver=driver, observers=[driver.guard()])
+    rig = Rig(driver=driver, observers=[driver.strict_observer()])
     batch = rig.batch(3, 2)
     rig.lane.run(batch)
     batch.seq_lens_cpu[1] = 4

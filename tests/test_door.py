@@ -15,7 +15,7 @@ from graphpact.errors import EngineError, SlotError
 from graphpact.runners import EagerRunner
 from graphpact.step import Attend
 from graphpact_cuda_graph import CudaGraphRunner
-from graphpact_tape.guard import StrictGuard
+from graphpact_tape.strict_observer import StrictObserver
 from graphpact_tape.tape import TapeDriver
 from lane_rig import CPU, DTYPE, SHAPE_OF, WIDTH, Rig
 
@@ -102,9 +102,9 @@ def test_a_kind_of_batch_is_looked_at_once() -> None:
     looks: list[tuple[object, ...]] = []
     admit = rig.lane._admit
 
-    def look(batch: ForwardBatch, kind: tuple[object, ...], captured: Any) -> None:
-        looks.append(kind)
-        admit(batch, kind, captured)
+    def look(batch: ForwardBatch, captured: Any) -> None:
+        looks.append(batch.kind)
+        admit(batch, captured)
 
     rig.lane._admit = look  # type: ignore[method-assign]
     batch = rig.batch(3, 2, 4)
@@ -201,7 +201,7 @@ def with_extra(batch: ForwardBatch, size: int, value: float = 0.0) -> ForwardBat
 def eagle() -> Rig:
     """Return a strict rig whose model adds its hidden states to the logits, captured once."""
     driver = TapeDriver(CPU, strict=True)
-    rig = Rig(runner=Eagle, capture=False, driver=driver, observers=[StrictGuard(driver)])
+    rig = Rig(runner=Eagle, capture=False, driver=driver, observers=[StrictObserver(driver)])
     plain = rig.model
 
     def model(batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
@@ -226,7 +226,7 @@ def test_fields_of_a_plugin_are_filled_padded_and_seen_by_the_graph(steps: list[
             assert torch.allclose(replayed.logits, rig.lane.run_eager(batch).logits)
             shape = rig.lane.fit(batch)
             assert isinstance(shape, GraphShape)
-            view = rig.lane.captured[shape].step.view
+            view = rig.lane.captured[shape].context.view
             tail = shape.batch_size - size
             assert view.extra[FLAG].tolist() == [*batch.extra[FLAG].tolist(), *[-1] * tail]
             assert view.extra[HIDDEN][size:].tolist() == [[0.0] * WIDTH] * tail

@@ -17,9 +17,10 @@ from graphpact import (
     ForwardBatch,
     ForwardMode,
     GraphShape,
+    Lane,
     Limits,
     Pact,
-    Step,
+    RegionContext,
     StepOutputs,
     hookimpl,
     hookspecs,
@@ -98,11 +99,20 @@ def test_a_lane_that_may_not_capture_runs_eagerly_for_its_own_reason() -> None:
 
 
 def test_shapes_are_captured_largest_first_and_announced() -> None:
-    """`capture_all` captures the largest shape first and calls `on_capture` for each shape."""
-    rig = Rig(capture=False)
+    """`capture_all` captures the largest shape first; an observer of `capture` sees each one captured."""
     seen: list[GraphShape] = []
-    rig.lane.on_capture = seen.append
-    rig.lane.capture_all()
+
+    class Announces:
+        @hookimpl(wrapper=True)
+        def capture(self, lane: Lane, shape: GraphShape, batch: ForwardBatch | None) -> Any:
+            assert batch is None
+            assert shape not in lane.captured
+            captured = yield
+            assert lane.captured[shape] is captured
+            seen.append(shape)
+            return captured
+
+    rig = Rig(observers=[Announces()])
     assert [s.batch_size for s in seen] == [4, 2, 1]
     assert list(rig.lane.stats.shapes) == seen
 
@@ -225,8 +235,8 @@ def test_an_observer_sees_every_call() -> None:
     assert watcher.seen == step * 2
     captured = rig.lane.captured[SHAPE_OF[4]]
     assert watcher.results[0] is None
-    assert watcher.results[1] is captured.step.view
-    assert watcher.results[2] is captured.step.metadata
+    assert watcher.results[1] is captured.context.view
+    assert watcher.results[2] is captured.context.metadata
     assert watcher.results[3].logits.shape == (3, VOCAB)
     rig.lane.run(rig.batch(1, 1, 1, 1, 1))
     assert watcher.seen == [*step * 2, "run_step"]
@@ -342,7 +352,7 @@ def test_a_hook_with_an_unknown_argument_is_refused_when_the_lane_is_built() -> 
         Rig(observers=[Greedy()])
 
 
-def test_the_contract_is_five_first_result_hooks() -> None:
+def test_the_contract_is_eight_first_result_hooks() -> None:
     """Contract version 1 has exactly these hooks and arguments; later versions may only add arguments."""
     manager = pluggy.PluginManager("graphpact")
     manager.add_hookspecs(hookspecs)
@@ -354,6 +364,9 @@ def test_the_contract_is_five_first_result_hooks() -> None:
         "init_metadata_capture": ("view", "shape"),
         "init_metadata_replay": ("view", "shape", "captured"),
         "run_step": ("lane", "batch"),
+        "launch": ("lane", "prepared"),
+        "capture": ("lane", "shape", "batch"),
+        "engine_phase": ("phase", "call"),
     }
     assert all(s.opts["firstresult"] for s in found.values())
 
@@ -422,21 +435,21 @@ def test_there_is_one_record_of_each_captured_shape() -> None:
     captured = rig.lane.captured
     assert [shape.batch_size for shape in captured] == [4, 2, 1]
     for shape, record in captured.items():
-        assert record.step.shape == shape
-        assert record.step.num_tokens == shape.num_tokens
+        assert record.context.shape == shape
+        assert record.context.num_tokens == shape.num_tokens
         assert record.stats is rig.lane.stats.shapes[shape]
         assert rig.lane.registry is not None
         again = rig.lane.registry.static_inputs(rig.batch(1), shape)
-        assert record.step.view is again
+        assert record.context.view is again
         outputs = rig.lane.run(rig.batch(*[3] * shape.batch_size))
         assert outputs.logits.data_ptr() == record.graph.outputs.logits.data_ptr()
         assert record.graph.outputs.logits.shape == (shape.batch_size, VOCAB)
         assert record.pact.shape == shape
-        held = rig.lane.held_by_backend(shape)
-        record.pact.check(view=record.step.view, metadata=record.metadata, **held)
+        held = record.backend_state
+        record.pact.check(view=record.context.view, metadata=record.metadata, **held)
         for other in captured.values():
             if other is not record:
-                view, metadata = other.step.view, other.metadata
+                view, metadata = other.context.view, other.metadata
                 assert record.pact.breaches(view=view, metadata=metadata, **held)
     with pytest.raises(TypeError):
         captured[SHAPE_OF[1]] = captured[SHAPE_OF[2]]  # type: ignore[index]
@@ -449,7 +462,7 @@ def test_a_shape_that_is_captured_again_has_one_record() -> None:
     rig.lane.capture(SHAPE_OF[2])
     second = rig.lane.captured[SHAPE_OF[2]]
     assert second is not first
-    assert second.step.view is first.step.view
+    assert second.context.view is first.context.view
     assert len(rig.lane.captured) == 3
     assert rig.agrees(3, 5)
     assert second.stats.replays == 1
@@ -526,11 +539,11 @@ def test_the_order_of_a_step() -> None:
 
 
 def test_the_step_sees_the_live_batch_and_its_metadata() -> None:
-    """The `Step` given to `compose` holds the view, the metadata and, after a replay, the live batch."""
-    steps: list[Step] = []
+    """The context given to `compose` holds the view, the metadata and, after a replay, the live batch."""
+    steps: list[RegionContext] = []
 
     class Composes(CudaGraphRunner):
-        def compose(self, forward: Any, step: Step) -> Any:
+        def compose(self, forward: Any, step: RegionContext) -> Any:
             steps.append(step)
             return super().compose(forward, step)
 
@@ -539,7 +552,7 @@ def test_the_step_sees_the_live_batch_and_its_metadata() -> None:
     batch = rig.batch(2, 3, 4)
     rig.lane.run(batch)
     captured = rig.lane.captured[SHAPE_OF[4]]
-    assert steps[0] is captured.step
+    assert steps[0] is captured.context
     assert steps[0].live is batch
     assert steps[0].view.seq_lens.tolist() == [2, 3, 4, 1]
     q, k, v = (torch.ones(4, 1, WIDTH, dtype=DTYPE) for _ in range(3))
@@ -732,9 +745,9 @@ def test_metadata_in_the_graph_leaves_the_hook_nothing_to_do() -> None:
     assert lengths is not None
     lengths.fill_(99)
     shape = SHAPE_OF[4]
-    captured = inside.lane.captured[shape].step.metadata
+    captured = inside.lane.captured[shape].context.metadata
     prepared = inside.lane.prepare(inside.batch(3, 2, 5))
-    assert inside.lane.captured[shape].step.metadata is captured
+    assert inside.lane.captured[shape].context.metadata is captured
     assert set(lengths.tolist()) == {99}
     inside.lane.launch(prepared)
     assert lengths.tolist() == [1, 1, 1, 1, 99]
@@ -749,9 +762,9 @@ class MakesItOutside(FlashInferBackend):
 
 
 def test_a_backend_that_cannot_is_not_asked_to() -> None:
-    """By default its hook fills the metadata; `metadata_in_graph = true` is refused by that key."""
+    """By default its hook fills the metadata; `metadata_in_graph=True` is refused."""
     rig = Rig(backend=MakesItOutside)
     assert not rig.lane.backend.records_metadata
     assert rig.agrees(3, 2)
-    with pytest.raises(ConfigError, match=r"lanes.decode.metadata_in_graph = true, but MakesItOutside"):
+    with pytest.raises(ConfigError, match="metadata_in_graph=True, but MakesItOutside"):
         Rig(backend=MakesItOutside, metadata_in_graph=True)

@@ -29,7 +29,7 @@ DOORS: tuple[ModuleType, ...] = (
 )
 MADE_BY_ENGINES = {
     *("BackendContext", "BoundSlot", "CommonAttentionMetadata", "ConfigKey", "FillContext", "ForwardBatch"),
-    *("GraphShape", "Request", "Step"),
+    *("GraphShape", "Request", "RegionContext"),
 }
 """Classes of data that are made in each step, or that users only read."""
 

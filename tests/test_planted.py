@@ -423,8 +423,8 @@ def build(plugin: type[Any], *overrides: str) -> Engine:
         return Engine(config, catalog=Catalog(**{place: plugin}))
     engine = Engine(config, catalog=Catalog())
     decode = engine.lanes[0]
-    decode.plugin_manager.register(plugin())
-    decode._run_step = decode.plugin_manager.hook.run_step
+    decode.hooks.manager.register(plugin())
+    decode._run_step = decode.hooks.manager.hook.run_step
     return engine
 
 

@@ -29,10 +29,11 @@ from graphpact.attention import (
     LayerSpec,
     Limits,
 )
-from graphpact.attention.providers import choose_provider, why_unavailable
+from graphpact.attention.providers import choose_provider
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
 from graphpact.errors import ConfigError, PluginError
+from graphpact.plugin_calls import why_unavailable
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.shapes import GraphShape
 from graphpact_cli import main

@@ -1,4 +1,4 @@
-"""Tests of the strict guard: what it poisons, what it refuses, and that a correct lane still works."""
+"""Tests of the strict observer: what it poisons, what it refuses, and that a correct lane still works."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,8 +13,8 @@ from graphpact import ForwardBatch, GraphShape, GraphSlot, Limits, PaddingPolicy
 from graphpact.errors import ConfigError, PoisonError, ReplayError
 from graphpact.graphs import Event, GraphDriver
 from graphpact_flashinfer import FlashInferBackend
-from graphpact_tape.guard import StrictGuard
 from graphpact_tape.poison import is_poison, poison_of
+from graphpact_tape.strict_observer import StrictObserver
 from graphpact_tape.tape import TapeDriver
 from lane_rig import CPU, SHAPE_OF, Rig
 
@@ -42,12 +42,12 @@ class Owner:
 
 
 class StrictRig(Rig):
-    """A lane on the strict tape, observed by its guard."""
+    """A lane on the strict tape, with its strict observer."""
 
     def __init__(self, *, observers: tuple[object, ...] = (), **more: Any) -> None:
         driver = TapeDriver(CPU, strict=True)
         self.owner = Owner()
-        self.guard = StrictGuard(driver, self.owner)
+        self.guard = StrictObserver(driver, self.owner)
         super().__init__(driver=driver, observers=(self.guard, *observers), **more)
         self.run = self.lane.run
 
@@ -62,7 +62,7 @@ class StrictRig(Rig):
 
 
 class Sees:
-    """An observer inside the guard that calls ``look`` after the guard's poisoning, before the fill."""
+    """An observer inside the strict one that calls ``look`` after the poisoning, before the fill."""
 
     def __init__(self, look: Any) -> None:
         self.look = look
@@ -235,7 +235,7 @@ def test_a_host_tensor_kept_from_step_to_step_stays_the_hosts() -> None:
                 self.grown += int((self.before > before).sum())
 
     driver = TapeDriver(CPU, strict=True)
-    rig = Rig(backend=Remembers, driver=driver, observers=[StrictGuard(driver)])
+    rig = Rig(backend=Remembers, driver=driver, observers=[StrictObserver(driver)])
     run = rig.lane.run
     smallest = [*rig.lane.captured][-1]  # the last captured, whose dummy was the last batch
     run(rig.batch(*[3] * smallest.batch_size))
@@ -310,14 +310,14 @@ def test_a_copy_that_leaves_the_batch_alone_is_no_copy_in_flight(how: str) -> No
     _two_steps(CopiesLengths(**{how: True}))
 
 
-def test_a_strict_tape_supplies_the_guard() -> None:
-    """The guard of a strict driver calls the given ownership; a driver that is not strict has no guard."""
+def test_a_strict_tape_supplies_its_observer() -> None:
+    """The observer of a strict driver calls the given ownership; a driver that is not strict has none."""
     owner = Owner()
     driver = TapeDriver(CPU, strict=True)
-    guard = driver.guard(owner)
-    assert isinstance(guard, StrictGuard)
+    guard = driver.strict_observer(owner)
+    assert isinstance(guard, StrictObserver)
     rig = Rig(driver=driver, observers=(guard,))
     rig.lane.run(rig.batch(3, 2))
     assert owner.calls == ["poison", "check"]
-    with pytest.raises(ConfigError, match="'tape' has no guard outside its strict mode"):
-        TapeDriver(CPU).guard()
+    with pytest.raises(ConfigError, match="'tape' has no strict observer outside its strict mode"):
+        TapeDriver(CPU).strict_observer()

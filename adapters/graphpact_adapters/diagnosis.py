@@ -55,7 +55,7 @@ def explain(
     if shape is None or view is None or step.stage in ("prepare", "metadata"):
         yield _as_it_is(lane, step, what)
         return
-    graph = rig.lane.captured[shape].step.metadata
+    graph = rig.lane.captured[shape].context.metadata
     if begins_steps(graph):
         yield from _explain_draft(lane, rig, step, view, shape, graph, what)
         return

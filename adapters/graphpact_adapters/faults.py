@@ -282,7 +282,7 @@ def _rule_of(
         return found
     before = tensor.clone()
     poison(tensor)
-    backend.init_metadata_replay(view, shape, captured.step.metadata)
+    backend.init_metadata_replay(view, shape, captured.context.metadata)
     with contextlib.suppress(Exception):  # of kernels that read poison; a builder's own nodes come first
         captured.graph.replay()
     unwritten = is_poison(tensor[tuple(map(slice, differs.shape))]).to(differs.device)
@@ -341,7 +341,7 @@ def _rule_of_contents(
 def _returns_it_again(lane: BuilderUnderTest, path: str, shape: GraphShape) -> bool:
     """Return whether a build on the dummy itself returns the memory of the capture."""
     rig = lane.build()
-    backend, captured = backend_of(rig), rig.lane.captured[shape].step
+    backend, captured = backend_of(rig), rig.lane.captured[shape].context
     backend.init_metadata_replay(captured.view, shape, captured.metadata)
     found = [dict(leaves(built)).get(path) for built in (backend.captured(shape), backend.returned)]
     storages = [storage_id(each) for each in found if isinstance(each, torch.Tensor)]

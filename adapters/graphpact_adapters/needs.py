@@ -15,7 +15,7 @@ from typing import Any, Self
 
 import torch
 
-from graphpact.errors import describe_error, place_of
+from graphpact.plugin_calls import describe_error, place_of
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.subject.raised import NeedsValueError, need_of
 from graphpact_conformance.suite import Needs, PlannedLane

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphpact.batch import ForwardBatch
-from graphpact.errors import short_path
+from graphpact.plugin_calls import short_path
 from graphpact_adapters.backend import BuilderBackend, Built
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest

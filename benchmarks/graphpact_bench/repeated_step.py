@@ -76,7 +76,7 @@ class RepeatedStep:
 
     def refresh(self) -> None:
         """Call the metadata hook of the backend."""
-        step = self.captured.step
+        step = self.captured.context
         self.lane.backend.init_metadata_replay(step.view, self.shape, step.metadata)
 
     def fill(self) -> None:

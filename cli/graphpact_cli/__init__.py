@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
-from graphpact.errors import GraphpactError, describe_error, place_of
+from graphpact.errors import GraphpactError
+from graphpact.plugin_calls import describe_error, place_of
 
 __all__ = ["main"]
 

@@ -21,7 +21,8 @@ from dataclasses import asdict, fields
 from typing import Any, cast
 
 import graphpact
-from graphpact.errors import EngineError, describe_error
+from graphpact.errors import EngineError
+from graphpact.plugin_calls import describe_error, why_unavailable
 from graphpact.plugins import DISABLE_VARIABLE, Kind, Plugin, PluginCatalog, Rejected
 
 LIMIT = 60.0
@@ -128,8 +129,7 @@ def _by_device(unavailable: Callable[[Any], str | None]) -> dict[str, str | None
     import torch  # noqa: PLC0415  slow
 
     devices = ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count())))
-    why = graphpact.attention.providers.why_unavailable
-    return {device: why(unavailable, torch.device(device)) for device in devices}
+    return {device: why_unavailable(unavailable, torch.device(device)) for device in devices}
 
 
 def _plain(value: Any) -> Any:

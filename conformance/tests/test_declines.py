@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from graphpact import EagerReason, ForwardBatch, ForwardMode, GraphShape
 from graphpact.runners import GraphRunner
-from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact.step import Forward, Region, RegionContext, StepOutputs
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
@@ -150,7 +150,7 @@ def test_a_declined_batch_must_be_right(experiment: str) -> None:
     """A wrong answer to a batch beyond the tier is a finding, though no graph is involved."""
 
     class WrongBeyond(declining(longer_than(40))):  # type: ignore[misc]
-        def compose(self, forward: Forward, step: Step) -> Region:
+        def compose(self, forward: Forward, step: RegionContext) -> Region:
             """Return a region whose eager runs of long requests are wrong."""
             region: Region = super().compose(forward, step)
             if max(step.view.seq_lens_cpu.tolist(), default=0) <= 40:

@@ -12,7 +12,7 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
 from graphpact.parallel import get_parallel
 from graphpact.runners import GraphRunner
-from graphpact.step import Attend, Forward, Region, Step, StepOutputs
+from graphpact.step import Attend, Forward, Region, RegionContext, StepOutputs
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.experiments.dummies import _values
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
@@ -170,7 +170,7 @@ def test_a_rank_has_a_share_where_ranks_gather(gathers: bool, expected: tuple[in
 class StandingStill(EagleDraftRunner):
     """A draft runner that gives the multimodal positions of the batch to every draft step."""
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return the region, whose passes have the first positions."""
 
         def standing(batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:

@@ -18,7 +18,7 @@ from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.runners import GraphRunner
 from graphpact.shapes import GraphShape
 from graphpact.speculation import HIDDEN_STATES
-from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact.step import Forward, Region, RegionContext, StepOutputs
 from graphpact_conformance.experiments.base import differences
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.lane.rig import Rig
@@ -108,7 +108,7 @@ def test_rounding_that_passes_hand_on_is_no_wrong_result() -> None:
 
 # -- regions that are wrong in eager steps too -------------------------------------------------------
 
-Pass = Callable[[Forward, Step, int, list[StepOutputs], ForwardBatch, Any, Any], StepOutputs]
+Pass = Callable[[Forward, RegionContext, int, list[StepOutputs], ForwardBatch, Any, Any], StepOutputs]
 
 
 def passing(edit: Pass) -> Callable[[type[GraphRunner]], type[GraphRunner]]:
@@ -116,7 +116,7 @@ def passing(edit: Pass) -> Callable[[type[GraphRunner]], type[GraphRunner]]:
 
     def make(base: type[GraphRunner]) -> type[GraphRunner]:
         class Edited(base):  # type: ignore[misc, valid-type]
-            def compose(self, forward: Forward, step: Step) -> Region:
+            def compose(self, forward: Forward, step: RegionContext) -> Region:
                 """Return the region with other passes."""
                 done: list[StepOutputs] = []
 
@@ -150,7 +150,7 @@ def _of_the_first_step(
 
 
 def _of_the_other_branch(
-    forward: Any, step: Step, number: int, done: Any, batch: ForwardBatch, metadata: Any, attend: Any
+    forward: Any, step: RegionContext, number: int, done: Any, batch: ForwardBatch, metadata: Any, attend: Any
 ) -> Any:
     if number:
         states, rows = batch.extra[HIDDEN_STATES], torch.arange(batch.num_tokens)
@@ -167,7 +167,7 @@ def _of_the_row_itself(
 
 
 def _of_the_batch(
-    forward: Any, step: Step, number: Any, done: Any, batch: ForwardBatch, metadata: Any, attend: Any
+    forward: Any, step: RegionContext, number: Any, done: Any, batch: ForwardBatch, metadata: Any, attend: Any
 ) -> Any:
     extra = {HIDDEN_STATES: step.view.extra[HIDDEN_STATES]}
     return forward(batch.with_tensors(extra), metadata, attend)

@@ -30,7 +30,7 @@ from graphpact_conformance.subject.records import Leaf, Ready, StepRecord, copie
 from graphpact_conformance.subject.under_test import Reporting, Subject, UnderTest, Way
 from graphpact_conformance.world.lanes import CONTEXT, Case, Config, configs_of
 from graphpact_conformance.world.problems import Problem, draw
-from graphpact_tape.guard import is_due
+from graphpact_tape.strict_observer import is_due
 from graphpact_tape.trace import TracedCall
 
 CPU = torch.device("cpu")

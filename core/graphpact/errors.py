@@ -25,15 +25,10 @@ import difflib
 import functools
 import inspect
 import itertools
-import reprlib
-import sys
-import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
-T = TypeVar("T")
 C = TypeVar("C", bound=Callable[..., Any])
 
 
@@ -213,51 +208,6 @@ class PoisonError(ReplayError):
 
 class EngineError(GraphpactError):
     """The engine broke one of its own rules: a defect of graphpact or of a plugin."""
-
-
-def describe_error(error: BaseException) -> str:
-    """Return an exception's type and message in one line, even if its ``__str__`` raises."""
-    try:
-        message = " ".join(str(error).split())
-    except Exception:  # noqa: BLE001  a third party's __str__
-        message = "(its message cannot be read)"
-    return f"{type(error).__name__}: {message}" if message else type(error).__name__
-
-
-def short_path(file: str) -> str:
-    """Return the last two parts of a path, which are the same on every machine."""
-    return "/".join(Path(file).parts[-2:])
-
-
-def place_of(error: BaseException) -> str:
-    """Return the innermost file and line of an exception, if possible outside torch and the stdlib.
-
-    Modules that set ``__tracebackhide__ = True`` come in between, as modes of torch do, and are left out too.
-    """
-    foreign = {"torch", *sys.stdlib_module_names}
-    frames = [*traceback.walk_tb(error.__traceback__)]
-    known = [f for f in frames if f[0].f_globals.get("__name__", "").partition(".")[0] not in foreign]
-    own = [f for f in known if f[0].f_globals.get("__tracebackhide__") is not True]
-    places = [f"{short_path(frame.f_code.co_filename)}:{line}" for frame, line in own or known or frames]
-    return places[-1] if places else "an unknown line"
-
-
-def returned(value: Any, kind: Any, by: object, method: str) -> Any:
-    """Return ``value``, which a plugin's method returned; raise `EngineError` unless it is a ``kind``."""
-    if isinstance(value, kind):
-        return value
-    cls, name = type(by), getattr(kind, "__name__", kind)
-    raise EngineError(
-        f"{cls.__module__}.{cls.__name__}.{method}() returned {reprlib.repr(value)}, not {name}",
-        hint=f"a defect of that plugin, or of an observer that wraps {method}() and does not return what its"
-        f" yield gave; the docstring of {method}() has what it returns",
-    )
-
-
-def all_returned(values: Any, kind: type[T], by: object, method: str) -> tuple[T, ...]:
-    """Return the values that a plugin's method returned; raise `EngineError` unless each is a ``kind``."""
-    values = returned(values, Iterable, by, method)
-    return tuple(returned(each, kind, by, method) for each in values)
 
 
 def misspelt(name: str, known: Iterable[str]) -> str | None:

@@ -1,8 +1,9 @@
-"""The contract: four hooks between lane, runner and attention backend, and one for observers.
+"""The contract: four hooks between lane, runner and attention backend, and four more for observers.
 
 The runner has two (`populate`, `prepare_replay`), the backend two (`init_metadata_capture`,
-`init_metadata_replay`). All are ``firstresult``. Observers (verification, tracing, metrics) wrap the same
-hooks with ``wrapper=True``, and the fifth, `run_step`, which exists for them: it is called for every step.
+`init_metadata_replay`). All are ``firstresult``. Observers (verification, tracing, metrics) wrap them with
+``wrapper=True``. For observers there are four more hooks, which lane and engine implement: `run_step`,
+`launch`, `capture` and `engine_phase`. There is no other way to observe.
 
 The contract has one version, `CONTRACT_VERSION`. A plugin's distribution declares the version it was written
 for by an entry point in the group ``graphpact.contract``: it is readable before the plugin is imported. New
@@ -12,6 +13,7 @@ Does not: call the hooks (`graphpact.lane` does) or find their implementers (`gr
 """
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 import pluggy
@@ -77,7 +79,33 @@ def init_metadata_replay(view: ForwardBatch, shape: GraphShape, captured: Any) -
 
 @hookspec(firstresult=True)
 def run_step(lane: Any, batch: ForwardBatch) -> Any:
-    """Run ``batch`` through ``lane`` and return its `StepOutputs`. The lane implements it; observers wrap it.
+    """Run ``batch`` through ``lane`` and return its `StepOutputs`. Called for every step, eager ones too.
 
     The host tensors of the live batch may be rewritten once the step has returned.
+    """
+
+
+@hookspec(firstresult=True)
+def launch(lane: Any, prepared: Any) -> Any:
+    """Replay the graph of a `PreparedStep`, or run it eagerly, and return its `StepOutputs`.
+
+    ``prepared.fit`` is the shape, or the reason of the eager run. Called in each `run_step`, after the hooks
+    that prepare a replay.
+    """
+
+
+@hookspec(firstresult=True)
+def capture(lane: Any, shape: GraphShape, batch: ForwardBatch | None) -> Any:
+    """Capture ``shape`` of ``lane``, and return its `CapturedShape`, which is then in ``lane.captured``.
+
+    ``batch`` is captured, or the runner's dummy if it is None. If an observer raises, the shape counts as not
+    captured.
+    """
+
+
+@hookspec(firstresult=True)
+def engine_phase(phase: str, call: Callable[[], Any]) -> Any:
+    """Return ``call()``, which runs one phase of an engine.
+
+    The phases are those of the engine; `graphpact_engine.phases` lists its own.
     """

@@ -1,5 +1,7 @@
 """`MemoryMap`: finds the slot, KV cache, ``req_to_token`` or backend attribute that a tensor belongs to.
 
+`declared_memory` sorts the memory of a lane by its use, for the driver.
+
 Does not: list memory, or know weights and pools; see `graphpact_engine.memory`.
 """
 
@@ -9,7 +11,8 @@ from typing import Any
 import torch
 
 from graphpact.attention import AttentionBackend, kv_tensors
-from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry
+from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, PaddingPolicy
+from graphpact.graphs import DeclaredMemory
 from graphpact.tensors import storage_id
 
 
@@ -60,3 +63,19 @@ class MemoryMap:
             return slot.label
         held = self.attribute_of(tensor)
         return held[0] if held is not None else self._engines.get(storage_id(tensor))
+
+
+def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend) -> DeclaredMemory:
+    """Return the memory around a lane's graphs, by its use, without constants: nothing writes them."""
+    caches = kv_tensors(backend.context.kv_cache)
+    slots = {s.name: s.buffer for s in registry if s.buffer is not None and s.role != "constant"}
+    once = {slot.name for slot in registry if slot.padding_policy is PaddingPolicy.FILL_ONCE}
+    host = [slot for slot in registry if slot.device == torch.device("cpu")]
+    host_memory = [*(slot.buffer for slot in host), *map(registry.template_of, host)]
+    return DeclaredMemory(
+        refreshed=[t for name, t in slots.items() if name not in once],
+        workspaces=[t for name, t in slots.items() if name in once],
+        caches=[*caches.values()],
+        host=[t for t in host_memory if t is not None],
+        name_of=MemoryMap(registry, backend).name_of,
+    )

@@ -31,10 +31,10 @@ from graphpact.errors import (
     ConfigError,
     RejectedPluginError,
     UnknownPluginError,
-    describe_error,
     did_you_mean,
     misspelt,
 )
+from graphpact.plugin_calls import describe_error
 
 Kind = Literal["attention_backend", "runner", "graph_driver", "speculation", "observer", "adapter", "command"]
 """The kinds of plugins; each has an entry-point group. The first four have a base class, an observer is a

@@ -21,7 +21,7 @@ from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, input_slots
 from graphpact.errors import ConfigError, EngineError
 from graphpact.hookspecs import HookMethods
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
-from graphpact.step import Forward, Region, Step
+from graphpact.step import Forward, Region, RegionContext
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +116,7 @@ class GraphRunner(HookMethods, abc.ABC):
 
     eager_attention: ClassVar[bool] = False
     """Whether attention leaves the graphs of its lanes. The lane then makes new metadata in each step, by
-    `AttentionBackend.init_metadata_eager`, and regions attend by `Step.attend` in eager calls."""
+    `AttentionBackend.init_metadata_eager`, and regions attend by `RegionContext.attend` in eager calls."""
     frozen_kv: ClassVar[bool] = False
     """Whether its lanes decode on a cache that the model only reads, such as another model's. The batches
     then have ``limits.draft.topk`` equal rows in a row for each request, whose ``seq_lens`` count no new
@@ -167,15 +167,15 @@ class GraphRunner(HookMethods, abc.ABC):
         """Return a valid batch of exactly ``shape`` that uses scratch memory only."""
         return dummy_batch(shape, self.context)
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return the region that the graph of a shape records: by default one forward pass.
 
         Args:
             forward: The model, called as often as the runner needs, with a batch, its metadata, and the
                 function that its layers attend with.
-            step: The captured shape; in an eager step (`Step.is_eager`) that of the batch. The region reads
-                ``step.view`` and ``step.metadata`` at capture; an eager call (``step.driver.eager_call``) may
-                read ``step.live`` and ``step.metadata`` in every replay.
+            step: What the region works with. It reads ``step.view`` and ``step.metadata`` at capture. An
+                eager call (``step.driver.eager_call``) may read ``step.live`` and ``step.metadata`` in every
+                replay. In an eager step (``step.is_eager``) the region runs once, without a graph.
         """
         return lambda: forward(step.view, step.metadata, step.backend.forward)
 

@@ -1,4 +1,4 @@
-"""The types of a step: `StepOutputs`, `Step`, and those of a forward pass.
+"""The types of a step: `StepOutputs`, `RegionContext`, and those of a forward pass.
 
     forward(batch, metadata, attend) -> StepOutputs       one forward pass of a model
     runner.compose(forward, step) -> () -> StepOutputs    the region that a graph records
@@ -7,7 +7,7 @@ Does not: run a step; `graphpact.lane` does.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeAlias
 
 import torch
@@ -148,19 +148,20 @@ Region: TypeAlias = Callable[[], StepOutputs]
 
 
 @dataclass(slots=True)
-class Step:
-    """A captured shape, for the recorded work and the eager calls between its segments.
+class RegionContext:
+    """What the region of one captured shape works with, at capture and in the eager calls of every replay.
 
-    There is one per captured shape. The lane sets `live`, `rows` and `metadata` before each replay.
+    There is one per captured shape. The lane sets `live`, `attended` and `metadata` before each replay.
 
     Args:
         shape: The captured shape; `num_tokens` is its static count.
         view: The static inputs.
         driver: The lane's driver; `GraphDriver.eager_call` breaks a graph.
         backend: The lane's backend.
-        metadata: The backend's metadata for ``rows``.
+        metadata: The backend's metadata for ``attended``.
         live: The batch of this replay; before the first one, the batch of the capture.
-        rows: The batch that the metadata was made from: the view, or for eager attention `attended_rows`.
+        attended: The batch that the metadata was made from. It is the view, unless attention leaves the
+            graph; see `graphpact.metadata.EagerMetadata.attended`.
         registry: The lane's registry; None in an eager step.
     """
 
@@ -170,7 +171,7 @@ class Step:
     backend: AttentionBackend = field(repr=False)
     metadata: Any
     live: ForwardBatch
-    rows: ForwardBatch
+    attended: ForwardBatch
     registry: CudaGraphBufferRegistry | None = field(default=None, repr=False)
 
     @property
@@ -194,15 +195,17 @@ class Step:
         """Attend with the metadata of this replay; eager calls between two segments use it.
 
         Args:
-            q: ``[num_tokens, num_q_heads, head_dim]``; with ``k`` and ``v`` as `AttentionBackend.forward`
-                takes them. Padding tokens that are not among ``rows`` are cut off.
-            k: Keys, or None.
-            v: Values, or None.
+            q: ``[num_tokens, num_q_heads, head_dim]``. With ``k`` and ``v`` it is cut to the tokens of
+                `attended`, which may lack the padding tokens; see `AttentionBackend.forward`.
+            k: ``[num_tokens, num_kv_heads, head_dim]``, or None.
+            v: ``[num_tokens, num_kv_heads, v_head_dim]``, or None.
             layer: The layer.
-            out: ``[num_tokens, num_q_heads, v_head_dim]``: receives the result, zeros for tokens that were
-                cut off. None: new memory.
+            out: ``[num_tokens, num_q_heads, v_head_dim]``, which receives the result, or None for new memory.
+
+        Returns:
+            ``[num_tokens, num_q_heads, v_head_dim]``, zeros for the tokens that were cut off.
         """
-        count = self.rows.num_tokens
+        count = self.attended.num_tokens
         if count < q.shape[0]:
             q, k, v = q[:count], None if k is None else k[:count], None if v is None else v[:count]
         result = self.backend.forward(q, k, v, layer, self.metadata)
@@ -213,22 +216,3 @@ class Step:
         out[:count].copy_(result)
         out[count:].zero_()
         return out
-
-
-def attended_rows(view: ForwardBatch, live: ForwardBatch, backend: AttentionBackend) -> ForwardBatch:
-    """Return the batch that eager attention between segments makes its metadata from.
-
-    These are the rows of ``live``. A backend that declares ``eager_rows="padded"`` gets the tokens of
-    ``view``, in a ragged batch after the tokens of the live requests.
-    """
-    if backend.capabilities.eager_rows == "live":
-        return live
-    if not view.forward_mode.is_ragged:
-        return view
-    return replace(
-        live,
-        forward_mode=view.forward_mode,
-        input_ids=view.input_ids,
-        positions=view.positions,
-        out_cache_loc=view.out_cache_loc,
-    )

@@ -18,8 +18,10 @@ import torch
 
 from graphpact.attention import AttentionBackend, BackendContext, KVBuffers, Limits, kv_tensors
 from graphpact.buffers import SharedBuffers
-from graphpact.errors import ConfigError, PluginError, all_returned
-from graphpact.lane import Lane
+from graphpact.errors import ConfigError, PluginError
+from graphpact.hookspecs import hookimpl
+from graphpact.lane import CapturedShape, Lane
+from graphpact.plugin_calls import all_returned
 from graphpact.runners import EagerRunner, GraphRunner, RunnerContext
 from graphpact.shapes import GraphShape
 from graphpact.speculation import RunLane, SpeculationAlgorithm, SpeculationContext
@@ -27,7 +29,7 @@ from graphpact.step import Forward
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.logs import log_event
 from graphpact_engine.ownership import EngineOwnership
-from graphpact_engine.phases import ObservedLane, PhaseObserver
+from graphpact_engine.phases import Around
 from graphpact_engine.plans import LanePlan, ModelName, ModelSpec, call_plugin, draft_limits
 from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
 from graphpact_engine.speculation import SampleAfter, Speculator
@@ -215,7 +217,8 @@ def build_lane(
 ) -> tuple[Lane, Verifier | None]:
     """Build one lane, without capturing.
 
-    The order of its observers, the outermost first: the guard of a strict lane, the verifier, ``observers``.
+    The order of its observers, the outermost first: a log of captures, the strict observer of a strict lane,
+    the verifier, ``observers``.
 
     Args:
         plan: Its plugins and settings.
@@ -261,11 +264,11 @@ def build_lane(
         functools.partial(plan.driver, strict=True) if plan.config.strict else plan.driver,
         spec.device,
     )
-    outer: list[object] = []
+    outer: list[object] = [_CaptureLog(on_capture)]
     verifier = None
     if plan.config.strict:
         ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache, states)
-        outer.append(driver.guard(ownership))
+        outer.append(driver.strict_observer(ownership))
     if memory.shadow is not None and plan.runner is not EagerRunner:
         verifier = Verifier(
             make_backend=make_backend,
@@ -278,9 +281,7 @@ def build_lane(
         outer.append(verifier)
         if isinstance(driver, TapeDriver):
             driver.traced = True  # tells the verifier where replays must be equal to the bit
-    inner = [*outer, *observers]
-    kind = ObservedLane if any(isinstance(each, PhaseObserver) for each in inner) else Lane
-    lane = kind(
+    lane = Lane(
         plan.name,
         model=model,
         runner=runner,
@@ -291,14 +292,13 @@ def build_lane(
         metadata_in_graph=plan.config.metadata_in_graph,
         share_pool=memory.buffers if plan.config.share_buffers else None,
         eager_reason=plan.eager_reason,
-        observers=inner,
+        observers=[*outer, *observers],
     )
     if plan.config.share_buffers and plan.eager_reason is None and lane.registry is None:
         raise ConfigError(
             f"lanes.{plan.name}.share_buffers = true, but runner {plan.runner_name!r} has no buffers",
             hint="remove share_buffers, or select a runner that captures",
         )
-    lane.on_capture = functools.partial(_tell_captured, lane, on_capture)
     return lane, verifier
 
 
@@ -421,21 +421,29 @@ def backend_context(plan: LanePlan, spec: ModelSpec, memory: Memory, kv_cache: K
     )
 
 
-def _tell_captured(lane: Lane, on_capture: OnCapture | None, shape: GraphShape) -> None:
-    """Log a captured shape, and call ``on_capture``."""
-    stats, graph = lane.stats.shapes[shape], lane.captured[shape].graph
-    log_event(
-        _log,
-        logging.INFO,
-        "shape captured",
-        lane=lane.name,
-        shape=str(shape),
-        seconds=round(stats.capture_seconds, 6),
-        nodes=graph.num_nodes,
-        bytes=graph.pool_nbytes,
-    )
-    if on_capture is not None:
-        on_capture(lane.name, shape, len(lane.stats.shapes), len(lane.shapes))
+class _CaptureLog:
+    """An observer that logs each captured shape, and calls ``on_capture``."""
+
+    def __init__(self, on_capture: OnCapture | None) -> None:
+        self._on_capture = on_capture
+
+    @hookimpl(wrapper=True)
+    def capture(self, lane: Lane, shape: GraphShape) -> Around:
+        """Log a shape once it is captured."""
+        captured: CapturedShape = yield
+        log_event(
+            _log,
+            logging.INFO,
+            "shape captured",
+            lane=lane.name,
+            shape=str(shape),
+            seconds=round(captured.stats.capture_seconds, 6),
+            nodes=captured.graph.num_nodes,
+            bytes=captured.graph.pool_nbytes,
+        )
+        if self._on_capture is not None:
+            self._on_capture(lane.name, shape, len(lane.captured), len(lane.shapes))
+        return captured
 
 
 def _kv_budget(gib: float | None, device: torch.device) -> int:

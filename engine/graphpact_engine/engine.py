@@ -42,7 +42,7 @@ from graphpact_engine.deltas import DeltaStream
 from graphpact_engine.errors import CheckpointError, ModelCaptureError, RequestError
 from graphpact_engine.faults import names_plugins
 from graphpact_engine.logs import log_event
-from graphpact_engine.phases import observed
+from graphpact_engine.phases import EnginePhases
 from graphpact_engine.plans import (
     LanePlan,
     ModelName,
@@ -191,12 +191,12 @@ class Engine:
         check_backends(plans, contexts, catalog, specs)
         # Each lane has the given observers, and configured ones of its own.
         observing = [[*observers, *build_observers(configured)] for _ in plans]
-        sampler, watching = Sampler(self.eos_token_ids), observing[0]
-        self._sample = observed(watching, "sample", sampler.sample)
-        self._start_sampling = observed(watching, "sample", sampler.start)
+        sampler, phases = Sampler(self.eos_token_ids), EnginePhases(observing[0])
+        self._sample = phases.observed("sample", sampler.sample)
+        self._start_sampling = phases.observed("sample", sampler.start)
         self.speculation = None
         if algorithm is not None:
-            sample_after = observed(watching, "sample", sampler.sample_after)
+            sample_after = phases.observed("sample", sampler.sample_after)
             self.speculation = build_speculator(
                 algorithm, config, self.model, self.draft_model, self.memory, sample_after, self._run_lane
             )
@@ -219,7 +219,7 @@ class Engine:
             max_prefill_chunk=config.engine.max_prefill_chunk,
             mixed=any(plan.mode is ForwardMode.MIXED for plan in plans),
         )
-        self._observe(watching)
+        self._observe(phases)
         self._num_requests = 0
         self._is_stepping = False
         self._to_abort: list[Request | str] = []  # aborted during a step
@@ -472,18 +472,18 @@ class Engine:
                     error.hint = f"the line is the model's own; run the lane without graphs: {setting}"
                     raise
 
-    def _observe(self, watching: Sequence[object]) -> None:
+    def _observe(self, phases: EnginePhases) -> None:
         """Wrap the phases around the lanes; begin to count."""
         self.breaches: Counter[tuple[str, str]] = Counter()
         self._num_reasons = dict.fromkeys(self.lanes, 0)  # of eager runs that were logged
         self._flight: _Flight | None = None
-        self._schedule = observed(watching, "schedule", self.scheduler.schedule)
-        self._schedule_ahead = observed(watching, "schedule", self.scheduler.schedule_ahead)
-        self._wait = observed(watching, "wait", PendingTokens.read)
-        self._commit = observed(watching, "commit", self.scheduler.commit)
+        self._schedule = phases.observed("schedule", self.scheduler.schedule)
+        self._schedule_ahead = phases.observed("schedule", self.scheduler.schedule_ahead)
+        self._wait = phases.observed("wait", PendingTokens.read)
+        self._commit = phases.observed("commit", self.scheduler.commit)
         # No bound method: the engine would be in a cycle, and its memory would wait for the collector.
         step: Callable[[Engine], list[Request]] = Engine._step
-        self._run_step = observed(watching, "step", step)
+        self._run_step = phases.observed("step", step)
 
     def _step(self) -> list[Request]:
         """Run one batch, or with asynchronous scheduling a part of two; see `step`."""

@@ -16,8 +16,9 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from graphpact.errors import EngineError, GraphpactError, KernelRefusal, describe_error, short_path
+from graphpact.errors import EngineError, GraphpactError, KernelRefusal
 from graphpact.graphs import Graph
+from graphpact.plugin_calls import describe_error, short_path
 from graphpact.plugins import PluginCatalog, PluginInfo
 
 P = ParamSpec("P")

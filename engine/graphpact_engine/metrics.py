@@ -12,8 +12,7 @@ work is submitted, and the phases of the engine include the wait for it.
 """
 
 import time
-from collections.abc import Callable, Iterator
-from typing import ParamSpec, TypeVar
+from collections.abc import Iterator
 
 from prometheus_client import Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -25,9 +24,6 @@ from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
 from graphpact_engine.engine import Engine
 from graphpact_engine.phases import Around, Phase
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _SECONDS = tuple(base * 10.0**power for power in range(-5, 1) for base in (1, 2.5, 5))
 """Bounds of the buckets of times: 10 microseconds to 5 seconds."""
@@ -68,19 +64,13 @@ class StepMetrics:
         self._lanes.labels(lane.name, batch.forward_mode.value, run).observe(seconds)
         return outputs
 
-    def phase(self, name: Phase, call: Callable[P, T], lane: Lane | None) -> Callable[P, T]:
-        """Return ``call``, measured; unmeasured for a phase of a lane, which has metrics of its own."""
-        if lane is not None:
-            return call
-        observe = self._phases.labels(name).observe
-
-        def measured(*args: P.args, **kwargs: P.kwargs) -> T:
-            start = time.perf_counter()
-            result = call(*args, **kwargs)
-            observe(time.perf_counter() - start)
-            return result
-
-        return measured
+    @hookimpl(wrapper=True)
+    def engine_phase(self, phase: Phase) -> Around:
+        """Measure a phase of the engine. One that raises is not measured."""
+        start = time.perf_counter()
+        result = yield
+        self._phases.labels(phase).observe(time.perf_counter() - start)
+        return result
 
     def collect(self) -> Iterator[Metric]:
         """Yield the metrics."""
@@ -188,7 +178,7 @@ class EngineCollector(Collector):
         """Yield the metrics of the observers; those of one name, of several lanes, are one metric."""
         found: dict[int, StepMetrics] = {}
         for lane in self._engine.lanes:
-            for plugin in lane.plugin_manager.get_plugins():
+            for plugin in lane.hooks.manager.get_plugins():
                 if isinstance(plugin, StepMetrics):
                     found[id(plugin)] = plugin
         metrics: dict[str, Metric] = {}

@@ -1,86 +1,61 @@
-"""`PhaseObserver`: an observer that wraps the phases of an engine too, and `HookObserver`, a base class.
+"""The phases of an engine, which observers of the hook ``engine_phase`` wrap; `HookObserver`, a base class.
 
     step        one call of `Engine.step`: all of the following
     schedule    `Scheduler.schedule`, or `Scheduler.schedule_ahead`
-    launch      `Lane.launch`: the replay, or the eager run
-    capture     `Lane.capture`: one shape, while the engine is built
     sample      `Sampler.sample`; `Sampler.sample_after` under speculation; `Sampler.start` if the tokens are
                 read later
     wait        `PendingTokens.read` of such a step
     commit      `Scheduler.commit`
 
-Phases are wrapped once, when the engine is built: without such an observer a step calls the methods
-themselves.
+Observers that a caller passes to `Engine` wrap the phases of the engine and every lane. Those of the
+configuration are built once for each lane; those of the first lane wrap the phases of the engine too.
 
-Does not: wrap hooks; a `PhaseObserver` wraps them as any other observer does, by ``@hookimpl(wrapper=True)``.
+Does not: wrap a step of a lane; the hooks ``run_step``, ``launch`` and ``capture`` are the lane's.
 """
 
 import abc
+import functools
 from collections.abc import Callable, Generator, Sequence
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, runtime_checkable
+from typing import Any, Literal, ParamSpec, TypeVar
 
 from graphpact.batch import ForwardBatch
+from graphpact.hooks import Hooks
 from graphpact.hookspecs import hookimpl
-from graphpact.lane import Lane, PreparedStep
 from graphpact.shapes import GraphShape
-from graphpact.step import StepOutputs
 
 P = ParamSpec("P")
 T = TypeVar("T")
 Around = Generator[None, Any, Any]
-Phase = Literal["step", "schedule", "launch", "capture", "sample", "wait", "commit"]
+Phase = Literal["step", "schedule", "sample", "wait", "commit"]
 
 
-@runtime_checkable
-class PhaseObserver(Protocol):
-    """An observer that wraps phases.
-
-    Those that a caller passes to `Engine` wrap the phases of the engine and of every lane; those of the
-    configuration, which each lane has of its own, wrap the phases of their lane, and those of the first lane
-    the engine's.
-    """
-
-    def phase(self, name: Phase, call: Callable[P, T], lane: Lane | None) -> Callable[P, T]:
-        """Return ``call``, wrapped. The result takes, returns and raises what ``call`` does.
-
-        Args:
-            name: The phase.
-            call: The method that runs it, possibly wrapped by another observer.
-            lane: The lane of a launch or a capture; None for the phases of the engine.
-        """
-
-
-def observed(
-    observers: Sequence[object], name: Phase, call: Callable[P, T], lane: Lane | None = None
-) -> Callable[P, T]:
-    """Return ``call``, wrapped by every `PhaseObserver` of ``observers``, the first outermost."""
-    for observer in reversed(observers):
-        if isinstance(observer, PhaseObserver):
-            call = observer.phase(name, call, lane)
-    return call
-
-
-class ObservedLane(Lane):
-    """A lane whose captures and launches are phases of its observers.
+class EnginePhases:
+    """The phases of one engine, as its observers wrap them.
 
     Args:
-        name: See `graphpact.Lane`.
-        observers: See `graphpact.Lane`.
-        others: All other arguments of `graphpact.Lane`.
+        observers: The observers, the first outermost.
     """
 
-    def __init__(self, name: str, *, observers: Sequence[object] = (), **others: Any) -> None:
-        super().__init__(name, observers=observers, **others)
-        self._launch = observed(observers, "launch", super().launch, self)
-        self._capture = observed(observers, "capture", super().capture, self)
+    def __init__(self, observers: Sequence[object]) -> None:
+        self._hooks = Hooks([self], observers)
 
-    def launch(self, prepared: PreparedStep) -> StepOutputs:
-        """See `graphpact.Lane.launch`."""
-        return self._launch(prepared)
+    def observed(self, phase: Phase, method: Callable[P, T]) -> Callable[P, T]:
+        """Return ``method``, wrapped by every observer of phases; ``method`` itself if there is none."""
+        run = self._hooks.resolve("engine_phase")
+        if run is None or not self._hooks.is_observed("engine_phase"):
+            return method
 
-    def capture(self, shape: GraphShape, batch: ForwardBatch | None = None) -> None:
-        """See `graphpact.Lane.capture`."""
-        self._capture(shape, batch)
+        def call(*args: P.args, **kwargs: P.kwargs) -> T:
+            result: T = run(phase=phase, call=functools.partial(method, *args, **kwargs))
+            return result
+
+        return call
+
+    @hookimpl
+    def engine_phase(self, phase: str, call: Callable[[], T]) -> T:
+        """Run the phase."""
+        del phase
+        return call()
 
 
 class HookObserver(abc.ABC):

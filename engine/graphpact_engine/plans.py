@@ -27,14 +27,9 @@ from graphpact.attention import (
 )
 from graphpact.attention.providers import choose_provider, lacking
 from graphpact.batch import ForwardMode
-from graphpact.errors import (
-    ConfigError,
-    GraphpactError,
-    PluginError,
-    describe_error,
-    place_of,
-)
+from graphpact.errors import ConfigError, GraphpactError, PluginError
 from graphpact.graphs import GraphDriver
+from graphpact.plugin_calls import describe_error, place_of
 from graphpact.plugins import Loaded, PluginCatalog, observer_fault
 from graphpact.runners import EagerRunner, GraphRunner
 from graphpact.shapes import EagerReason

@@ -28,11 +28,11 @@ import json
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, ParamSpec, Self, TypeVar
+from typing import Any, Self
 
 from graphpact.batch import ForwardBatch
 from graphpact.errors import GraphpactError
@@ -42,9 +42,6 @@ from graphpact.shapes import EagerReason, GraphShape
 from graphpact_engine.output_file import OutputFile
 from graphpact_engine.phases import Around, HookObserver, Phase
 from graphpact_engine.scheduler import ScheduledBatch
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 _MOST_KEPT = 1024  # events that are kept before they are written
 
@@ -124,31 +121,36 @@ class ChromeTrace(HookObserver):
         finally:
             self._step = {}
 
-    def phase(self, name: Phase, call: Callable[P, T], lane: Lane | None) -> Callable[P, T]:
-        """Return ``call``, which then writes an event for each of its calls."""
-
-        def traced(*args: P.args, **kwargs: P.kwargs) -> T:
-            title, about = (name, {}) if lane is None else self._begin(name, lane, args[0])
-            with self._event(title, **about) as event:
-                result = call(*args, **kwargs)
-                event.update(_describe(name, result))
-            return result
-
-        return traced
-
-    # -- inside ----------------------------------------------------------------------------------
-
-    def _begin(self, name: str, lane: Lane, what: object) -> tuple[str, dict[str, Any]]:
-        """Return the name and the arguments of a capture or a launch that begins now."""
-        if not isinstance(what, PreparedStep):  # the shape of a capture
-            self._step = {"lane": lane.name}
-            return name, {**self._step, "shape": str(what)}
+    @hookimpl(wrapper=True)
+    def launch(self, lane: Lane, prepared: PreparedStep) -> Around:
+        """Write a replay or an eager run, and the check of the pact before it."""
         if lane.stats.pact_checks > self._checks:
             self._put_check()
         self._hooks_end = None
-        if isinstance(what.fit, EagerReason):
-            return "eager run", {**self._step, "reason": what.fit.name, "why": what.fit.text}
-        return "replay", {**self._step, "shape": str(what.fit)}
+        fit = prepared.fit
+        if isinstance(fit, EagerReason):
+            name, about = "eager run", {"reason": fit.name, "why": fit.text}
+        else:
+            name, about = "replay", {"shape": str(fit)}
+        with self._event(name, **self._step, **about):
+            return (yield)
+
+    @hookimpl(wrapper=True)
+    def capture(self, lane: Lane, shape: GraphShape) -> Around:
+        """Write the capture of a shape."""
+        self._step = {"lane": lane.name}
+        with self._event("capture", **self._step, shape=str(shape)):
+            return (yield)
+
+    @hookimpl(wrapper=True)
+    def engine_phase(self, phase: Phase) -> Around:
+        """Write a phase of the engine."""
+        with self._event(phase) as about:
+            result = yield
+            about.update(_describe(phase, result))
+            return result
+
+    # -- inside ----------------------------------------------------------------------------------
 
     @contextmanager
     def _event(self, name: str, **about: Any) -> Iterator[dict[str, Any]]:

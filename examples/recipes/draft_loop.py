@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from graphpact import CaptureSizes, ForwardMode, GraphRunner, GraphShape, Step, StepOutputs
+from graphpact import CaptureSizes, ForwardMode, GraphRunner, GraphShape, RegionContext, StepOutputs
 from graphpact.attention import GraphSupport, each_step
 from graphpact.shapes import default_decode_batch_sizes
 from graphpact.step import Forward, Region
@@ -26,7 +26,7 @@ class DraftLoop(GraphRunner):
         sizes, width = self.context.require_batch_sizes(default), self.context.limits.draft.topk
         return CaptureSizes.uniform(ForwardMode.DRAFT_DECODE, sizes, width).shapes
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return the region of a graph: a forward pass for each step, which feeds the next one."""
 
         def region() -> StepOutputs:

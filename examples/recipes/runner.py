@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphpact import LayerSpec, Step
+from graphpact import LayerSpec, RegionContext
 from graphpact.attention import GraphSupport
 from graphpact.runners import DecodeRunner
 from graphpact.shapes import default_decode_batch_sizes
@@ -27,7 +27,7 @@ class AttentionOutside(DecodeRunner):
         """Return the request counts to capture if none are configured; the last is the largest step."""
         return default_decode_batch_sizes(self.context.limits.max_bs)
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return the region of a graph: one forward pass, broken at every layer."""
 
         def attend(

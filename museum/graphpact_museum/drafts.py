@@ -11,7 +11,7 @@ from typing import Any
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.speculation import HIDDEN_STATES, SCORES
-from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact.step import Forward, Region, RegionContext, StepOutputs
 from graphpact_museum.exhibit import Exhibit
 from graphpact_museum.runners import (
     composing,
@@ -50,7 +50,7 @@ def _positions_of_capture(base: type[Any]) -> type[Any]:
     class Frozen(base):  # type: ignore[misc]
         """A runner whose later passes have positions from before the recording."""
 
-        def compose(self, forward: Forward, step: Step) -> Region:
+        def compose(self, forward: Forward, step: RegionContext) -> Region:
             """Advance the positions before the region is recorded, not in it."""
             ahead = [step.view.positions + i for i in range(step.view.num_draft_steps)]
             passes = 0

@@ -15,7 +15,7 @@ import torch
 from graphpact.batch import ForwardBatch
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import GraphShape
-from graphpact.step import Region, Step, StepOutputs
+from graphpact.step import Region, RegionContext, StepOutputs
 from graphpact_museum.edits import Attended, after_attention, there, workspace
 from graphpact_museum.exhibit import Exhibit
 from graphpact_museum.runners import composing, populating
@@ -379,7 +379,7 @@ def _lengths_of_the_class(runner: Any, fill: Any, registry: Any, batch: Any, sha
     owner.filled, owner.filled_by = key, runner
 
 
-def _outputs_of_the_class(runner: Any, step: Step, region: Region) -> Region:
+def _outputs_of_the_class(runner: Any, step: RegionContext, region: Region) -> Region:
     """Return a region that copies rows to a buffer of the class, one for each size."""
 
     def copied() -> StepOutputs:
@@ -406,7 +406,7 @@ def _with_outputs_of_the_class(base: type[Any]) -> type[Any]:
     return OutputsOfTheClass
 
 
-def _returns_a_slot(_: Any, step: Step, region: Region) -> Region:
+def _returns_a_slot(_: Any, step: RegionContext, region: Region) -> Region:
     """Return a region that also returns the token ids, in the slot that they were copied to."""
 
     def with_ids() -> StepOutputs:

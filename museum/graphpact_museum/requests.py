@@ -12,7 +12,7 @@ import torch
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact.step import Region, Step, StepOutputs
+from graphpact.step import Region, RegionContext, StepOutputs
 from graphpact_museum.edits import Attended, after_attention
 from graphpact_museum.exhibit import Exhibit
 from graphpact_museum.runners import after_fill, composing, fitting, sizing
@@ -60,7 +60,7 @@ def _skips_the_fill_value(lengths: str) -> Any:
     return skip
 
 
-def _masks_position_0(_: Any, step: Step, region: Region) -> Region:
+def _masks_position_0(_: Any, step: RegionContext, region: Region) -> Region:
     """Return a region that zeroes the rows of token 0 at position 0, as those of padding."""
 
     def masked() -> StepOutputs:

@@ -105,9 +105,9 @@ class _Delegates(GraphDriver):
         """Update it."""
         self.inner.update_task(key, updated, **more)
 
-    def guard(self, ownership: Ownership | None = None) -> object:
-        """Return the guard of the tape."""
-        return self.inner.guard(ownership)
+    def strict_observer(self, ownership: Ownership | None = None) -> object:
+        """Return the strict observer of the tape."""
+        return self.inner.strict_observer(ownership)
 
     @contextlib.contextmanager
     def preparation(

@@ -22,7 +22,7 @@ from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane
 from graphpact.parallel import get_parallel, local_num_token_non_padded
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
-from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact.step import Forward, Region, RegionContext, StepOutputs
 from graphpact_conformance.lane.reference import ReferenceSizes
 from graphpact_conformance.world.problems import Problem
 from graphpact_museum.exhibit import Around, Exhibit, Make
@@ -219,14 +219,14 @@ def dummies(edit: Callable[[Any, ForwardBatch], ForwardBatch]) -> Make:
     return make
 
 
-def composing(edit: Callable[[Any, Step, Region], Region]) -> Make:
+def composing(edit: Callable[[Any, RegionContext, Region], Region]) -> Make:
     """Return a factory of runners with another region, from runner, step and the right region."""
 
     def make(base: type[Any]) -> type[Any]:
         class Composes(base):  # type: ignore[misc]
             """A runner with an edited `compose`."""
 
-            def compose(self, forward: Forward, step: Step) -> Region:
+            def compose(self, forward: Forward, step: RegionContext) -> Region:
                 """Return the edited region."""
                 return edit(self, step, super().compose(forward, step))
 
@@ -235,10 +235,10 @@ def composing(edit: Callable[[Any, Step, Region], Region]) -> Make:
     return make
 
 
-def _giving(edit: Callable[[Any, Step, torch.Tensor], torch.Tensor]) -> Make:
+def _giving(edit: Callable[[Any, RegionContext, torch.Tensor], torch.Tensor]) -> Make:
     """Return a factory of runners with other outputs, from runner, step and the right one."""
 
-    def compose(runner: Any, step: Step, region: Region) -> Region:
+    def compose(runner: Any, step: RegionContext, region: Region) -> Region:
         def edited() -> StepOutputs:
             outputs = region()
             given = {n: (edit(runner, step, t), outputs.axes[n]) for n, t in outputs.items()}
@@ -1149,7 +1149,7 @@ _GP05 = [
 ]
 
 
-def cuts_nothing(_: Any, __: Step, region: Region) -> Region:
+def cuts_nothing(_: Any, __: RegionContext, region: Region) -> Region:
     """Return a region whose outputs have no axis."""
 
     def whole() -> StepOutputs:
@@ -1158,7 +1158,7 @@ def cuts_nothing(_: Any, __: Step, region: Region) -> Region:
     return whole
 
 
-def _last_rows(_: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
+def _last_rows(_: Any, step: RegionContext, rows: torch.Tensor) -> torch.Tensor:
     """Return first as many rows as are real, counted from the padded end, and then the rest."""
     if not len(rows):
         return rows
@@ -1171,7 +1171,7 @@ def _uncounted_in_the_model(base: type[Any]) -> type[Any]:
     class Uncounted(base):  # type: ignore[misc]
         """Runs the model on a batch of fewer fields than the view has."""
 
-        def compose(self, forward: Forward, step: Step) -> Region:
+        def compose(self, forward: Forward, step: RegionContext) -> Region:
             """Leave the count out."""
             view = replace(step.view, num_token_non_padded=None)
             region: Region = super().compose(forward, replace(step, view=view))
@@ -1232,7 +1232,7 @@ def _first_batch_alone(right: Any, names: Sequence[str]) -> Any:
     return fields
 
 
-def _outputs_of_the_graph_before(runner: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
+def _outputs_of_the_graph_before(runner: Any, step: RegionContext, rows: torch.Tensor) -> torch.Tensor:
     """Return the output of the previously recorded graph, if it has enough rows."""
     if not step.driver.is_capturing:
         return rows
@@ -1241,7 +1241,7 @@ def _outputs_of_the_graph_before(runner: Any, step: Step, rows: torch.Tensor) ->
     return before[: len(rows)] if len(before) >= len(rows) else rows
 
 
-def _adds_memory_that_grows(runner: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
+def _adds_memory_that_grows(runner: Any, step: RegionContext, rows: torch.Tensor) -> torch.Tensor:
     """Add zeros of the runner's own, which a larger capture replaces by more."""
     if step.is_eager:
         return rows
@@ -1251,7 +1251,7 @@ def _adds_memory_that_grows(runner: Any, step: Step, rows: torch.Tensor) -> torc
     return rows + zeros[: len(rows)].view(-1, *[1] * (rows.dim() - 1))
 
 
-def _one_output_buffer(runner: Any, step: Step, rows: torch.Tensor) -> torch.Tensor:
+def _one_output_buffer(runner: Any, step: RegionContext, rows: torch.Tensor) -> torch.Tensor:
     """Return rows of one buffer for each width: what the first capture gave."""
     if not step.driver.is_capturing:
         return rows
@@ -1272,7 +1272,7 @@ def _prefetches(base: type[Any]) -> type[Any]:
             outputs = yield
             other = next(iter(lane.captured.values()), None)
             if other is not None and lane.stats.replays > before:
-                lane.launch(lane.prepare(self.dummy(other.step.shape)))
+                lane.launch(lane.prepare(self.dummy(other.context.shape)))
             return outputs
 
     return Prefetches

@@ -18,7 +18,7 @@ import torch
 from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot, PaddingPolicy
-from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact.step import Forward, Region, RegionContext, StepOutputs
 from graphpact_museum.exhibit import Exhibit, Make, Variant
 from graphpact_museum.runners import slotting
 
@@ -45,7 +45,7 @@ class Bridged:
         out: The workspace of the result.
     """
 
-    step: Step
+    step: RegionContext
     q: torch.Tensor
     k: torch.Tensor | None
     v: torch.Tensor | None
@@ -71,7 +71,7 @@ def crossing(cross: Crossing) -> Make:
         class Crosses(base):  # type: ignore[misc]
             """A runner with another bridge."""
 
-            def compose(self, forward: Forward, step: Step) -> Region:
+            def compose(self, forward: Forward, step: RegionContext) -> Region:
                 """Return the region with the other bridge."""
                 runner = self
 
@@ -148,7 +148,7 @@ def _cut(call: Bridged, count: Callable[[], int]) -> torch.Tensor:
 
 
 def _cuts_as_captured(_: Any, call: Bridged) -> torch.Tensor:
-    live = call.step.rows.num_tokens
+    live = call.step.attended.num_tokens
     return _cut(call, lambda: live)
 
 
@@ -477,7 +477,7 @@ def _with_an_mlp(base: type[Any]) -> type[Any]:
     class WithAnMlp(crossing(_breaks_at_an_mlp)(base)):  # type: ignore[misc]
         """A runner whose graphs break at an MLP too; eager steps run it like any other work."""
 
-        def compose(self, forward: Forward, step: Step) -> Region:
+        def compose(self, forward: Forward, step: RegionContext) -> Region:
             """Return the region; in an eager step the MLP is a call of the model's."""
             if not step.is_eager:
                 return super().compose(forward, step)  # type: ignore[no-any-return]

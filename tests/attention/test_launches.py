@@ -61,7 +61,7 @@ def _count(backend: type[AttentionBackend], case: Case, *, in_graph: bool) -> st
         rig = Rig(config, backend=backend, in_graph=in_graph)
         registry, shape = rig.lane.registry, config.shapes[-1]
         assert registry is not None
-        step = rig.lane.captured[shape].step
+        step = rig.lane.captured[shape].context
         rig.lane.prepare(rig.lane.runner.dummy(shape))
         with Launches([*_device_memory(registry), rig.table]) as launches:
             rig.lane.backend.init_metadata_replay(step.view, shape, step.metadata)

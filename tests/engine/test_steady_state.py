@@ -134,7 +134,7 @@ def test_index_tensors_are_filled_in_place(backend: str, checkpoint: Callable[..
     run(engine, 30, seed=1)
     lane = engine.lanes[0]
     shape, captured = next(iter(lane.captured.items()))
-    step = captured.step
+    step = captured.context
     with torch.inference_mode():
         lane.backend.init_metadata_replay(step.view, shape, captured.metadata)
         with torch.profiler.profile(profile_memory=True, acc_events=True) as profile:

@@ -16,7 +16,8 @@ import torch
 
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout, LayerSpec, Limits
 from graphpact.batch import ForwardMode
-from graphpact.errors import ConfigError, describe_error, named_options, place_of
+from graphpact.errors import ConfigError, named_options
+from graphpact.plugin_calls import describe_error, place_of
 from graphpact.shapes import GraphShape
 from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import DEVICE, Make

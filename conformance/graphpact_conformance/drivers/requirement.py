@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 import torch
 
-from graphpact.errors import describe_error
 from graphpact.graphs import GraphDriver
+from graphpact.plugin_calls import describe_error
 
 __tracebackhide__ = True
 

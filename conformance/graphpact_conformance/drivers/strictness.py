@@ -15,8 +15,9 @@ from typing import Any, Literal, TypeAlias
 
 import torch
 
-from graphpact.errors import CaptureError, describe_error
+from graphpact.errors import CaptureError
 from graphpact.graphs import DeclaredMemory
+from graphpact.plugin_calls import describe_error
 from graphpact_conformance.drivers import acts
 from graphpact_conformance.drivers.acts import ACTS, World, lines_of
 from graphpact_conformance.drivers.requirement import Make, Requirement, expect_equal, require

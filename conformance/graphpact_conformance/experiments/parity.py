@@ -580,7 +580,7 @@ def _hook_between(lane: UnderTest) -> str:
 
 _COUNTED_HELP = (
     "an eager call may keep nothing of a step, nor of the capture: take counts and metadata of this replay"
-    " from `Step.rows`, `Step.live` and `Step.metadata` inside the call, or let `Step.attend` do it"
+    " from `step.attended`, `step.live` and `step.metadata` inside the call, or let `step.attend` do it"
 )
 
 

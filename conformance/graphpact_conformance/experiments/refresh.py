@@ -30,8 +30,8 @@ from graphpact_conformance.results import Finding
 from graphpact_conformance.subject.records import Leaf, StepRecord
 from graphpact_conformance.subject.under_test import Subject, UnderTest, Way, poison_slot
 from graphpact_conformance.world.problems import Drawn, Problem, assorted, corner, neighbours, steady
-from graphpact_tape.guard import is_due
 from graphpact_tape.poison import poison_of
+from graphpact_tape.strict_observer import is_due
 
 
 def is_plan(leaf: Leaf) -> bool:

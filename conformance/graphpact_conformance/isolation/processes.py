@@ -25,7 +25,7 @@ from multiprocessing import connection
 from pathlib import Path
 from typing import IO, Any, Protocol, Self
 
-from graphpact.errors import short_path
+from graphpact.plugin_calls import short_path
 from graphpact_cli.survey import child_environment, ending, kill
 from graphpact_conformance.isolation.job_wire import ANSWER, GIVEN, OF_JOB, tail
 from graphpact_conformance.isolation.keeper import GRACE

@@ -37,7 +37,8 @@ from typing import Any, TextIO
 import torch
 from pydantic import TypeAdapter
 
-from graphpact.errors import UsageError, short_path
+from graphpact.errors import UsageError
+from graphpact.plugin_calls import short_path
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance import legend, suite
 from graphpact_conformance.isolation.blind import judge

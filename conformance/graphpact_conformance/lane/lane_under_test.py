@@ -23,9 +23,9 @@ import torch
 from graphpact.attention import AttentionBackend, GraphSupport, ProviderName
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import SharedBuffers
-from graphpact.errors import short_path
 from graphpact.graphs import GraphDriver
 from graphpact.lane import PactMode
+from graphpact.plugin_calls import short_path
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.lane.reference import (
@@ -49,8 +49,8 @@ from graphpact_conformance.subject.raised import causes, need_of
 from graphpact_conformance.subject.under_test import CannotCaptureError, Reporting, Subject, Way, poison_slot
 from graphpact_conformance.world.lanes import Case, Config, declares_graphs, support_of
 from graphpact_conformance.world.problems import Drawn, Problem, corner, draw
-from graphpact_tape.guard import is_due
 from graphpact_tape.poison import is_poison
+from graphpact_tape.strict_observer import is_due
 from graphpact_tape.tape import TapeDriver
 from graphpact_tape.trees import tensors_of
 

@@ -31,7 +31,7 @@ from graphpact.buffers.presets import num_token_non_padded_slot
 from graphpact.graphs import Event
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact.step import Forward, Region, Step
+from graphpact.step import Forward, Region, RegionContext
 from graphpact_conformance.world.fields import DRAWN, GATHERED
 from graphpact_conformance.world.lanes import DRAFTS, MIDDLE_TOKENS, TALL_TOKENS, Case, Config, static_shapes
 
@@ -503,12 +503,12 @@ class SegmentsRunner(ReferenceRunner):
         """The kind of the lane's steps."""
         return replace(super().case, segments=True)
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return one forward pass, broken at every attention call."""
         return broken_at_attention(forward, step)
 
 
-def broken_at_attention(forward: Forward, step: Step) -> Region:
+def broken_at_attention(forward: Forward, step: RegionContext) -> Region:
     """Return a forward pass whose attention is an eager call between two segments, in every layer."""
 
     def attend(q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:

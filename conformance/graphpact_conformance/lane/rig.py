@@ -27,14 +27,15 @@ from graphpact.attention import (
 )
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, GraphSlot, SharedBuffers
-from graphpact.errors import PactBreach, all_returned
+from graphpact.errors import PactBreach
 from graphpact.graphs import Graph, GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane, PactMode
 from graphpact.pact import Promise, walk
+from graphpact.plugin_calls import all_returned
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact.step import Attend, Forward, Region, Step, StepOutputs
+from graphpact.step import Attend, Forward, Region, RegionContext, StepOutputs
 from graphpact.tensors import same, storage_id
 from graphpact_conformance.lane import memory
 from graphpact_conformance.lane.reference import ReferenceRunner, SegmentsRunner
@@ -50,8 +51,8 @@ from graphpact_conformance.subject.under_test import DeclinedError
 from graphpact_conformance.world.fields import COUNT, GATHERED, completed, drawn, is_drawn
 from graphpact_conformance.world.lanes import HIDDEN, Config, composes, declares_graphs
 from graphpact_conformance.world.problems import Problem
-from graphpact_tape.guard import is_due
 from graphpact_tape.poison import poison
+from graphpact_tape.strict_observer import is_due
 from graphpact_tape.tape import Tape, TapeDriver
 from graphpact_tape.trace import TracedCall
 
@@ -133,7 +134,7 @@ class Rig:
         backend: The backend class.
         runner: The runner class.
         driver: Makes the lane's driver from a device.
-        guarded: Whether a `StrictGuard` observes the lane; its driver is strict then.
+        guarded: Whether a `StrictObserver` observes the lane; its driver is strict then.
         in_graph: As ``Lane(metadata_in_graph=...)``.
         provider: Kernel provider of the backend.
         device: The device of everything but the oracle.
@@ -185,7 +186,7 @@ class Rig:
         self._names: dict[int, str] = {}  # by storage; an attribute may be bound anew
         self.observer = Observer(keeps_inputs=not guarded)  # in a strict lane copies may be in flight
         records = driver(device)
-        self.guard = records.guard() if guarded else None
+        self.guard = records.strict_observer() if guarded else None
         with self.watch.during(Call(f"the constructor of {runner.__name__}")):
             self.runner = runner(runner_context(config, self.backend.capabilities, device, runner))
         self.declines = own_reasons(self.runner)
@@ -360,7 +361,7 @@ class Rig:
         """Let regions also return what each pass reads and attends to, unless the runner returns it."""
         right = self.runner.compose
 
-        def compose(forward: Forward, step: Step) -> Region:
+        def compose(forward: Forward, step: RegionContext) -> Region:
             passes = Passes(forward)
             region = right(passes, step)
             return passes.watching(region) if callable(region) else region
@@ -509,7 +510,7 @@ class Rig:
         if seen.metadata is None or captured is None or seen.at_capture:
             return
         try:
-            captured.pact.check(**parts, **self.lane.held_by_backend(seen.shape))
+            captured.pact.check(**parts, **captured.backend_state)
         except PactBreach as error:
             step.breaches = error.breaches
         if step.stage == "done":
@@ -530,7 +531,7 @@ class Rig:
         seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
         raw = problem.batch_size, len(problem.tokens)
         captured = self.lane.captured.get(shape)
-        views = [parts["view"], *([] if captured is None else [captured.step.view])]
+        views = [parts["view"], *([] if captured is None else [captured.context.view])]
         # What metadata has of a view is judged as part of the view, whose host numbers are the engine's.
         of_view, others = {"view": parts["view"]}, {n: part for n, part in parts.items() if n != "view"}
         for path, value in itertools.chain(walk(of_view), walk(others, without=views)):
@@ -571,7 +572,7 @@ class Rig:
 
         def compose(forward: Forward, oracle: AttentionBackend, metadata: Any) -> Region:
             runner = type(self.runner)(self.runner.context)
-            step = Step(shape, batch, self.lane.driver, oracle, metadata, live=batch, rows=batch)
+            step = RegionContext(shape, batch, self.lane.driver, oracle, metadata, live=batch, attended=batch)
             return runner.compose(forward, step)
 
         context = replace(self.backend.context, kv_cache=self.cache.copy())

@@ -5,7 +5,8 @@ Does not: decide whether an error breaks a rule.
 
 from collections.abc import Iterator
 
-from graphpact.errors import ConfigError, GraphpactError, place_of
+from graphpact.errors import ConfigError, GraphpactError
+from graphpact.plugin_calls import place_of
 from graphpact_conformance.rules import RULES
 
 

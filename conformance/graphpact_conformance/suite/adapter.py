@@ -15,7 +15,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from graphpact.errors import UsageError, describe_error, did_you_mean
+from graphpact.errors import UsageError, did_you_mean
+from graphpact.plugin_calls import describe_error
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.suite.planned import PlannedLane

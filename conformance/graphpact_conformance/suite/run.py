@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from graphpact.errors import EngineError, place_of
+from graphpact.errors import EngineError
+from graphpact.plugin_calls import place_of
 from graphpact.shapes import EagerReason
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest

@@ -23,9 +23,10 @@ from graphpact.attention.providers import KernelProvider, choose_provider
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.buffers.arenas import new_buffer
-from graphpact.errors import EngineError, SlotError, all_returned
+from graphpact.errors import EngineError, SlotError
 from graphpact.graphs import GraphDriver
 from graphpact.hookspecs import HookMethods
+from graphpact.plugin_calls import all_returned
 from graphpact.shapes import GraphShape
 
 

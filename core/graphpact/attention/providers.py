@@ -8,14 +8,15 @@ run here; the reasons against earlier ones are kept and reported. A named provid
 Does not: hold kernels; plugins and `graphpact_kernels` do.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 
 from graphpact.attention.capabilities import Capabilities
 from graphpact.attention.context import BackendContext, KernelName, ProviderName
 from graphpact.errors import ConfigError
+from graphpact.plugin_calls import why_unavailable
 
 
 class KernelProvider:
@@ -45,17 +46,6 @@ class KernelProvider:
             return reason
         missing = lacking(cls.capabilities, context)
         return "they lack " + "; ".join(missing) if missing else None
-
-
-def why_unavailable(unavailable: Callable[[torch.device], str | None], device: torch.device) -> str | None:
-    """Return ``unavailable(device)`` in one line, or None. An exception is the reason: it is plugin code."""
-    try:
-        reason: Any = unavailable(device)
-        if not isinstance(reason, str | None):
-            reason = f"unavailable() returned {reason!r}, not a line of text or None"
-    except Exception as error:  # noqa: BLE001  plugin code
-        reason = f"{type(error).__name__}: {error}"
-    return None if reason is None else " ".join(reason.split())
 
 
 def lacking(capabilities: Capabilities, context: BackendContext) -> list[str]:

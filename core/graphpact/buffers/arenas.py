@@ -15,8 +15,9 @@ from collections.abc import Iterator
 
 import torch
 
-from graphpact.buffers.slots import GraphSlot, call
+from graphpact.buffers.slots import FIX_CALLBACK, GraphSlot
 from graphpact.errors import SlotError
+from graphpact.plugin_calls import call
 from graphpact.tensors import storage_id
 
 _ROWS = 16  # of one allocation: enough for the slots of one width in every preset
@@ -69,7 +70,7 @@ def new_buffer(
     """
     buffer = torch.full(shape, fill, dtype=slot.dtype, device=device, pin_memory=pin)
     if slot.contents is not None:
-        made = call(slot, "{}: its contents", slot.contents, buffer)
+        made = call(f"{slot.label}: its contents", slot.contents, buffer, error=SlotError, hint=FIX_CALLBACK)
         if isinstance(made, torch.Tensor) and storage_id(made) != storage_id(buffer):
             hint = "write into the buffer that it is given: lambda t: torch.arange(len(t), out=t)"
             raise SlotError(f"{slot.label}: its contents returned another tensor, and wrote none", hint=hint)

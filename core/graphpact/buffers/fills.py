@@ -20,8 +20,9 @@ from typing import Any, TypeAlias
 import torch
 
 from graphpact.buffers.arenas import Arena, Place
-from graphpact.buffers.slots import BoundSlot, FillContext, GraphSlot, SourceFn, call
+from graphpact.buffers.slots import FIX_CALLBACK, BoundSlot, FillContext, GraphSlot, SourceFn
 from graphpact.errors import SlotError
+from graphpact.plugin_calls import call
 
 _MAX_SIGNATURES = 16  # of batches of one plan; more than any engine has
 _OPTIONAL = "{}, leave the slot out, or declare it optional: it then holds its initial value"
@@ -73,7 +74,11 @@ class FillPlan:
         self._context = context
         self._heads = [each for each in copied if each.source_fn is None]
         self._sourced = [each for each in copied if each.source_fn is not None]
-        self._computed = [(slot, slot.post_fill) for slot in slots if slot.post_fill is not None]
+        self._computed = [
+            (f"the post_fill of {slot.label}", slot.post_fill, slot.buffer)
+            for slot in slots
+            if slot.post_fill is not None
+        ]
         self._resets, self._fixed = _plan_tails(slots, context, arenas)
         self._only_copies = not (self._sourced or self._computed or self._resets)
         self._compiled: dict[tuple[object, ...], _Copies] = {}
@@ -105,8 +110,8 @@ class FillPlan:
             _grouped_copy(targets, fields(batch) + fixed)
         for group in _by_kernel(pairs):
             _grouped_copy([target for target, _ in group], [source for _, source in group])
-        for slot, post_fill in self._computed:
-            call(slot, "the post_fill of {}", post_fill, slot.buffer, batch, context)
+        for what, post_fill, buffer in self._computed:
+            call(what, post_fill, buffer, batch, context, error=SlotError, hint=FIX_CALLBACK)
 
     def _check(self, batch: Any) -> "_Copies":
         """Check the batch's fields one by one, and return the copies for batches of its signature."""
@@ -163,6 +168,7 @@ class _Copied:
     def __init__(self, slot: BoundSlot, context: FillContext, *, strict: bool) -> None:
         self.slot = slot
         self.source_fn: SourceFn | None = slot.source_fn
+        self._what = f"the source_fn of {slot.label}"  # not made anew in each step
         if slot.source_fn is None and "." in slot.name:
             self.source_fn = functools.partial(_from_extra, slot.name)
         self.view = slot.slice_for(context.raw_bs, context.raw_num_tokens)
@@ -183,7 +189,7 @@ class _Copied:
         slot, target, by_name = self.slot, self.view, self.source_fn is None
         source: Any = getattr(batch, slot.name, None)
         if self.source_fn is not None:
-            source = call(slot, "the source_fn of {}", self.source_fn, batch, context)
+            source = call(self._what, self.source_fn, batch, context, error=SlotError, hint=FIX_CALLBACK)
         if isinstance(source, torch.Tensor):
             if self._may_be_short and source.dim():
                 target = target[: source.shape[0]]

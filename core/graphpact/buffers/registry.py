@@ -20,8 +20,9 @@ from graphpact.buffers.arenas import Arena, Arenas
 from graphpact.buffers.description import RegistryDescription, SlotRow
 from graphpact.buffers.fills import FillPlan
 from graphpact.buffers.sharing import PROCESS_WIDE, SharedBuffers
-from graphpact.buffers.slots import Axis, BoundSlot, FillContext, GraphSlot, call
+from graphpact.buffers.slots import Axis, BoundSlot, FillContext, GraphSlot
 from graphpact.errors import SlotError, UnknownSlotError, did_you_mean
+from graphpact.plugin_calls import call
 from graphpact.shapes import GraphShape
 from graphpact.tensors import address_range, storage_id
 
@@ -237,8 +238,8 @@ class CudaGraphBufferRegistry:
 
     def _shape(self, slot: GraphSlot) -> tuple[int, ...]:
         """Return the result of the slot's ``shape_fn``, checked."""
-        what, counts = "{}: its shape_fn", (self.max_bs, self.max_num_tokens)
-        shape = call(slot, what, slot.shape_fn, *counts, hint=_SHAPE)
+        what, counts = f"{slot.label}: its shape_fn", (self.max_bs, self.max_num_tokens)
+        shape: Any = call(what, slot.shape_fn, *counts, error=SlotError, hint=_SHAPE)
         if isinstance(shape, (tuple, list)) and all(isinstance(n, int) and n >= 0 for n in shape):
             return tuple(shape)
         raise SlotError(f"{slot.label}: its shape_fn returned {shape!r}", hint=_SHAPE)
@@ -276,7 +277,9 @@ class CudaGraphBufferRegistry:
         most = self._most(slot)
         slices = []
         for n in (most, min(1, most)):
-            view = call(slot, "{}: its slice_fn", slot.slice_fn, buffer, n, hint=_SLICE)
+            view: Any = call(
+                f"{slot.label}: its slice_fn", slot.slice_fn, buffer, n, error=SlotError, hint=_SLICE
+            )
             if not isinstance(view, torch.Tensor):
                 raise SlotError(f"{slot.label}: its slice_fn returned {view!r}", hint=_SLICE)
             own = storage_id(view) == storage_id(buffer) and view.storage_offset() == 0

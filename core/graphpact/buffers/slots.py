@@ -18,7 +18,7 @@ from typing import Any, Literal, NoReturn, get_args
 
 import torch
 
-from graphpact.errors import GraphpactError, SlotError, UnallocatedSlotError, named_options
+from graphpact.errors import SlotError, UnallocatedSlotError, named_options
 
 Axis = Literal["bs", "tokens", "none"]
 """The count that a slot's rows follow: requests, tokens, or neither (then it is never padded)."""
@@ -35,6 +35,10 @@ workspace  memory that kernels write before they read it; no step prepares it
 staging    host memory from which an asynchronous copy fills another slot
 constant   values that no step writes, such as an ``arange``; see ``contents`` of `GraphSlot`
 """
+
+
+FIX_CALLBACK = "fix the callback; GRAPHPACT_TRACEBACK=1 prints the traceback"
+"""What to do when a function of a slot raises."""
 
 
 class PaddingPolicy(enum.Enum):
@@ -316,24 +320,6 @@ def metadata_slot(
         contents=contents,
         extra_rows=extra_rows,
     )
-
-
-def call(
-    slot: GraphSlot, what: str, function: Callable[..., Any], *args: Any, hint: str | None = None
-) -> Any:
-    """Return ``function(*args)``, a call of the slot's owner; ``what`` is the function in words.
-
-    Raises `SlotError` for an exception that is no `GraphpactError`. ``{}`` in ``what`` is the slot's label.
-    """
-    try:
-        return function(*args)
-    except GraphpactError:
-        raise
-    except Exception as error:
-        raise SlotError(
-            f"{what.format(slot.label)} raised {type(error).__name__}: {error}",
-            hint=hint or "fix the callback; GRAPHPACT_TRACEBACK=1 shows where it fails",
-        ) from error
 
 
 def _is_value_of(dtype: torch.dtype, value: float) -> bool:

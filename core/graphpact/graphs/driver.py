@@ -305,17 +305,19 @@ class GraphDriver(abc.ABC):
         hint = "update no task with it, or use a driver that has tasks, such as the tape"
         raise ReplayError(f"graph driver {self.name!r} has no tasks: {key}", hint=hint, rule="GP21")
 
-    def guard(self, ownership: Ownership | None = None) -> object:
-        """Return an observer that detects wrong use around the hooks and steps of one lane.
+    def strict_observer(self, ownership: Ownership | None = None) -> object:
+        """Return an observer that detects wrong use around the captures, hooks and steps of one lane.
 
-        ``ownership`` is that of the memory outside the lane; None if unknown.
+        Args:
+            ownership: Who owns the memory outside the lane; None where that is not known.
 
         Raises:
-            ConfigError: The driver is not strict, or its strict mode has no guard.
+            ConfigError: The driver is not strict, or its strict mode has no observer.
         """
         del ownership
+        where = "" if self.strict else " outside its strict mode"
         raise ConfigError(
-            f"graph driver {self.name!r} has no guard" + ("" if self.strict else " outside its strict mode"),
+            f"graph driver {self.name!r} has no strict observer{where}",
             hint='use the driver "tape" in a strict lane, TapeDriver(device, strict=True)',
         )
 

@@ -13,7 +13,8 @@ from typing import Any, Literal
 import importlib_metadata
 import torch
 
-from graphpact.errors import GraphpactError, describe_error
+from graphpact.errors import GraphpactError
+from graphpact.plugin_calls import describe_error
 from graphpact.plugins import PluginCatalog, installed_versions
 from graphpact_cli.survey import survey
 from graphpact_engine.config import ENV_PREFIX, EngineConfig

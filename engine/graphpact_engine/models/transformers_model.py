@@ -18,7 +18,8 @@ import torch
 from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import Axis
-from graphpact.errors import CaptureError, returned
+from graphpact.errors import CaptureError
+from graphpact.plugin_calls import returned
 from graphpact.step import Attend, StepOutputs
 from graphpact_engine.errors import ModelCaptureError
 from graphpact_engine.models.experts import mask_experts, routing

@@ -34,7 +34,8 @@ from typing import BinaryIO, Self
 
 from filelock import FileLock, Timeout
 
-from graphpact.errors import GraphpactError, describe_error
+from graphpact.errors import GraphpactError
+from graphpact.plugin_calls import describe_error
 from graphpact_kernels.compiled.ownership import fault_of, open_own_file, own_folder
 
 _log = logging.getLogger(__name__)

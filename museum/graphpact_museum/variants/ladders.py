@@ -16,7 +16,7 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact.step import Forward, Region, RegionContext, StepOutputs
 from graphpact_conformance.lane.reference import broken_at_attention
 from graphpact_museum.exhibit import Variant
 
@@ -115,7 +115,7 @@ class _BreakableRunner(_TwoAxesRunner):
     needs = GraphSupport.NEVER
     eager_attention = True
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return a forward pass in segments."""
         return broken_at_attention(forward, step)
 
@@ -123,7 +123,7 @@ class _BreakableRunner(_TwoAxesRunner):
 class _ConstantOutputsRunner(_FibonacciRunner):
     """Returns two more outputs: the row of each request, a constant; and a flag, expanded."""
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return a forward pass and the two."""
         rows = torch.arange(step.view.batch_size, device=step.view.device)
 
@@ -139,7 +139,7 @@ class _ConstantOutputsRunner(_FibonacciRunner):
 class _ChosenTokensRunner(_FibonacciRunner):
     """Chooses tokens in the graph: returns them, whether each is even, and a number without dimensions."""
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return a forward pass and the three."""
 
         def region() -> StepOutputs:
@@ -210,7 +210,7 @@ class _FrozenRunner(_FibonacciRunner):
         most = self.context.limits.max_bs // topk
         return [size * topk for size in sorted({1, most})]
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return the passes, over the same keys; the outputs are those of the last."""
         is_single = self.context.limits.draft.num_steps == 1
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from graphpact.batch import ForwardBatch
-from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact.step import Forward, Region, RegionContext, StepOutputs
 from graphpact_conformance.lane.reference import broken_at_attention
 from graphpact_museum.exhibit import Variant
 
@@ -17,7 +17,7 @@ def _attends_between_segments(base: type[Any]) -> type[Any]:
     class Breakable(base):  # type: ignore[misc]
         """Records everything but attention, which is an eager call between two segments."""
 
-        def compose(self, forward: Forward, step: Step) -> Region:
+        def compose(self, forward: Forward, step: RegionContext) -> Region:
             """Return a forward pass whose attention reads the metadata of each replay."""
             return broken_at_attention(forward, step)
 
@@ -28,7 +28,7 @@ def _runs_three_times(base: type[Any]) -> type[Any]:
     class ThreeTimes(base):  # type: ignore[misc]
         """Records three forward passes in one graph, each with its own outputs."""
 
-        def compose(self, forward: Forward, step: Step) -> Region:
+        def compose(self, forward: Forward, step: RegionContext) -> Region:
             """Return three passes over the same view; the last one's rows are the step's."""
 
             def region() -> StepOutputs:
@@ -50,7 +50,7 @@ def _runs_twice(base: type[Any]) -> type[Any]:
     class Twice(base):  # type: ignore[misc]
         """Runs its region twice in one graph, and says whether both chose the same tokens."""
 
-        def compose(self, forward: Forward, step: Step) -> Region:
+        def compose(self, forward: Forward, step: RegionContext) -> Region:
             """Return both runs; the outputs are those of the second."""
             once = super().compose(forward, step)
 
@@ -69,7 +69,7 @@ def _writes_its_positions(base: type[Any]) -> type[Any]:
     class Writes(base):  # type: ignore[misc]
         """Writes the positions of each pass of a draft into its own static input."""
 
-        def compose(self, forward: Forward, step: Step) -> Region:
+        def compose(self, forward: Forward, step: RegionContext) -> Region:
             """Return a region whose graph writes the view; eager steps leave the batch as it is."""
             if step.is_eager:
                 right: Region = super().compose(forward, step)

@@ -15,7 +15,7 @@ from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.graphs import Event, GraphDriver
 from graphpact.hookspecs import hookimpl
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
-from graphpact.step import Forward, Region, Step
+from graphpact.step import Forward, Region, RegionContext
 from graphpact_museum.exhibit import Variant
 from graphpact_museum.variants.slots import CPU, own_slot
 
@@ -91,7 +91,7 @@ def _stages_inputs(base: type[Any]) -> type[Any]:
             staging = own_slot("lengths", lambda bs, _: (bs,), torch.int64, role="staging", device=CPU)
             return [*super().slots(), staging]
 
-        def compose(self, forward: Forward, step: Step) -> Region:
+        def compose(self, forward: Forward, step: RegionContext) -> Region:
             """Compose as ever; copies of later steps go through this driver."""
             self.driver = step.driver
             region: Region = super().compose(forward, step)

@@ -138,7 +138,7 @@ def test_replays_equal_eager_runs(lengths: list[int], rig: Rig) -> None:
 def test_the_tail_is_scratch_after_a_larger_batch(rig: Rig) -> None:
     """Padding rows hold no earlier batch: they are row 0, KV slot 0, position 0, the fill length."""
     shape = GraphShape(ForwardMode.DECODE, ROWS, ROWS)
-    view = rig.lane.captured[shape].step.view
+    view = rig.lane.captured[shape].context.view
     for lengths in ([8, 7, 6, 5], [3]):
         rig.lane.run(rig.batch(lengths))
     assert view.req_pool_indices.tolist() == [ROWS, 0, 0, 0]

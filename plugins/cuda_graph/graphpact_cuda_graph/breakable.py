@@ -6,7 +6,7 @@ share the driver's memory pool.
 Does not: need anything of the model: what the segments hold is what ran between two attention calls.
 """
 
-from graphpact import Step
+from graphpact import RegionContext
 from graphpact.step import Forward, Region
 from graphpact_cuda_graph.bridge import Bridge
 from graphpact_cuda_graph.prefill import PrefillRunner
@@ -15,6 +15,6 @@ from graphpact_cuda_graph.prefill import PrefillRunner
 class BreakableCudaGraphRunner(PrefillRunner):
     """The runner whose graphs break where the model attends."""
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return one forward pass, broken at every attention call."""
         return lambda: forward(step.view, step.metadata, Bridge(step))

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from graphpact import GraphSlot, LayerSpec, Step, metadata_slot
+from graphpact import GraphSlot, LayerSpec, RegionContext, metadata_slot
 from graphpact.errors import CaptureError, EngineError
 from graphpact.runners import RunnerContext
 
@@ -58,7 +58,7 @@ class Bridge:
         step: The step of the region.
     """
 
-    step: Step
+    step: RegionContext
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any

@@ -29,7 +29,7 @@ from graphpact.errors import CaptureError, EngineError, ReplayError
 from graphpact.graphs.driver import Event, Graph, GraphDriver, Ownership, Stream
 from graphpact.graphs.segments import EagerCall
 from graphpact_cuda_graph.externals import ExternalsWatch
-from graphpact_tape.guard import StrictGuard
+from graphpact_tape.strict_observer import StrictObserver
 
 __tracebackhide__ = True
 
@@ -260,13 +260,13 @@ class DeviceDriver(GraphDriver):
             return f"torch sees no {kind.label} device"
         return None
 
-    def guard(self, ownership: Ownership | None = None) -> object:
+    def strict_observer(self, ownership: Ownership | None = None) -> object:
         """Return the observer that poisons the slots of a strict lane.
 
         Raises:
             ConfigError: The driver is not strict.
         """
-        return StrictGuard(self, ownership) if self.strict else super().guard(ownership)
+        return StrictObserver(self, ownership) if self.strict else super().strict_observer(ownership)
 
     # -- recording -------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ drivers record their operations one by one, and ``inductor`` compiles what it re
 Does not: run a model that torch.compile cannot trace in one piece; `breakable_cuda_graph` does.
 """
 
-from graphpact import Step
+from graphpact import RegionContext
 from graphpact.runners import RunnerContext
 from graphpact.step import Forward, Region
 from graphpact_cuda_graph.bridge import Bridge
@@ -23,7 +23,7 @@ class PiecewiseCudaGraphRunner(PrefillRunner):
         super().__init__(context)
         self._tracer: Tracer | None = None
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return the pieces of one forward pass, with attention between them.
 
         Raises:

@@ -274,11 +274,11 @@ def test_one_shape_is_one_view() -> None:
     shape = GraphShape(ForwardMode.DECODE, 4, 4)
     captured = rig.lane.captured[shape]
     assert rig.lane.registry is not None
-    views = [captured.step.view]
+    views = [captured.context.view]
     for lengths in ((1, 2, 3), (8, 8, 8, 8), (4, 4, 4)):
         batch = rig.batch(*lengths)
         rig.lane.run(batch)
-        views += [captured.step.view, rig.lane.registry.static_inputs(batch, shape)]
+        views += [captured.context.view, rig.lane.registry.static_inputs(batch, shape)]
     assert all(view is views[0] for view in views)
     assert views[0].seq_lens.tolist() == [4, 4, 4, 1]
     assert views[0].batch_size == 4

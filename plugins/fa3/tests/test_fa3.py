@@ -162,7 +162,7 @@ def replay_metadata(rig: Rig, problem: Problem) -> tuple[Any, GraphShape]:
             slot.buffer.fill_(-9)
     shape = lane.prepare(problem.batch()).fit
     assert isinstance(shape, GraphShape)
-    return lane.captured[shape].step.metadata, shape
+    return lane.captured[shape].context.metadata, shape
 
 
 @pytest.mark.parametrize("page_size", PAGE_SIZES)

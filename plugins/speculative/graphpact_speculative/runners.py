@@ -18,7 +18,7 @@ from graphpact.errors import ConfigError, EngineError
 from graphpact.runners import DecodeRunner, RunnerContext
 from graphpact.shapes import GraphShape, default_decode_batch_sizes
 from graphpact.speculation import HIDDEN_STATES, SCORES
-from graphpact.step import Forward, Region, Step, StepOutputs
+from graphpact.step import Forward, Region, RegionContext, StepOutputs
 from graphpact_speculative.tree import DraftTree, best_tokens
 
 
@@ -70,7 +70,7 @@ class EagleDraftExtendRunner(_HiddenStatesRunner):
     modes = frozenset({ForwardMode.DRAFT_EXTEND})
     needs = GraphSupport.UNIFORM
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return a forward pass and the choice of the next tokens."""
 
         def region() -> StepOutputs:
@@ -144,7 +144,7 @@ class EagleDraftRunner(_TreeRunner):
         """Return the hidden states and the scores."""
         return {**super().fields(), SCORES: ((), torch.float32)}
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return the loop over the levels."""
         topk = self.context.limits.draft.topk
         self.require_rows(step.view, step.view.batch_size * topk)
@@ -205,7 +205,7 @@ class FrozenKvMtpRunner(_TreeRunner):
             )
         return super().shapes()
 
-    def compose(self, forward: Forward, step: Step) -> Region:
+    def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return the loop over the levels."""
         draft = self.context.limits.draft
         self.require_rows(step.view, step.view.num_tokens // draft.topk * draft.topk)
@@ -232,7 +232,7 @@ def _next_batch(view: ForwardBatch, tree: DraftTree, hidden: torch.Tensor, ahead
     return view.with_tensors(tensors)
 
 
-def _copy_ancestors(step: Step, rows: torch.Tensor, count: int) -> None:
+def _copy_ancestors(step: RegionContext, rows: torch.Tensor, count: int) -> None:
     """Copy the draft's keys and values of ``count`` steps from each branch's parent to its own KV slots.
 
     A new branch may continue another row than its own. Its row of ``out_cache_loc`` names the keys that it

@@ -29,7 +29,6 @@ A library for other drivers, the engine and the suite too: its public names may 
 Does not: import more than torch and the core.
 """
 
-from graphpact_tape.guard import StrictGuard, is_due
 from graphpact_tape.host import HostMemory, HostReadGuard, WeakTensor
 from graphpact_tape.memories import two_memories
 from graphpact_tape.nodes import RunAndCopy, make_node
@@ -38,6 +37,7 @@ from graphpact_tape.order import Order, TapeEvent, TapeStream
 from graphpact_tape.poison import is_poison, poison, poison_of
 from graphpact_tape.recorder import RecordedCall, Recorder, Recording, Segment
 from graphpact_tape.strict import StrictRecorder, StrictTape
+from graphpact_tape.strict_observer import StrictObserver, is_due
 from graphpact_tape.tape import Tape, TapeDriver
 from graphpact_tape.tasks import GraphTasks, RecordedTask, TaskTable
 from graphpact_tape.trace import TracedCall, TraceDifference, first_difference
@@ -54,7 +54,7 @@ __all__ = [
     "Recording",
     "RunAndCopy",
     "Segment",
-    "StrictGuard",
+    "StrictObserver",
     "StrictRecorder",
     "StrictTape",
     "Tape",

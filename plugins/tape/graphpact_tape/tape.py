@@ -30,7 +30,6 @@ from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_tape.code import Code
-from graphpact_tape.guard import StrictGuard
 from graphpact_tape.host import HostMemory, HostReadGuard
 from graphpact_tape.nodes import Node, repeat
 from graphpact_tape.order import Order
@@ -38,6 +37,7 @@ from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
 from graphpact_tape.reuse import in_shared_memory, private_memory
 from graphpact_tape.rewrites import memory_of, rewritten
 from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape, hold_weakly
+from graphpact_tape.strict_observer import StrictObserver
 from graphpact_tape.tasks import RULE, TaskTable
 from graphpact_tape.trees import tensors_of
 
@@ -221,13 +221,13 @@ class TapeDriver(RecordingDriver):
         update = self._tasks.update if self._shared is None else self._shared.update_task
         update(key, updated, rebound)
 
-    def guard(self, ownership: Ownership | None = None) -> object:
-        """Return a `StrictGuard`.
+    def strict_observer(self, ownership: Ownership | None = None) -> object:
+        """Return a `StrictObserver`.
 
         Raises:
             ConfigError: The driver is in fast mode.
         """
-        return StrictGuard(self, ownership) if self.strict else super().guard(ownership)
+        return StrictObserver(self, ownership) if self.strict else super().strict_observer(ownership)
 
     @contextlib.contextmanager
     def preparation(

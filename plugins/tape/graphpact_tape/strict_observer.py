@@ -1,11 +1,11 @@
-"""`StrictGuard`: poisons memory that a replay must not read, so that every read of it is detected.
+"""`StrictObserver`: poisons memory that a replay must not read, so that every read of it is detected.
 
 A stale row usually holds a valid address or a plausible value. A kernel that reads it by mistake gives no
 error and often the same output. A strict lane holds poison there instead. Before a replay is prepared, the
-guard poisons all slots that the preparation has to write. Rows that are still poison afterwards were not
+observer poisons all slots that the preparation has to write. Rows that are still poison afterwards were not
 written in this step. Unowned memory (see `Ownership`) is poison all the time.
 
-The guard observes the hooks that prepare a replay, and the whole step. `graphpact_tape.strict` has the
+It observes captures, the hooks that prepare a replay, and the whole step. `graphpact_tape.strict` has the
 checks that the driver makes itself.
 
 Does not: know the correct contents of a tensor; verification compares contents.
@@ -18,13 +18,15 @@ import torch
 
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
-from graphpact.errors import ContractError, GraphpactError, PoisonError, ReplayError
+from graphpact.errors import CaptureError, ContractError, GraphpactError, PoisonError, ReplayError
 from graphpact.graphs import Graph, GraphDriver, Ownership
 from graphpact.hookspecs import hookimpl
-from graphpact.lane import Lane
+from graphpact.lane import CapturedShape, Lane
+from graphpact.memory_map import MemoryMap
+from graphpact.pact import walk
 from graphpact.shapes import GraphShape
 from graphpact.step import StepOutputs
-from graphpact.tensors import storage_id
+from graphpact.tensors import equal, storage_id
 from graphpact_tape.poison import is_poison, poison
 from graphpact_tape.trees import tensors_of
 
@@ -32,8 +34,8 @@ _Around = Generator[None, Any, Any]
 _ROWS = {"bs": "request", "tokens": "token", "none": "row"}
 
 
-class StrictGuard:
-    """The observer of a strict lane: ``Lane(..., driver=driver, observers=[driver.guard()])``.
+class StrictObserver:
+    """The observer of a strict lane: ``Lane(..., driver=driver, observers=[driver.strict_observer()])``.
 
     Args:
         driver: The lane's driver, in its strict mode.
@@ -44,6 +46,25 @@ class StrictGuard:
         self._driver = driver
         self._ownership = ownership
         self._prepared: tuple[CudaGraphBufferRegistry, GraphShape, ForwardBatch] | None = None
+
+    # -- the capture -----------------------------------------------------------------------------
+
+    @hookimpl(wrapper=True)
+    def capture(self, lane: Lane, shape: GraphShape) -> _Around:
+        """Refuse a capture that wrote a constant, and a graph that reads metadata outside of slots."""
+        fixed = [slot for slot in lane.registry or () if slot.role == "constant"]
+        before = [None if slot.buffer is None else slot.buffer.clone() for slot in fixed]
+        captured: CapturedShape = yield
+        _require_slots(lane, shape, captured)
+        for slot, contents in zip(fixed, before, strict=True):
+            if slot.buffer is not None and contents is not None and not equal(slot.buffer, contents):
+                raise CaptureError(
+                    f"lane {lane.name!r}: the capture of {shape} wrote {slot.label}, a constant",
+                    hint="write it by `contents` only; a value that differs by shape is a host number of the"
+                    " metadata, or an element of a constant index",
+                    rule="GP19",
+                )
+        return captured
 
     # -- the preparation -------------------------------------------------------------------------
 
@@ -177,6 +198,20 @@ class _Unwritten(NamedTuple):
     has_live: bool
 
 
+def _require_slots(lane: Lane, shape: GraphShape, captured: CapturedShape) -> None:
+    """Raise `CaptureError` for a tensor of the metadata that the graph reads and that lies in no slot."""
+    memory = MemoryMap(lane.registry, lane.backend)
+    used = {storage_id(tensor) for tensor in captured.graph.external_tensors() or ()}
+    for path, leaf in walk({"metadata": captured.metadata}):
+        if isinstance(leaf, torch.Tensor) and storage_id(leaf) in used and not memory.is_declared(leaf):
+            raise CaptureError(
+                f"lane {lane.name!r}: {shape}: the graph reads {path}, which is no slot's memory",
+                hint="declare it in declare_slots(), a constant with role='constant', and take it from"
+                " buffers(name): reports show and strict lanes poison slots only",
+                rule="GP01",
+            )
+
+
 def _check_host_lengths(batch: ForwardBatch) -> None:
     """Refuse a batch whose host lengths differ from its device lengths.
 
@@ -203,7 +238,7 @@ def _are_outputs(graph: Graph, tensor: torch.Tensor) -> bool:
 def is_due(slot: GraphSlot) -> bool:
     """Return whether every step has to write ``slot``: not for workspaces, constants and staging memory.
 
-    A copy from staging memory may be in flight, so the guard must not write it: its owner waits first.
+    A copy from staging memory may be in flight, so the observer must not write it: its owner waits first.
     """
     return slot.padding_policy is not PaddingPolicy.FILL_ONCE and slot.role != "staging"
 

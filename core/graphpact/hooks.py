@@ -1,0 +1,70 @@
+"""`Hooks`: the implementations and observers of the hooks of one lane or engine, resolved once.
+
+    hooks = Hooks([runner, backend], observers)
+    populate = hooks.resolve("populate")      # before the first step
+    populate(registry=..., batch=..., shape=...)
+
+A hook that nothing wraps resolves to the bound method of its implementation, so it costs one call. A wrapped
+hook resolves to pluggy's caller, which runs the wrappers around the implementation.
+
+Does not: know which hooks a step calls, or in which order; `graphpact.lane` does.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import pluggy
+
+from graphpact import hookspecs
+
+
+class Hooks:
+    """The hooks of one lane or engine.
+
+    Args:
+        implementers: Plugin objects that implement hooks.
+        observers: Plugin objects that wrap hooks; the first one is the outermost.
+
+    Attributes:
+        manager: The pluggy manager in which all of them are registered.
+
+    Raises:
+        pluggy.PluginValidationError: One of them implements an unknown hook, or with an unknown argument.
+    """
+
+    def __init__(self, implementers: Iterable[object], observers: Sequence[object]) -> None:
+        self.manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.manager.add_hookspecs(hookspecs)
+        for plugin in (*implementers, *reversed(observers)):  # pluggy calls the last registered first
+            self.manager.register(plugin)
+            self.manager.check_pending()
+
+    def resolve(self, name: str) -> Callable[..., Any] | None:
+        """Return what a step calls for the hook ``name``; None if nothing implements it.
+
+        It takes the arguments of the hook by keyword.
+        """
+        caller = self._caller(name)
+        implementations = caller.get_hookimpls()
+        plain = [each for each in implementations if not _is_wrapper(each)]
+        if not plain:
+            return None
+        takes_all = caller.spec is not None and set(plain[0].argnames) == set(caller.spec.argnames)
+        # pluggy passes only the arguments that an implementation names.
+        return plain[0].function if len(implementations) == 1 and takes_all else caller
+
+    def is_observed(self, name: str) -> bool:
+        """Return whether an observer wraps the hook ``name``."""
+        return any(map(_is_wrapper, self._caller(name).get_hookimpls()))
+
+    def outermost(self, name: str) -> object:
+        """Return the plugin whose result the hook ``name`` returns: its outermost wrapper, if it has one."""
+        return self._caller(name).get_hookimpls()[-1].plugin
+
+    def _caller(self, name: str) -> pluggy.HookCaller:
+        caller: pluggy.HookCaller = getattr(self.manager.hook, name)
+        return caller
+
+
+def _is_wrapper(implementation: pluggy.HookImpl) -> bool:
+    return implementation.wrapper or implementation.hookwrapper
