@@ -2,10 +2,8 @@
 
 import importlib.metadata
 import json
-import os
 import re
 import sys
-import xml.etree.ElementTree as ET
 from pathlib import Path
 from typing import Any
 
@@ -266,48 +264,12 @@ def test_a_driver_that_sees_a_part_says_which(
     assert touched <= {True, None}
 
 
-def test_the_picture_shows_the_slots_of_all_lanes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """``--picture`` writes one SVG document that names every slot; JSON on stdout stays JSON."""
-    file = tmp_path / "slots.svg"
-    file.write_text("an older picture")
-    assert main([*MEMORY, "--json", "--picture", str(file)]) == 0
-    out, err = capsys.readouterr()
-    rows = json.loads(out)["memory"]["lanes"][0]["rows"]
-    assert str(file) in err
-    root = ET.fromstring(file.read_text(encoding="utf-8"))  # noqa: S314  our own
-    words = {element.text for element in root.iter() if element.tag.endswith("}text")}
-    assert {row["name"] for row in rows if row["kind"] == "slot"} <= words
-
-
-@pytest.mark.parametrize("where", ["folder", "missing/slots.svg", "slots.png", "readonly/slots.svg"])
-def test_a_picture_that_cannot_be_written_is_refused(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A directory, a path in a missing one, another format and an unwritable file are usage errors."""
-    (tmp_path / "folder").mkdir()
-    (tmp_path / "readonly").mkdir()
-
-    def refuse(*_: object, **__: object) -> int:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(os, "fsync", refuse)
-    if where != "readonly/slots.svg":  # the others are refused before anything is built
-        monkeypatch.setattr("graphpact_engine.cli.doctor.build_engine", refuse)
-    assert main([*MEMORY, "--picture", str(tmp_path / where)]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert f"{tmp_path / where}" in err
-    assert "cannot be written" in err
-    assert "help: name a " in err
-
-
 @pytest.mark.parametrize(
     "options",
     [
         ["--config", str(DEMO)],
         ["--model", "anything"],
         ["--set", "engine.seed=1"],
-        ["--picture", "slots.svg"],
         ["--model", "anything", "--json", "--set", "a=b"],
     ],
 )

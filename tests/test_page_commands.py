@@ -13,7 +13,7 @@ from support import load_reference
 ROOT = Path(__file__).parents[1]
 PAGES: list[Path] = load_reference().PAGES
 PROGRAMS = ("graphpact", "make", "pip", "python", "pytest", "cd")
-WRITES = {"--record", "--trace", "--metrics", "--report", "--picture", "--json", "save", ">"}
+WRITES = {"--record", "--trace", "--metrics", "--report", "--json", "save", ">"}
 """Words before a file that the command writes."""
 _SETTING = re.compile(r"([A-Z_]+)=(\S*)")
 _FILE = re.compile(r"[\w./-]+\.(toml|txt|jsonl?|py|md|prom|svg|html)|[\w.-]+(/[\w.-]+)+/?")

@@ -268,15 +268,13 @@ def test_a_right_backend_of_another_style_passes(backend: type[Any]) -> None:
     [
         ["engine.page_size=1", "engine.num_pages=64"],
         ["engine.page_size=4", "engine.num_pages=18"],
-        ["engine.page_size=64", "lanes.decode.metadata_in_graph=false"],
+        ["engine.page_size=64"],
         [
             "lanes.prefill.runner=anywhere",
-            "lanes.decode.share_buffers=true",
-            "lanes.prefill.share_buffers=true",
             "lanes.prefill.strict=true",
         ],
     ],
-    ids=["page of 1", "preempted", "page of 64", "shared"],
+    ids=["page of 1", "preempted", "page of 64", "two lanes"],
 )
 def test_a_right_engine_passes_under_pressure(overrides: list[str]) -> None:
     """Rows and pages that are reused by other requests, in both lanes, raise no error."""

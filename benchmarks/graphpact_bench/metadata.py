@@ -18,12 +18,12 @@ from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog, Rejected
 from graphpact_bench.models import random_prompts, save_latent_model, save_model
 from graphpact_bench.options import BenchOptions
-from graphpact_bench.repeated_step import LIVE, SIZE, RepeatedStep, doing_nothing
+from graphpact_bench.repeated_step import LIVE, SIZE, MetadataByHook, RepeatedStep, doing_nothing
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.step import CUDA, FULL, QUICK, TAPE, graphs_of
 from graphpact_bench.timing import Spread, take_turns
 
-WHERE = {"in the graph": "true", "before the graph": "false"}
+WHERE = {"in the graph": PluginCatalog, "before the graph": MetadataByHook}
 _POSITIONS, _PAGE = 128, 16
 
 
@@ -60,17 +60,16 @@ def measure(options: BenchOptions) -> Iterator[Table]:
             can: Capabilities = plugin.cls.capabilities
             model = _model_for(can.head_layouts, paths)
             page = _PAGE if can.page_sizes is None or _PAGE in can.page_sizes else min(can.page_sizes)
-            for work, setting in WHERE.items():
+            for work, plugins in WHERE.items():
                 options.say(f"metadata: {info.name}, {work}")
                 overrides = (
                     *graph,
                     f'engine.attention_backend="{info.name}"',
-                    f"lanes.decode.metadata_in_graph={setting}",
                     f"engine.page_size={page}",
                 )
                 prompts = random_prompts(LIVE, scale.prompt, scale.shape.vocab)
                 try:
-                    step = RepeatedStep(paths[model], prompts, options, *overrides)
+                    step = RepeatedStep(paths[model], prompts, options, *overrides, catalog=plugins.scan())
                 except UsageError as error:  # of this backend: what it does not declare
                     table.skipped.append(Skipped(what=f"{info.name}, {work}", reason=error.message))
                     continue

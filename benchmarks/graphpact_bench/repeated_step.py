@@ -7,17 +7,30 @@ Does not: time anything.
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from graphpact import Lane, StepOutputs
 from graphpact.errors import EngineError
 from graphpact.graphs import Graph
+from graphpact.plugins import Loaded, Plugin, PluginCatalog, PluginInfo
 from graphpact_bench.options import BenchOptions
 from graphpact_bench.ways.engines import make_engine
 from graphpact_engine import SamplingParams
 
 LIVE, SIZE = 7, 8
 """The requests of the step, and the capture size that they are padded to."""
+
+
+class MetadataByHook(PluginCatalog):
+    """The installed plugins, with attention backends whose metadata work is left out of the graph."""
+
+    def load(self, info: PluginInfo) -> Plugin:
+        """Return a plugin; a backend as a subclass whose replay hook does the metadata work."""
+        plugin = super().load(info)
+        if info.kind != "attention_backend" or not isinstance(plugin, Loaded):
+            return plugin
+        return replace(plugin, cls=type(plugin.cls.__name__, (plugin.cls,), {"fill_is_device_only": False}))
 
 
 class RepeatedStep:
@@ -29,6 +42,7 @@ class RepeatedStep:
         options: The device and the dtype.
         *overrides: More of the engine's configuration, ``key=value``.
         observers: Hook wrappers of every lane.
+        catalog: The plugins to select from; by default the installed ones.
 
     Attributes:
         lane: The decode lane.
@@ -46,6 +60,7 @@ class RepeatedStep:
         options: BenchOptions,
         *overrides: str,
         observers: Sequence[object] = (),
+        catalog: PluginCatalog | None = None,
     ) -> None:
         self.engine = make_engine(
             path,
@@ -55,6 +70,7 @@ class RepeatedStep:
             f"lanes.decode.batch_sizes=[{SIZE}]",
             *overrides,
             observers=observers,
+            catalog=catalog,
         )
         sampling = SamplingParams(max_new_tokens=64, ignore_eos=True)
         for prompt in prompts:

@@ -11,9 +11,10 @@ from typing import NamedTuple
 import torch
 
 from graphpact.errors import EngineError
+from graphpact.plugins import PluginCatalog
 from graphpact_bench.models import BYTES, ModelShape, random_prompts
 from graphpact_bench.options import BenchOptions, saved_model
-from graphpact_bench.repeated_step import LIVE, SIZE, RepeatedStep, doing_nothing
+from graphpact_bench.repeated_step import LIVE, SIZE, MetadataByHook, RepeatedStep, doing_nothing
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.timing import Spread, UnavailableWayError, take_turns
 from graphpact_bench.ways.engines import require_driver
@@ -65,15 +66,15 @@ def measure_parts(path: Path, options: BenchOptions, scale: StepScale) -> Table:
     with ExitStack() as stack:
         prompts = random_prompts(LIVE, scale.prompt, scale.shape.vocab)
 
-        def make(*overrides: str) -> RepeatedStep:
-            step = RepeatedStep(path, prompts, options, *overrides)
+        def make(*overrides: str, catalog: PluginCatalog | None = None) -> RepeatedStep:
+            step = RepeatedStep(path, prompts, options, *overrides, catalog=catalog)
             stack.callback(step.engine.close)
             return step
 
         options.say("step: capturing")
         main = graphs[TAPE if TAPE in graphs else CUDA]
         modes = {mode: make(*main, f'verify.pact="{mode}"') for mode in PACT}
-        off, before = modes["off"], make(*main, "lanes.decode.metadata_in_graph=false")
+        off, before = modes["off"], make(*main, catalog=MetadataByHook.scan())
         runs = {TAPE if TAPE in graphs else CUDA: off}
         if COMPILED in graphs:
             runs[COMPILED] = make(*graphs[COMPILED])

@@ -17,7 +17,6 @@ from typing import Any
 import torch
 
 from graphpact.attention import AttentionBackend, BackendContext, KVBuffers, Limits, kv_tensors
-from graphpact.buffers import SharedBuffers
 from graphpact.errors import ConfigError, PluginError
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import CapturedShape, Lane
@@ -56,7 +55,6 @@ class Memory:
         pages: The pages of KV slots.
         kv_cache: The KV cache.
         shadow: The cache on which verification runs steps again; None without verification.
-        buffers: Memory of lanes with ``share_buffers``.
     """
 
     limits: Limits
@@ -66,7 +64,6 @@ class Memory:
     pages: PagePool
     kv_cache: KVCache
     shadow: KVCache | None
-    buffers: SharedBuffers
 
 
 def model_path(config: EngineConfig) -> Path:
@@ -141,7 +138,6 @@ def lay_out_memory(config: EngineConfig, specs: Mapping[ModelName, ModelSpec]) -
             hint="lower engine.num_pages, or raise engine.kv_cache_memory_gib",
         )
     pages = PagePool(num_pages, engine.page_size)
-    sharing = [name for name, lane in config.lanes.items() if lane.share_buffers]
     kv_cache = KVCache(pages.num_slots, shapes, spec.dtype, device)
     return Memory(
         limits,
@@ -151,7 +147,6 @@ def lay_out_memory(config: EngineConfig, specs: Mapping[ModelName, ModelSpec]) -
         pages,
         kv_cache,
         kv_cache.clone() if config.verify.replay_against_eager else None,
-        SharedBuffers(sharing),
     )
 
 
@@ -288,17 +283,9 @@ def build_lane(
         backend=make_backend(memory.kv_cache),
         driver=driver,
         pact=config.verify.pact,
-        pact_sample_every=config.verify.pact_sample_every,
-        metadata_in_graph=plan.config.metadata_in_graph,
-        share_pool=memory.buffers if plan.config.share_buffers else None,
         eager_reason=plan.eager_reason,
         observers=[*outer, *observers],
     )
-    if plan.config.share_buffers and plan.eager_reason is None and lane.registry is None:
-        raise ConfigError(
-            f"lanes.{plan.name}.share_buffers = true, but runner {plan.runner_name!r} has no buffers",
-            hint="remove share_buffers, or select a runner that captures",
-        )
     return lane, verifier
 
 

@@ -210,9 +210,6 @@ class LaneConfig(_Section):
         " the drafts; draft_prefill and draft_extend: the draft model reads prompts and accepted tokens. A"
         " lane named after a mode has that mode; any other lane must set it."
     )
-    model: Literal["target", "draft"] | None = Field(
-        default=None, description="The model that the lane runs. Default, and the only choice: its mode's."
-    )
     runner: Name | None = Field(
         default_factory=lambda lane: _DEFAULT_RUNNERS.get(lane.get("mode")),
         description="The runner; eager captures nothing. Default: cuda_graph for decode, eager for prefill;"
@@ -248,20 +245,10 @@ class LaneConfig(_Section):
         default=True,
         description="Whether to capture the runner's graphs; false: every step runs eagerly, for comparison.",
     )
-    metadata_in_graph: bool | None = Field(
-        default=None,
-        description="Whether the graph computes the attention backend's metadata in its first nodes. Default:"
-        " true if the backend supports it.",
-    )
     strict: bool = Field(
         default=False,
         description="Whether to poison memory that a step does not own or did not write, and to refuse wrong"
         " use of graphs. Slow; needs a driver with a strict mode.",
-    )
-    share_buffers: bool = Field(
-        default=False,
-        description="Whether the lane's static inputs share memory with those of other lanes with this key."
-        " Safe because lanes run one at a time and each fill writes every input again.",
     )
 
 
@@ -320,12 +307,7 @@ class VerifyConfig(_Section):
     """``[verify]``: the checks of replays."""
 
     pact: Literal["always", "sampled", "off"] = Field(
-        default="always", description="The replays whose pact is checked."
-    )
-    pact_sample_every: int = Field(
-        default=100,
-        ge=1,
-        description="Sampling interval for pact = sampled: one replay in this many.",
+        default="always", description="The replays whose pact is checked; sampled: one in 100."
     )
     replay_against_eager: Share = Field(
         default=0.0,

@@ -219,8 +219,7 @@ class Diagnosis:
                 found,
                 hint="the hook does not write it: either fill_metadata() is wrong for this batch, or replay()"
                 f" of the graph driver {name!r} does not repeat all recorded work; run `graphpact check"
-                f" driver:{name}`, and set lanes.{self._lane.name}.metadata_in_graph = false to leave the"
-                " driver out of the metadata",
+                f" driver:{name}`, and `graphpact check` with the backend's name",
             )
             by = f"the graph makes this metadata: graph driver {name!r} replays the recorded fill_metadata()"
             return replace(cause, text=f"{cause.text}; {by}")

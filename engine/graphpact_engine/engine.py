@@ -290,7 +290,7 @@ class Engine:
             CheckpointError: Text or stop strings need a tokenizer, and the checkpoint has none.
         """
         number = self._num_requests
-        token_ids = encode(prompt, lambda: self.tokenizer, self.memory.max_model_len - 1)
+        token_ids = encode(prompt, lambda: self.tokenizer)
         require_tokens(token_ids, self.vocab_size, "the prompt has")
         request = Request(
             str(number),

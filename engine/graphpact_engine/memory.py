@@ -164,25 +164,16 @@ class EngineMemory:
 
     @property
     def own_nbytes(self) -> dict[str, int]:
-        """Bytes of slots and pools by lane, without slots that share memory with another lane."""
-        common = {row.extent for row in self.common_slots}
+        """Bytes of slots and pools by lane."""
         return {
-            lane.lane: _nbytes(lane.of_kind("pool"))
-            + _nbytes(row for row in _once(lane.of_kind("slot")) if row.extent not in common)
+            lane.lane: _nbytes(lane.of_kind("pool")) + _nbytes(_once(lane.of_kind("slot")))
             for lane in self.lanes
         }
 
     @property
-    def common_slots(self) -> list[MemoryRow]:
-        """Slots that share memory with another lane, each once."""
-        slots = [row for lane in self.lanes for row in _once(lane.of_kind("slot"))]
-        extents = [row.extent for row in slots]
-        return _once(row for row in slots if extents.count(row.extent) > 1)
-
-    @property
     def shared_nbytes(self) -> int:
-        """Bytes of `shared` and of `common_slots`."""
-        return _nbytes(self.shared) + _nbytes(self.common_slots)
+        """Bytes of `shared`."""
+        return _nbytes(self.shared)
 
     @property
     def nbytes(self) -> int:

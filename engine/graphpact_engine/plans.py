@@ -230,13 +230,8 @@ def _planned(
     lanes = dict(config.lanes.items())
     for name, lane in config.lanes.items():
         if lane.mode in roles:
-            role = roles[lane.mode]
-            if lane.model not in (None, role.model):
-                raise ConfigError(
-                    f"lanes.{name}.model is {lane.model!r}; lanes of mode {lane.mode} run the {role.model}",
-                    hint="remove the key, or give the lane another mode",
-                )
-        elif algorithm is not None and lane == LaneConfig(mode="decode"):
+            continue
+        if algorithm is not None and lane == LaneConfig(mode="decode"):
             del lanes[name]  # the default lane
         else:
             why = "speculation drafts and verifies instead" if algorithm else "it needs [speculative]"
@@ -442,12 +437,6 @@ def _require_captures(
         raise ConfigError(
             f"lanes.{name}.strict = true, but {fault if eager else no_strict}",
             hint='the graph driver "tape" has a strict mode, on any device',
-        )
-    outside = f"the graphs of runner {runner_name!r} hold no attention"
-    if lane.metadata_in_graph and (eager or runner.eager_attention):
-        raise ConfigError(
-            f"lanes.{name}.metadata_in_graph = true, but {fault if eager else outside}",
-            hint="remove metadata_in_graph, or select a runner that captures",
         )
     if lane.max_padding_ratio is not None and eager:
         raise ConfigError(

@@ -9,7 +9,6 @@ from collections.abc import Set as AbstractSet
 from typing import Any, TypeAlias
 
 from graphpact_engine.errors import RequestError
-from graphpact_engine.token_counts import least_tokens
 
 Message: TypeAlias = Mapping[str, Any]
 """One message of a conversation, with at least ``role`` and ``content``."""
@@ -53,29 +52,27 @@ def list_prompts(prompts: object) -> list[Any]:
     return listed
 
 
-def encode(prompt: Any, tokenizer: Callable[[], Any], max_tokens: int) -> list[int]:
+def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
     """Return the token ids of a prompt.
 
     Args:
         prompt: A `Prompt`, or anything else, which is refused.
         tokenizer: Returns the tokenizer of the checkpoint; called for text and conversations only.
-        max_tokens: The most tokens that are served. Text that certainly has more is refused before it is
-            encoded, which can take minutes; other prompts may be longer.
 
     Raises:
-        RequestError: The prompt is empty, of another type, no UTF-8 text, or too long to be encoded; or the
-            tokenizer has no chat template, or one that refuses the conversation.
+        RequestError: The prompt is empty, of another type or no UTF-8 text; or the tokenizer has no chat
+            template, or one that refuses the conversation.
         CheckpointError: The checkpoint has no tokenizer.
     """
     if isinstance(prompt, str):
         check_text(prompt, "the prompt")
-        return _encode_text(prompt, tokenizer(), max_tokens)
+        return _encode_text(prompt, tokenizer())
     if _is_array(prompt):
         prompt = prompt.tolist()
     if isinstance(prompt, _BYTES) or not isinstance(prompt, Sequence):
         raise RequestError(f"the prompt is of type {_kind(prompt)}", hint=_KINDS)
     if len(prompt) and isinstance(prompt[0], Mapping):
-        return _encode_conversation(prompt, tokenizer(), max_tokens)
+        return _encode_conversation(prompt, tokenizer())
     return [each if type(each) is int else _token_id(each) for each in prompt]
 
 
@@ -107,19 +104,13 @@ def check_text(text: str, name: str) -> None:
         raise RequestError(f"{name} is not UTF-8 text: {around!r}") from error
 
 
-def _encode_text(text: str, tokenizer: Any, max_tokens: int, **options: Any) -> list[int]:
-    """Return the token ids of ``text``; refuse a text that certainly has more than ``max_tokens``."""
-    if len(text) > max_tokens and (least := least_tokens(tokenizer, text)) > max_tokens:
-        raise RequestError(
-            f"the prompt has {len(text)} characters, which are {least} tokens or more; at most {max_tokens}"
-            " leave room for a new one",
-            hint="shorten the prompt, or raise engine.max_model_len up to the limit of the model",
-        )
+def _encode_text(text: str, tokenizer: Any, **options: Any) -> list[int]:
+    """Return the token ids of ``text``."""
     encoded: list[int] = tokenizer.encode(text, verbose=False, **options)
     return encoded
 
 
-def _encode_conversation(messages: Sequence[Any], tokenizer: Any, max_tokens: int) -> list[int]:
+def _encode_conversation(messages: Sequence[Any], tokenizer: Any) -> list[int]:
     """Return the token ids of a conversation, up to the place where the answer begins."""
     for number, message in enumerate(messages, 1):
         name = f"message {number} of the conversation"
@@ -138,9 +129,7 @@ def _encode_conversation(messages: Sequence[Any], tokenizer: Any, max_tokens: in
     given = [dict(message) for message in messages]
     try:
         text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
-        return _encode_text(text, tokenizer, max_tokens, add_special_tokens=False)  # the template has them
-    except RequestError:
-        raise
+        return _encode_text(text, tokenizer, add_special_tokens=False)  # the template has them
     except Exception as error:  # the template is a program of the checkpoint: it may raise anything
         raise RequestError(
             "the chat template of the tokenizer refuses the conversation:"

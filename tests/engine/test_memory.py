@@ -22,7 +22,6 @@ from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.memory import EngineMemory, _extent, _outside, _Ranges
-from graphpact_engine.picture import draw
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_flashinfer import FlashInferMetadata as Metadata
 from graphpact_tape.nodes import RunAndCopy
@@ -30,7 +29,6 @@ from graphpact_tape.tape import Tape
 from support import Catalog
 
 DEMO = Path(__file__).parents[2] / "examples/demo.toml"
-SHARING = ["lanes.decode.share_buffers=true", "lanes.prefill.share_buffers=true"]
 
 
 class DecodesAnywhere(CudaGraphRunner):
@@ -188,13 +186,6 @@ def test_what_is_declared_is_listed_with_its_facts(demo: Engine) -> None:
     assert "model.rotary_emb.inv_freq" in listed
 
 
-def test_the_picture_in_the_docs_is_the_demos(demo: Engine) -> None:
-    """docs/slots.svg is the picture of ``graphpact doctor --memory -c examples/demo.toml --picture``."""
-    registries = [lane.registry for lane in demo.lanes if lane.registry is not None]
-    picture = DEMO.parents[1] / "docs/slots.svg"
-    assert picture.read_text(encoding="utf-8") == draw(r.describe() for r in registries)
-
-
 def test_which_slots_graphs_read_is_told(demo: Engine) -> None:
     """Slots that the decode graphs read have `in_graph`; ``seq_lens_cpu``, which no graph reads, has not."""
     rows = {row.name: row.in_graph for row in EngineMemory.of(demo).rows if row.kind == "slot"}
@@ -291,28 +282,14 @@ def union(engine: Engine) -> int:
     return total
 
 
-@pytest.mark.parametrize("sharing", [False, True], ids=["apart", "sharing"])
-def test_totals_count_nothing_twice(sharing: bool) -> None:  # noqa: FBT001  a parameter of the test
+def test_totals_count_nothing_twice() -> None:
     """The bytes of two lanes are the addresses that they cover together, plus their pools."""
-    overrides = ["lanes.prefill.runner=decodes_anywhere", *(SHARING if sharing else [])]
-    with build(*overrides) as engine:
+    with build("lanes.prefill.runner=decodes_anywhere") as engine:
         memory = EngineMemory.of(engine)
         pools = sum(row.nbytes or 0 for row in memory.rows if row.kind == "pool")
         assert len(memory.lanes) == 2
         assert memory.nbytes == union(engine) + pools
-        common = {row.name for row in memory.common_slots}
-        own = [lane.of_kind("slot") for lane in memory.lanes]
         assert memory.nbytes == sum(memory.own_nbytes.values()) + memory.shared_nbytes
-        if not sharing:
-            assert common == set()
-            return
-        assert "seq_lens" in common
-        assert "flashinfer.kv_indices" not in common
-        slots = {row.name: row.nbytes or 0 for row in own[0]}
-        mine = sum(n for name, n in slots.items() if name not in common)
-        pools = sum(row.nbytes or 0 for row in memory.lanes[0].of_kind("pool"))
-        assert memory.own_nbytes["decode"] == mine + pools
-        assert memory.lanes_of(memory.common_slots[0]) == ["decode", "prefill"]
 
 
 def test_a_lane_without_graphs_says_so(demo: Engine) -> None:

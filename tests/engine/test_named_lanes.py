@@ -89,10 +89,9 @@ def test_a_lane_replays_what_the_one_before_it_declines(expected: list[list[int]
     [
         [],
         ["lanes.few.attention_backend=fa3"],
-        ["lanes.few.share_buffers=true", "lanes.decode.share_buffers=true"],
         ["lanes.few.strict=true", "lanes.decode.strict=true", "engine.num_pages=16"],
     ],
-    ids=["alike", "other-backend", "shared", "strict"],
+    ids=["alike", "other-backend", "strict"],
 )
 def test_each_batch_runs_in_the_first_lane_that_fits(more: list[str], expected: list[list[int]]) -> None:
     """Batches of one or two requests replay in one lane and larger ones in another; tokens are the same."""

@@ -242,7 +242,6 @@ def test_tokens_of_broken_and_split_prefill_equal_transformers(
 @pytest.mark.parametrize(
     ("lane", "settings", "fault"),
     [
-        ("prefill", ["metadata_in_graph=true"], "metadata_in_graph = true, but the graphs of runner"),
         ("prefill", ["runner='eager'", "max_padding_ratio=3"], "max_padding_ratio = 3.0, but runner 'eager'"),
         ("decode", ["max_padding_ratio=3"], "max_padding_ratio has no effect: graphs of mode decode"),
         (

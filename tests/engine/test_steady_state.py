@@ -13,6 +13,7 @@ from torch._dynamo.utils import counters
 from compiled_kernels import needs_compiled
 from compiling import compiler  # noqa: F401  a fixture
 from graphpact import Lane
+from graphpact.plugins import PluginCatalog
 from graphpact.shapes import GraphShape
 from graphpact_cpu_graph import native
 from graphpact_engine import Engine, SamplingParams
@@ -126,11 +127,14 @@ def test_registry_and_metadata_allocate_nothing(
 
 @needs_compiled
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])
-def test_index_tensors_are_filled_in_place(backend: str, checkpoint: Callable[..., Path]) -> None:
+def test_index_tensors_are_filled_in_place(
+    backend: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """With the metadata work before the graph, compiled kernels fill index tensors without new memory."""
     path = checkpoint("llama", num_hidden_layers=1)
-    overrides = f'engine.attention_backend="{backend}"', "lanes.decode.metadata_in_graph=false"
-    engine = make_engine(path, *overrides)
+    cls = PluginCatalog.scan().select("attention_backend", backend)
+    monkeypatch.setattr(cls, "fill_is_device_only", False)
+    engine = make_engine(path, f'engine.attention_backend="{backend}"')
     run(engine, 30, seed=1)
     lane = engine.lanes[0]
     shape, captured = next(iter(lane.captured.items()))

@@ -15,12 +15,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, Regex, Tokenizer, models, normalizers, pre_tokenizers
 
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import RequestError
-from graphpact_engine.token_counts import _longest_token, least_tokens
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
 IDS = [84, 104, 101, 32]  # the bytes of "The "
@@ -114,7 +112,7 @@ def test_what_is_no_list_of_prompts_is_refused(prompts: Any, words: list[str], e
         ([2**70], ["token id 1180591620717411303424"]),
         ("ab\ud800cd", ["not UTF-8 text: 'ab\\ud800cd'"]),
         ("x" * 10**6 + "\udcff", ["not UTF-8 text"]),
-        ("x" * 10**6, ["1000000 characters", "at most 1023 leave room"]),
+        ("x" * 10**6, ["1000000 tokens", "at most 1023 leave room"]),
         ([5] * 10**6, ["1000000 tokens"]),
         (range(10**6), ["token id 258"]),
     ],
@@ -247,33 +245,6 @@ def test_any_value_of_a_parameter_is_taken_or_refused(name: str, value: Any) -> 
 # -- texts that are too long ---------------------------------------------------------------------
 
 
-class Unused:
-    """A tokenizer that must not encode."""
-
-    def __init__(self, backend: Tokenizer) -> None:
-        self.backend_tokenizer = backend
-        self.chat_template = "given"
-
-    def encode(self, *_: object, **__: object) -> list[int]:
-        """Fail."""
-        raise AssertionError
-
-    def apply_chat_template(self, given: list[dict[str, str]], **options: object) -> str:
-        """Return the text of a conversation; fail to encode it."""
-        assert options["tokenize"] is False
-        return "".join(each["content"] for each in given)
-
-
-@pytest.mark.parametrize("prompt", ["x" * 10**7, [{"role": "user", "content": "x " * 10**6}]])
-def test_text_that_is_certainly_too_long_is_not_encoded(
-    prompt: Any, engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A text of more bytes than the longest tokens could cover is refused before it is encoded."""
-    monkeypatch.setattr(engine, "_tokenizer", Unused(engine.tokenizer.backend_tokenizer))
-    most = engine.memory.limits.max_context_len - 1
-    refused(engine, [prompt], "prompt 1 of 1: the prompt has ", f"at most {most} leave room", "max_model_len")
-
-
 def test_a_long_prompt_is_no_warning_of_transformers(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -285,87 +256,3 @@ def test_a_long_prompt_is_no_warning_of_transformers(
         for prompt in ("The whole of it", [{"role": "user", "content": "The whole of it"}]):
             engine.generate([prompt], SHORT)
     assert caplog.records == []
-
-
-BYTES = pre_tokenizers.ByteLevel.alphabet()
-UNKNOWN, MARK = "<unk>", "\u2581"
-
-
-def byte_level(normalizer: Any = None, before: Any = None, *, lstrip: bool = False) -> Tokenizer:
-    """Return a tokenizer of bytes with some merges and one added token."""
-    words = ["th", "the", "aa", "aaaa", "\u0120t", "\u0120the"]
-    merges = [("t", "h"), ("th", "e"), ("a", "a"), ("aa", "aa"), ("\u0120", "t"), ("\u0120", "the")]
-    vocab = {token: at for at, token in enumerate([*sorted(BYTES), *words])}
-    made = Tokenizer(models.BPE(vocab, merges))
-    own = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=before is None)
-    made.pre_tokenizer = own if before is None else pre_tokenizers.Sequence([before, own])
-    if normalizer is not None:
-        made.normalizer = normalizer
-    made.add_special_tokens([AddedToken("<|end of text|>", lstrip=lstrip, normalized=False)])
-    return made
-
-
-def falling_back(*, complete: bool = True, **more: Any) -> Tokenizer:
-    """Return a tokenizer as SentencePiece makes them, with bytes for unknown characters."""
-    known = [f"<0x{byte:02X}>" for byte in range(256 if complete else 200)]
-    vocab = {token: at for at, token in enumerate([UNKNOWN, *known, MARK, "t", "h", "e", "th", f"{MARK}th"])}
-    merges = [("t", "h"), (MARK, "th")]
-    made = Tokenizer(models.BPE(vocab, merges, unk_token=UNKNOWN, byte_fallback=True, fuse_unk=True))
-    made.normalizer = normalizers.Sequence([normalizers.Prepend(MARK), normalizers.Replace(" ", MARK)])
-    for name, value in more.items():
-        setattr(made, name, value)
-    return made
-
-
-SPLIT = pre_tokenizers.Split(Regex(r"\s+"), "isolated")
-BOUNDED = {
-    "bytes": byte_level(),
-    "bytes, NFC": byte_level(normalizers.NFC()),
-    "bytes, split": byte_level(before=SPLIT),
-    "fallback": falling_back(),
-    "fallback, Metaspace": falling_back(pre_tokenizer=pre_tokenizers.Metaspace()),
-}
-UNBOUNDED = {
-    "drops accents": byte_level(normalizers.Sequence([normalizers.NFD(), normalizers.StripAccents()])),
-    "NFKC": byte_level(normalizers.NFKC()),
-    "strips": byte_level(normalizers.Strip()),
-    "replaces": byte_level(normalizers.Replace("the", "t")),
-    "drops spaces": byte_level(before=pre_tokenizers.WhitespaceSplit()),
-    "removes a pattern": byte_level(before=pre_tokenizers.Split(Regex(r"\s+"), "removed")),
-    "an added token takes spaces": byte_level(lstrip=True),
-    "joins unknown bytes": falling_back(complete=False),
-    "words": Tokenizer(models.WordPiece({"the": 0, "[UNK]": 1})),
-    "unigram": Tokenizer(models.Unigram([("<unk>", 0.0), ("the", -1.0)], unk_id=0)),
-}
-
-
-@pytest.mark.parametrize("name", [*BOUNDED, *UNBOUNDED])
-@given(
-    parts=st.lists(st.sampled_from(["the", "  ", "aaaa", "e\u0301", "\u0958", "\u3042", "<|end of text|>"]))
-)
-@settings(max_examples=40)
-def test_no_prompt_that_fits_is_refused_for_its_length(name: str, parts: list[str]) -> None:
-    """No text has fewer tokens than are said to be the least, whatever the tokenizer drops or joins."""
-    text = "".join(parts)
-    backend = (BOUNDED | UNBOUNDED)[name]
-    least = least_tokens(Unused(backend), text)
-    assert least <= len(backend.encode(text).ids)
-    assert (least > 0) == (name in BOUNDED and text != "")
-
-
-def test_a_vocabulary_is_read_again_only_if_it_has_grown() -> None:
-    """Of one tokenizer the longest token is looked up once, and again after a longer one was added."""
-    backend, text = byte_level(), "x" * 300
-    calls = [least_tokens(Unused(backend), text) for _ in range(3)]
-    assert calls[0] >= 300 // len("<|end of text|>")
-    assert len(set(calls)) == 1
-    before = _longest_token.cache_info().misses
-    assert least_tokens(Unused(backend), text) == calls[0]
-    assert _longest_token.cache_info().misses == before
-    backend.add_tokens([text])
-    assert least_tokens(Unused(backend), text) == len(backend.encode(text).ids) == 1
-
-
-def test_a_tokenizer_without_a_description_has_no_least() -> None:
-    """Of a tokenizer in Python nothing is known, so all text is encoded."""
-    assert least_tokens(object(), "x" * 100) == 0

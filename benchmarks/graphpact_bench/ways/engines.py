@@ -19,7 +19,12 @@ from graphpact_engine.request import Request
 
 
 def make_engine(
-    path: Path, device: torch.device, max_num_seqs: int, *overrides: str, observers: Sequence[object] = ()
+    path: Path,
+    device: torch.device,
+    max_num_seqs: int,
+    *overrides: str,
+    observers: Sequence[object] = (),
+    catalog: PluginCatalog | None = None,
 ) -> Engine:
     """Return an engine with as many threads as this process uses.
 
@@ -29,6 +34,7 @@ def make_engine(
         max_num_seqs: The most requests of a step.
         *overrides: More of the configuration, ``key=value``.
         observers: Hook wrappers of every lane.
+        catalog: The plugins to select from; by default the installed ones.
     """
     options = [
         f"model.path='{path}'",
@@ -38,7 +44,8 @@ def make_engine(
         f"engine.num_threads={torch.get_num_threads()}",
         *overrides,
     ]
-    return Engine(EngineConfig.load(None, env={}, overrides=options), observers=observers)
+    config = EngineConfig.load(None, env={}, overrides=options)
+    return Engine(config, catalog=catalog, observers=observers)
 
 
 def require_driver(name: str, device: torch.device) -> None:

@@ -3,8 +3,7 @@
 With ``--memory`` it lists the memory that the graphs of an engine read and write, and checks that all of it
 is declared.
 
-Does not: examine the machine (see `graphpact_engine.cli.machine`), generate text, or write anything except
-the file of ``--picture``.
+Does not: examine the machine (see `graphpact_engine.cli.machine`), generate text, or write files.
 """
 
 import json
@@ -17,7 +16,7 @@ import typer
 
 from graphpact.errors import UsageError
 from graphpact.plugins import installed_distributions
-from graphpact_cli.console import clean, data, note, print_table
+from graphpact_cli.console import clean, data, print_table
 from graphpact_engine.cli.options import (
     ConfigOption,
     ModelOption,
@@ -42,14 +41,6 @@ def doctor(
     model: ModelOption = None,
     config: ConfigOption = None,
     sets: SetOption = None,
-    picture: Annotated[
-        Path | None,
-        typer.Option(
-            "--picture",
-            metavar="FILE",
-            help="With --memory: draw the slots of all lanes to an SVG file.",
-        ),
-    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object.")] = False,
 ) -> None:
     """List what is installed on this machine, and what prevents it from generating text.
@@ -58,9 +49,9 @@ def doctor(
     an engine read and write instead; undeclared memory is a warning.
     """
     if memory:
-        _examine_memory(model, config, sets, picture, as_json=as_json)
+        _examine_memory(model, config, sets, as_json=as_json)
         return
-    options = {"--model": model, "--config": config, "--set": sets, "--picture": picture}
+    options = {"--model": model, "--config": config, "--set": sets}
     given = [name for name, value in options.items() if value is not None]
     if given:
         raise UsageError(
@@ -82,7 +73,6 @@ def _examine_memory(
     model: str | None,
     config: Path | None,
     sets: Sequence[str] | None,
-    picture: Path | None,
     *,
     as_json: bool,
 ) -> None:
@@ -91,13 +81,8 @@ def _examine_memory(
     from graphpact_engine.cli import memory as output  # noqa: PLC0415  slow: imports the engine
     from graphpact_engine.memory import EngineMemory  # noqa: PLC0415
 
-    if picture is not None:
-        output.check_picture(picture)
     with build_engine(settings) as engine:
         memory = EngineMemory.of(engine)
-    if picture is not None:
-        output.write_picture(picture, memory)
-        note(f"picture of the slots written to {picture}")
     problems = [
         {"severity": "warning", "what": what, "help": fix}
         for what, fix in map(output.undeclared_problem, memory.unknown)

@@ -4,15 +4,11 @@ Does not: find the memory; `graphpact_engine.memory` does.
 """
 
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 
 from rich.console import Console
 
-from graphpact.errors import UsageError
 from graphpact_cli.console import clean, print_table
-from graphpact_cli.files import write_file
 from graphpact_engine.memory import EngineMemory, LaneMemory, MemoryRow
-from graphpact_engine.picture import draw, format_bytes
 
 _IN_GRAPH = {True: "graph", False: "preparation", None: "?"}
 _SLOTS = ("slot", "owner", "shape", "dtype", "device", "policy", "used by", "bytes", "reason")
@@ -112,35 +108,6 @@ def undeclared_problem(row: MemoryRow) -> tuple[str, str]:
     )
 
 
-def check_picture(file: Path) -> None:
-    """Check, without writing, that ``file`` can be written.
-
-    Raises:
-        UsageError: It is a directory, is in no existing directory, or does not end in ``.svg``.
-    """
-    if file.is_dir():
-        reason = "it is a directory"
-    elif file.suffix.lower() != ".svg":
-        reason = "the picture is SVG, and the name does not end in .svg"
-    elif not file.parent.is_dir():
-        reason = f"there is no directory {file.parent}"
-    else:
-        return
-    raise UsageError(
-        f"the picture cannot be written to {file}: {reason}", hint="name a file: --picture FILE.svg"
-    )
-
-
-def write_picture(file: Path, memory: EngineMemory) -> None:
-    """Write the picture of the registries of all lanes.
-
-    Raises:
-        UsageError: The file cannot be written.
-        GraphpactError: The disk is full or broken; a file that was there is as it was.
-    """
-    write_file(file, draw(lane.registry for lane in memory.lanes if lane.registry is not None))
-
-
 def _totals(memory: EngineMemory) -> Iterable[str]:
     for lane in memory.lanes:
         if lane.absent is None:
@@ -155,10 +122,6 @@ def _totals(memory: EngineMemory) -> Iterable[str]:
                 )
                 + f"; {len(pools)} pools, {format_bytes(_sum(pools))}"
             )
-    if memory.common_slots:
-        yield (
-            f"slots that lanes share: {len(memory.common_slots)}, {format_bytes(_sum(memory.common_slots))}"
-        )
     if memory.shared:
         parts = []
         for kind, word in (("weight", "weights"), ("kv_cache", "KV cache"), ("request_table", "")):
@@ -166,6 +129,17 @@ def _totals(memory: EngineMemory) -> Iterable[str]:
             parts.append(f"{word or 'request table'}, {format_bytes(_sum(rows))}")
         yield f"shared by all lanes: {'; '.join(parts)}"
     yield f"graph-resident in all: {format_bytes(memory.nbytes)}"
+
+
+def format_bytes(nbytes: int) -> str:
+    """Return a number of bytes with its unit: ``512 B``, ``1.5 KiB``, ``2.0 GiB``."""
+    if nbytes < 1024:
+        return f"{nbytes} B"
+    size, units = nbytes / 1024, ["GiB", "MiB", "KiB"]
+    while len(units) > 1 and round(size, 1) >= 1024:
+        size /= 1024
+        units.pop()
+    return f"{size:,.1f} {units[-1]}"
 
 
 def _sum(rows: Iterable[MemoryRow]) -> int:

@@ -206,7 +206,7 @@ def test_without_a_compiler_decode_runs_eagerly(
     """Decode runs eagerly with the tokens of the tape, one warning, and the reason counted in every step."""
     with Engine(configure('lanes.decode.runner="cuda_graph"'), catalog=Catalog()) as engine:
         expected = tokens(engine)
-    config = configure("lanes.decode.share_buffers=true", "verify.replay_against_eager=1.0")
+    config = configure("verify.replay_against_eager=1.0")
     with caplog.at_level(logging.WARNING), Engine(config, catalog=Catalog()) as engine:
         assert tokens(engine) == expected
         stats = engine.lanes[0].stats

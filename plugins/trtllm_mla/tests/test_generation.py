@@ -15,6 +15,7 @@ from graphpact.errors import ConfigError
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import UnsupportedModelError
+from graphpact_trtllm_mla import TRTLLMMLABackend
 
 # Lengths from one token to several pages, in an order that makes batches grow and shrink.
 PROMPT_LENGTHS = (1, 5, 63, 64, 40, 3, 65, 2)
@@ -94,11 +95,16 @@ def test_greedy_tokens_equal_transformers(
 
 
 @needs_seam
-@pytest.mark.parametrize("in_graph", ["true", "false"])
-def test_metadata_is_made_by_the_graph_or_before_it(in_graph: str, checkpoint: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("in_graph", [True, False])
+def test_metadata_is_made_by_the_graph_or_before_it(
+    in_graph: bool,  # noqa: FBT001  a parameter of the test
+    checkpoint: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Tokens equal transformers', with metadata recorded in the graph or filled by the replay hook."""
-    engine = make_engine(checkpoint("deepseek_v3"), f"lanes.decode.metadata_in_graph={in_graph}")
-    assert engine.lanes[0].backend.records_metadata is (in_graph == "true")
+    monkeypatch.setattr(TRTLLMMLABackend, "fill_is_device_only", in_graph)
+    engine = make_engine(checkpoint("deepseek_v3"))
+    assert engine.lanes[0].backend.records_metadata is in_graph
     params = SamplingParams(max_new_tokens=8, ignore_eos=True)
     prompts = [[7, 8, 9] * 25, [10, 11]]
     done = engine.generate(prompts, params)
