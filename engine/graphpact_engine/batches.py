@@ -1,8 +1,9 @@
 """`BatchBuilder`: the tensors of a step, from what its requests own.
 
 Everything that the host makes for a batch lies in one staging tensor, which one copy moves to the device. The
-staging of a decode is kept: while the same requests decode, each step adds 1 to positions, lengths and slots,
-and writes the new tokens; only requests whose next slot is in another page are looked at one by one.
+staging of a decode is kept: if the next decode has the same list of requests, each one token further, the
+builder adds 1 to positions, lengths and slots, and writes the new tokens; only requests whose next slot is in
+another page are looked at one by one.
 
 Does not: choose requests, or allocate pages; the scheduler does both.
 """
@@ -48,14 +49,26 @@ class BatchBuilder:
         self._width = rows.max_context_len
         self._table = rows.req_to_token.view(-1)
         self._decodes: _DecodeStaging | None = None
+        self._last: Sequence[Request] | None = None  # the requests of the last decode
+        self._position = 0  # of the newest token of the last of them
 
-    def crossing(self) -> Sequence[int]:
-        """Return the indices of the last decode's requests whose next slot is the first one of a page."""
+    def entering_pages(self, requests: Sequence[Request], *, ahead: bool = False) -> Sequence[int]:
+        """Return the indices of the requests that may not own the page of their next decode.
+
+        If the next decode continues the last one, these are the requests whose next slot begins a page;
+        otherwise all requests.
+
+        Args:
+            requests: The requests of the next decode.
+            ahead: Whether the last decode is in flight: its tokens are not committed.
+        """
         decodes = self._decodes
-        return () if decodes is None else decodes.crossing[(decodes.age + 1) % self._size]
+        if decodes is None or not self._continues(requests, ahead=ahead):
+            return range(len(requests))
+        return decodes.crossing[(decodes.age + 1) % self._size]
 
     def decode(
-        self, requests: Sequence[Request], *, advances: bool, tokens: torch.Tensor | None = None
+        self, requests: Sequence[Request], tokens: torch.Tensor | None = None
     ) -> tuple[ForwardBatch, torch.Tensor]:
         """Return the batch whose input is the newest token of each request, and its slots.
 
@@ -63,23 +76,23 @@ class BatchBuilder:
         may copy them late.
 
         Args:
-            requests: The requests. Each owns the pages of its slots.
-            advances: Whether they are those of the last call, and each got one token since. It must be False
-                if a request reserves more than one slot.
-            tokens: ``[bs]`` int64, on the device: the token of each request, if the host does not know it.
+            requests: The requests. Each owns the pages of its slots. The caller does not change the list
+                later; a list of other requests is another object.
+            tokens: ``[bs]`` int64, on the device: the tokens of the last decode, if it is in flight.
 
         Returns:
             The batch, and ``[bs, num_reserved]`` int64: the reserved slots of each request.
         """
-        count = len(requests)
+        count, ahead = len(requests), tokens is not None
+        continues, self._last = self._continues(requests, ahead=ahead), None
         decodes = self._decodes
         if decodes is None or decodes.count != count:
             decodes = self._decodes = _DecodeStaging(count, self._num_reserved, self._device)
-        decodes.turn(keeping=advances)
+        decodes.turn(keeping=continues)
         numbers = decodes.numbers
         if tokens is None:
             numbers[:count] = [request.output_token_ids[-1] for request in requests]
-        if advances:
+        if continues:
             decodes.age += 1
             decodes.advancing.add_(1)
             size = self._size
@@ -87,12 +100,13 @@ class BatchBuilder:
                 page = requests[at].pages[numbers[count + at] // size]
                 numbers[decodes.first_slot + at] = page * size
         else:
-            self._fill(decodes, requests)
+            self._fill(decodes, requests, ahead=ahead)
         decodes.moved.copy_(decodes.host, non_blocking=True)
         if tokens is not None:
             decodes.batch.input_ids.copy_(tokens)
         decodes.narrow_slots.copy_(decodes.slots)
         self._table.put_(decodes.where, decodes.narrow_slots)
+        self._last, self._position = requests, requests[-1].num_computed + ahead
         return decodes.batch, decodes.cache_loc
 
     def prefill(self, requests: Sequence[Request], lengths: Sequence[int]) -> tuple[ForwardBatch, list[int]]:
@@ -148,10 +162,20 @@ class BatchBuilder:
         )
         return batch, ends
 
-    def _fill(self, decodes: "_DecodeStaging", requests: Sequence[Request]) -> None:
+    def _continues(self, requests: Sequence[Request], *, ahead: bool) -> bool:
+        """Return whether these are the requests of the last decode, each one token further.
+
+        A commit goes through its batch in order: if the last request is one token further, all are. With
+        several reserved slots a step may commit several tokens, and each request its own number of them.
+        """
+        if requests is not self._last or self._num_reserved > 1:
+            return False
+        return requests[-1].num_computed + ahead == self._position + 1
+
+    def _fill(self, decodes: "_DecodeStaging", requests: Sequence[Request], *, ahead: bool) -> None:
         """Write everything but the tokens, and note which request enters a page in which step."""
         count, reserved, size = len(requests), self._num_reserved, self._size
-        starts = [request.num_computed for request in requests]
+        starts = [request.num_computed + ahead for request in requests]
         rows = [_row_of(request) for request in requests]
         numbers, first, after = decodes.numbers, decodes.first_slot, decodes.first_where
         numbers[count : 2 * count] = starts

@@ -179,11 +179,7 @@ class Scheduler:
         self._step = 0
         self._in_flight: list[ScheduledBatch] = []  # scheduled and not committed, oldest first; at most two
         self._last_was_prefill = False
-        self._num_changes = 0  # of the admitted requests
-        self._changes_at_schedule = 0
-        self._steady: int | None = None
-        """The number of changes up to which the next decode has the requests of the last one."""
-        self._decoded: list[Request] = []
+        self._running: list[Request] | None = None  # made anew, never changed: `BatchBuilder` knows it again
 
     @property
     def has_work(self) -> bool:
@@ -248,7 +244,6 @@ class Scheduler:
         self._step += 1
         self._in_flight.clear()
         planned = self._plan()
-        self._changes_at_schedule, self._steady = self._num_changes, None
         if planned is not None:
             self._in_flight.append(planned)
         elif self.has_work:
@@ -277,7 +272,7 @@ class Scheduler:
         requests, size = running.requests, self._pages.page_size
         if (
             running.computed is not None
-            or self._num_changes != self._changes_at_schedule
+            or running.requests is not self._running
             or self._is_prefilling()
             or (self._waiting and len(self._admitted) < self.max_num_seqs and self._rows.num_free)
             or any(len(one.output_token_ids) + 1 >= one.max_output_tokens for one in requests)
@@ -285,7 +280,7 @@ class Scheduler:
             return None
         growing = [
             requests[at]
-            for at in self._builder.crossing()
+            for at in self._builder.entering_pages(requests, ahead=True)
             if requests[at].num_computed + 2 > len(requests[at].pages) * size
         ]
         pages = self._pages.alloc(len(growing))
@@ -294,15 +289,14 @@ class Scheduler:
         for request, page in zip(growing, pages, strict=True):
             request.pages.append(page)
         self._step += 1
-        batch, cache_loc = self._builder.decode(requests, advances=True, tokens=tokens)
-        planned = ScheduledBatch(batch, requests, [True] * len(requests), self._step, cache_loc)
+        planned = self._decode_batch(requests, tokens)
         self._in_flight.append(planned)
         return planned
 
     def forget(self, *, ahead_only: bool = False) -> None:
         """Drop the steps in flight, or only that which was scheduled ahead; they are planned again."""
         del self._in_flight[1 if ahead_only else 0 :]
-        self._changes_at_schedule = -1  # the next decode is made anew
+        self._running = None
 
     def commit(
         self,
@@ -353,9 +347,6 @@ class Scheduler:
             if tokens:
                 got.append(request)
                 self._append(request, tokens, is_stopped)
-        is_same = self._num_changes == self._changes_at_schedule and not self._in_flight
-        if computed is None and self.num_reserved == 1 and is_same:
-            self._steady, self._decoded = self._num_changes, scheduled.requests
         return got
 
     def abort(self, request: Request | str) -> bool:
@@ -430,8 +421,9 @@ class Scheduler:
         if request.state is RequestState.PREFILLING:
             self.num_prefilled += computed - request.num_computed
         request.num_computed = computed
-        if is_complete:
+        if is_complete and request.state is RequestState.PREFILLING:
             request.state = RequestState.RUNNING
+            self._running = None
 
     def _append(self, request: Request, tokens: Sequence[int], is_stopped: Callable[[Request], bool]) -> None:
         """Append tokens to a running request; finish it if it ends, or give back what it does not use."""
@@ -482,7 +474,7 @@ class Scheduler:
         decodes = decodes or self._reserve_decodes()
         if not decodes:
             return None
-        return self._decode_batch(decodes, advances=self._is_steady())
+        return self._decode_batch(decodes)
 
     def _take_chunks(self, num_free: int) -> list[tuple[Request, int]]:
         """Continue started prefills, oldest first, then admit requests while tokens and memory last.
@@ -506,22 +498,17 @@ class Scheduler:
 
     def _reserve_decodes(self) -> list[Request]:
         """Give each running request the slots of its decode, oldest first; preempt if needed."""
-        if self._is_steady():
-            for at in self._builder.crossing():
-                self._grow(self._decoded[at])
-                if not self._is_steady():  # it preempted a request
-                    break
-            else:
-                return self._decoded
-        return [
-            request
-            for request in self._in_state(RequestState.RUNNING)
-            if request.state is RequestState.RUNNING and self._grow(request)  # an older one may preempt it
-        ]
+        running = self._all_running()
+        for at in self._builder.entering_pages(running):
+            if running[at].state is RequestState.RUNNING:  # an older one may have preempted it
+                self._grow(running[at])
+        return self._all_running()
 
-    def _is_steady(self) -> bool:
-        """Return whether the next decode has the requests of the last step, each with one token more."""
-        return self._steady == self._num_changes
+    def _all_running(self) -> list[Request]:
+        """Return the running requests, oldest first: the same list as long as they are the same."""
+        if self._running is None:
+            self._running = self._in_state(RequestState.RUNNING)
+        return self._running
 
     def _is_prefilling(self) -> bool:
         """Return whether a request is prefilling: these are younger than all running ones."""
@@ -543,23 +530,21 @@ class Scheduler:
         request.row = self._rows.alloc()
         request.pages = pages
         request.state = RequestState.PREFILLING
-        self._num_changes += 1
         self._admitted.append(self._waiting.popleft())
         return request
 
-    def _grow(self, request: Request) -> bool:
-        """Allocate the slots of a decode step, preempting from the youngest; False if preempted itself."""
+    def _grow(self, request: Request) -> None:
+        """Allocate the slots of a decode step; preempt from the youngest, at last the request itself."""
         most = request.num_computed + self.num_reserved
         if most <= len(request.pages) * self._pages.page_size:
-            return True
+            return
         needed = self._pages.pages_for(most) - len(request.pages)
         while (pages := self._pages.alloc(needed)) is None:
             youngest = self._admitted[-1]
             self._preempt(youngest)
             if youngest is request:
-                return False
+                return
         request.pages += pages
-        return True
 
     def _give_back(self, request: Request) -> None:
         """Free the pages of a running request that hold none of its tokens."""
@@ -587,7 +572,7 @@ class Scheduler:
 
     def _release(self, request: Request) -> None:
         """Free the memory of an admitted request."""
-        self._num_changes += 1
+        self._running = None
         self._admitted.remove(request)
         self._pages.free(request.pages)
         request.pages = []
@@ -626,9 +611,9 @@ class Scheduler:
             return "stop"
         return "length" if len(request.output_token_ids) >= request.max_output_tokens else None
 
-    def _decode_batch(self, requests: list[Request], *, advances: bool) -> ScheduledBatch:
-        """Build the batch whose input is the newest token of each request."""
-        batch, cache_loc = self._builder.decode(requests, advances=advances)
+    def _decode_batch(self, requests: list[Request], tokens: torch.Tensor | None = None) -> ScheduledBatch:
+        """Build the batch whose input is the newest token of each request; see `BatchBuilder.decode`."""
+        batch, cache_loc = self._builder.decode(requests, tokens)
         return ScheduledBatch(batch, requests, [True] * len(requests), self._step, cache_loc)
 
     def _prefill_batch(self, chunks: list[tuple[Request, int]]) -> ScheduledBatch:

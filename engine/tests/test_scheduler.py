@@ -644,9 +644,9 @@ def test_a_decode_of_the_same_requests_makes_nothing_again(
     filled: list[int] = []
     fill = BatchBuilder._fill
 
-    def count(builder: BatchBuilder, decodes: Any, requests: Sequence[Request]) -> None:
+    def count(builder: BatchBuilder, decodes: Any, requests: Sequence[Request], *, ahead: bool) -> None:
         filled.append(len(requests))
-        fill(builder, decodes, requests)
+        fill(builder, decodes, requests, ahead=ahead)
 
     monkeypatch.setattr(BatchBuilder, "_fill", count)
     bench = Bench(256, page_size, choose=lambda seen, _: len(seen) % 5 + 10)
