@@ -27,7 +27,7 @@ from graphpact.attention import (
 )
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import FillContext, GraphSlot, PaddingPolicy, SlotRole, metadata_slot
-from graphpact.buffers.presets import num_token_non_padded_slot
+from graphpact.buffers.inputs import num_token_non_padded_slot
 from graphpact.graphs import Event
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape

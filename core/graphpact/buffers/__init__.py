@@ -5,13 +5,13 @@
     fills.py         `FillPlan`: the work of a fill for one set of counts, compiled
     arenas.py        `Arenas`: slots in one allocation, so that one copy resets their padding rows
     sharing.py       memory that lanes share
-    presets.py       the declared inputs of every mode
-    description.py   a registry's contents as a table or JSON
+    inputs.py        the declared inputs of every mode
+    description.py   a registry's contents as data
 
 Does not: know what the numbers in a slot mean; owners do.
 """
 
-from graphpact.buffers.presets import build_decode_registry, build_prefill_registry, input_slots
+from graphpact.buffers.inputs import build_decode_registry, build_prefill_registry, input_slots
 from graphpact.buffers.registry import CudaGraphBufferRegistry
 from graphpact.buffers.sharing import SharedBuffers, share_input_buffer
 from graphpact.buffers.slots import (

@@ -1,9 +1,9 @@
-"""`RegistryDescription`: the contents of a registry, as a table or JSON.
+"""`RegistryDescription`: the contents of a registry as data, one `SlotRow` for each slot.
 
-    print(registry.describe())              slots, owners, sizes, policies
     json.dumps(registry.describe().to_dict())
 
-Does not: read buffers. `graphpact_engine.memory` finds undeclared memory, `graphpact_engine.picture` draws.
+Does not: read buffers, or print. ``graphpact doctor --memory`` prints the memory of an engine, and finds what
+no slot declares.
 """
 
 import math
@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from graphpact.buffers.slots import Axis, BoundSlot
-
-COLUMNS = ("slot", "owner", "shape", "dtype", "device", "axis", "policy", "bytes", "reason")
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,11 +73,16 @@ class SlotRow:
 
 @dataclass(frozen=True, slots=True)
 class RegistryDescription:
-    """The description of a registry at one point in time.
+    """The contents of a registry at one point in time.
 
-    ``lane``, ``device``, ``max_bs`` and ``max_num_tokens`` are those of the registry. ``slots`` are in the
-    order of registration, disabled ones included. ``nbytes`` are the bytes of all buffers,
-    ``allocated_nbytes`` those that the registry allocated, without adopted and shared buffers.
+    Attributes:
+        lane: The lane of the registry, or None.
+        device: The default device of its slots.
+        max_bs: Largest request count of a captured shape.
+        max_num_tokens: Largest token count of a captured shape.
+        slots: Every slot in the order of registration, disabled ones included.
+        nbytes: Bytes of all buffers.
+        allocated_nbytes: Bytes that the registry allocated, without adopted and shared buffers.
     """
 
     lane: str | None
@@ -90,52 +93,6 @@ class RegistryDescription:
     nbytes: int
     allocated_nbytes: int
 
-    @property
-    def label(self) -> str:
-        """The lane in words."""
-        return "registry of no lane" if self.lane is None else f"lane {self.lane}"
-
-    def __str__(self) -> str:
-        rows = [[plain_text(cell) for cell in row] for row in (COLUMNS, *map(slot_cells, self.slots))]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        sides = (">" if column == "bytes" else "<" for column in COLUMNS)
-        layout = "  ".join(f"{{:{side}{width}}}" for side, width in zip(sides, widths, strict=True))
-        lines = [layout.format(*row).rstrip() for row in rows]
-        most = f"at most {self.max_bs:,} requests, {self.max_num_tokens:,} tokens"
-        return "\n".join([f"{plain_text(self.label)} on {self.device}: {most}", *lines, self.totals])
-
-    @property
-    def totals(self) -> str:
-        """The counts of slots, their bytes, and the allocated bytes, in words."""
-        enabled = sum(row.enabled for row in self.slots)
-        disabled = len(self.slots) - enabled
-        slots = f"{enabled} slot{'' if enabled == 1 else 's'}"
-        more = f" and {disabled} disabled" if disabled else ""
-        return f"{slots}{more}, {self.nbytes:,} bytes; {self.allocated_nbytes:,} bytes allocated"
-
     def to_dict(self) -> dict[str, Any]:
         """Return the description as a dict for JSON."""
         return asdict(self)
-
-
-# -- the table -----------------------------------------------------------------------------------
-
-
-def slot_cells(row: SlotRow) -> tuple[str, ...]:
-    """Return the cells of a slot under `COLUMNS`."""
-    return (
-        row.name,
-        row.owner or "",
-        "disabled" if row.shape is None else str(list(row.shape)),
-        row.dtype,
-        row.device or "",
-        row.axis,
-        row.padding,
-        "" if row.nbytes is None else f"{row.nbytes:,}",
-        row.reason or "",
-    )
-
-
-def plain_text(text: str) -> str:
-    """Return ``text`` with non-printable characters escaped, so that it stays one line."""
-    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode("ascii") for c in text)

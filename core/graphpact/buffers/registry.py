@@ -10,7 +10,6 @@ Does not: decide the raw and padded counts (the runner does) or write a batch.
 import dataclasses
 import operator
 from collections.abc import Iterator
-from contextlib import suppress
 from typing import Any, TypeVar
 
 import torch
@@ -20,7 +19,7 @@ from graphpact.buffers.arenas import Arena, Arenas
 from graphpact.buffers.description import RegistryDescription, SlotRow
 from graphpact.buffers.fills import FillPlan
 from graphpact.buffers.sharing import PROCESS_WIDE, SharedBuffers
-from graphpact.buffers.slots import Axis, BoundSlot, FillContext, GraphSlot
+from graphpact.buffers.slots import BoundSlot, FillContext, GraphSlot
 from graphpact.errors import SlotError, UnknownSlotError, did_you_mean
 from graphpact.plugin_calls import call
 from graphpact.shapes import GraphShape
@@ -310,27 +309,6 @@ class CudaGraphBufferRegistry:
                 + f", and extra_rows is {slot.extra_rows}" * bool(slot.extra_rows),
                 hint="let shape_fn return that axis's argument plus extra_rows first, or give a slice_fn",
             )
-        if slot.role is not None:
-            self._require_whole(slot, rows)
-
-    def _require_whole(self, slot: GraphSlot, rows: int) -> None:
-        """Raise `SlotError` if graphs see fewer rows of a backend's slot than eager steps, which see all.
-
-        Only rows that grow one by one with a count prove it; others may have a reserve.
-        """
-        counts: dict[Axis, int] = {"bs": self.max_bs, "tokens": self.max_num_tokens}
-        follows: list[tuple[Axis, int]] = []
-        for axis, count in counts.items():
-            with suppress(Exception):  # no batch may have these counts
-                if slot.shape_fn(*(counts | {axis: 8 * count}).values())[0] == rows + 7 * count:
-                    follows.append((axis, rows - count))
-        if len(follows) != 1 or follows[0][1] < 0 or follows[0] == (slot.axis, slot.extra_rows):
-            return
-        (axis, extra), seen = follows[0], f"{slot.axis} + {slot.extra_rows}"
-        raise SlotError(
-            f"{slot.label}: rows(bs, tokens) has {axis} + {extra} rows; graphs see {seen} of them",
-            hint=f'declare it with axis="{axis}" and extra_rows={extra}',
-        )
 
     def _compile(self, counts: tuple[int, int, int, int]) -> FillPlan:
         context = FillContext(*counts)

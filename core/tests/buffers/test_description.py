@@ -1,55 +1,76 @@
-"""Descriptions of a registry: as a table, and as JSON."""
+"""Descriptions of a registry as data."""
 
 import json
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
+from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy, build_decode_registry
 from graphpact.buffers.description import SlotRow
-from registry_kit import declared, padding, registries, small, spelled
+
+CPU = torch.device("cpu")
+HOSTILE = [
+    "<script>alert(1)</script>",
+    "a\"b'c&amp;<&>]]>",
+    "two\nlines\r\n\tand a tab",
+    "\x00\x07\x1b[31mred",
+    "\ud800 alone",
+    "right\u202eleft",
+    "[bold]markup[/bold]",
+    "émoji 🙂 名前",
+    "x" * 300,
+]
+
+_NAMES = st.one_of(st.sampled_from(HOSTILE), st.text(min_size=1, max_size=12))
+_WORDS = st.one_of(st.none(), st.just(""), _NAMES)
+_VALUES = {
+    torch.int64: st.integers(-(2**40), 2**40),
+    torch.float32: st.floats(width=32),
+    torch.bool: st.booleans(),
+}
 
 
-@settings(derandomize=True, max_examples=150)
-@given(registry=registries())
-def test_the_table_has_one_aligned_line_a_slot(registry: CudaGraphBufferRegistry) -> None:
-    """With any names, each slot has one printable line, with its cells under their headings."""
-    slots = declared(registry)
-    _, heading, *lines, _ = str(registry.describe()).split("\n")
-    assert len(lines) == len(slots)
-    at = {word: heading.index(word) for word in ("shape", "dtype", "axis", "policy", "reason")}
-    end = heading.index("bytes") + len("bytes")
-    for slot, line in zip(slots, lines, strict=True):
-        assert line.isprintable()
-        shape = "disabled" if slot.buffer is None else str(list(slot.buffer.shape))
-        assert line[at["shape"] :].startswith(f"{shape} ")
-        assert line[at["dtype"] :].startswith(f"{str(slot.dtype).removeprefix('torch.')} ")
-        assert line[at["axis"] :].startswith(f"{slot.axis} ")
-        assert line[at["policy"] :].startswith(padding(slot))
-        size = "" if slot.buffer is None else f"{slot.buffer.nbytes:,}"
-        assert line[:end].endswith(f" {size}") or not size
-        assert line.startswith(spelled(slot.name).rstrip())
-        assert line[at["reason"] :] == spelled(slot.reason or "").rstrip()
+@st.composite
+def registries(draw: Any) -> CudaGraphBufferRegistry:
+    """Return a registry of up to six slots with any names, owners, reasons, policies and shapes."""
+    registry = CudaGraphBufferRegistry(device=CPU, max_bs=4, max_num_tokens=9)
+    for name in draw(st.lists(_NAMES, unique=True, max_size=6)):
+        shape = tuple(draw(st.lists(st.integers(0, 40), max_size=3)))
+        dtype = draw(st.sampled_from(list(_VALUES)))
+        registry.register_slot(
+            GraphSlot(
+                name,
+                lambda _bs, _tokens, shape=shape: shape,
+                dtype,
+                axis=draw(st.sampled_from(["bs", "tokens", "none"])),
+                padding_policy=draw(st.sampled_from(PaddingPolicy)),
+                pad_value=draw(_VALUES[dtype]),
+                enabled=draw(st.sampled_from([True, True, True, False])),
+                copy_from_fb=False,
+                owner=draw(_WORDS),
+                reason=draw(_WORDS),
+            )
+        )
+    return registry
 
 
-def test_the_table_of_a_decode_registry() -> None:
-    """The table shows owner, shape, policy with its value, reason, and the totals last."""
-    lines = str(small().describe()).splitlines()
-    assert lines[0] == "registry of no lane on cpu: at most 4 requests, 8 tokens"
-    cells = {line.split("  ")[0]: line for line in lines}
-    assert "any token of an earlier batch" in cells["input_ids"]
-    assert "decode inputs" in cells["seq_lens"]
-    assert "fill_sentinel 1" in cells["seq_lens"]
-    assert "[4]" in cells["seq_lens"]
-    assert "disabled" in cells["later"]
-    registry = small()
-    assert lines[-1] == (
-        f"8 slots and 1 disabled, {registry.nbytes:,} bytes; {registry.allocated_nbytes:,} bytes allocated"
+def declared(registry: CudaGraphBufferRegistry) -> list[GraphSlot]:
+    """Return every declared slot, including those that are not enabled."""
+    return list(registry._slots.values())
+
+
+def small() -> CudaGraphBufferRegistry:
+    """Return the decode registry with one more slot, which is not enabled."""
+    registry = build_decode_registry(
+        device=CPU, max_bs=4, max_num_token=8, seq_len_fill_value=1, enable_mrope=False
     )
-
-
-# -- JSON ------------------------------------------------------------------------------------------
+    registry.register_slot(
+        GraphSlot("later", lambda bs, _: (bs,), torch.int8, enabled=False, owner="nobody yet")
+    )
+    return registry
 
 
 @settings(derandomize=True, max_examples=150)
@@ -82,9 +103,9 @@ def test_a_description_does_not_change_with_the_registry() -> None:
     """A description is immutable and does not include a slot that is registered later."""
     registry = small()
     before = registry.describe()
-    seen = str(before)
+    seen = before.to_dict()
     registry.register_slot(GraphSlot("more", lambda bs, _: (bs,), torch.int8, axis="bs"))
-    assert str(before) == seen
+    assert before.to_dict() == seen
     assert len(registry.describe().slots) == len(before.slots) + 1
     with pytest.raises(AttributeError):
         before.slots[0].name = "other"  # type: ignore[misc]

@@ -15,7 +15,7 @@ from graphpact.buffers import (
     build_prefill_registry,
     compute_local_num_token_non_padded,
     get_parallel,
-    presets,
+    inputs,
 )
 from graphpact.errors import ConfigError, SlotError
 from graphpact.parallel import ParallelContext, local_num_token_non_padded
@@ -157,7 +157,7 @@ def test_planted_share_of_the_raw_length(build: str, monkeypatch: pytest.MonkeyP
     def of_raw(count: int, _: int) -> int:
         return local_num_token_non_padded(count, REAL)
 
-    monkeypatch.setattr(presets, "local_num_token_non_padded", of_raw)
+    monkeypatch.setattr(inputs, "local_num_token_non_padded", of_raw)
     shares = {}
     for rank in SHARES:
         with get_parallel().override(attn_tp_rank=rank, attn_tp_size=SIZE):

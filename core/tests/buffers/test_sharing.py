@@ -51,34 +51,14 @@ def _pair(pool: SharedBuffers, one: GraphSlot, other: GraphSlot) -> tuple[int, i
     return _address(first), _address(second)  # both slots are alive: no address is reused
 
 
-# -- which lanes -----------------------------------------------------------------------------------
+# -- which slots -----------------------------------------------------------------------------------
 
 
-def test_lanes_of_a_pool_share() -> None:
-    """Lanes that the pool names share the memory of a slot, even for different owners."""
-    pool = SharedBuffers(lanes=["decode", "draft"])
-    one, other = _pair(pool, _slot(), _slot(owner="another"))
-    assert one == other
-
-
-@pytest.mark.parametrize("lane", ["prefill", None])
-def test_other_lanes_may_not(lane: str | None) -> None:
-    """A lane that the pool does not name, or no lane, is refused with slot, lane and the permitted lanes."""
-    pool = SharedBuffers(lanes={"decode", "draft"})
-    registry = _registry(pool, lane)
-    with pytest.raises(SlotError) as error:
-        registry.register_slot(_slot())
-    for part in ("'lengths' of somebody", f"lane {lane!r} may not", "decode, draft", "\n  help: "):
-        assert part in str(error.value)
-    assert registry.slot_names() == []
-    with pytest.raises(SlotError, match="lanes that may: none"):
-        _registry(SharedBuffers(lanes=[]), lane).register_slot(_slot())
-
-
-def test_a_pool_for_anybody() -> None:
-    """A pool that names no lanes accepts every lane, and registries without a lane."""
+def test_registries_of_a_pool_share() -> None:
+    """Registries of any lane, and without a lane, share the memory of a slot, even for different owners."""
     pool = SharedBuffers()
-    slots = [_registry(pool, lane).register_slot(_slot()) for lane in ("decode", "draft", None)]
+    owners = {"decode": "one", "draft": "another", None: "a third"}
+    slots = [_registry(pool, lane).register_slot(_slot(owner=owner)) for lane, owner in owners.items()]
     assert len({_address(slot) for slot in slots}) == 1
 
 
@@ -147,7 +127,7 @@ def test_equal_empty_rows_share(one: dict[str, Any], other: dict[str, Any]) -> N
         (
             {"padding_policy": P.FILL_SENTINEL, "pad_value": 5},
             {"padding_policy": P.FILL_ONCE, "pad_value": 5},
-            ("holds 5 from the start in padding rows", "which holds 5\n"),
+            ("holds 5 from the start in padding rows", "which holds 5 in padding rows\n"),
         ),
         (
             {"padding_policy": P.FILL_ONCE, "pad_value": 0},
@@ -280,7 +260,7 @@ def test_one_size_in_two_shapes_is_refused() -> None:
 
 def test_lanes_in_turn_see_their_own_batch() -> None:
     """After its own fill a lane reads its batch and padding, whatever another lane filled before."""
-    pool = SharedBuffers(lanes=["decode", "draft"])
+    pool = SharedBuffers()
     slots = []
     for lane in ("decode", "draft"):
         registry = _registry(pool, lane)
@@ -299,7 +279,7 @@ def test_lanes_in_turn_see_their_own_batch() -> None:
 
 def test_presets_share() -> None:
     """Two decode registries of one pool share exactly the slots that every fill refreshes."""
-    pool = SharedBuffers(lanes=["decode", "draft"])
+    pool = SharedBuffers()
     registries = [
         build_decode_registry(
             device="cpu",
@@ -415,12 +395,6 @@ def test_what_is_written_once_must_be_there(held: int) -> None:
         with pytest.raises(SlotError, match="shares its memory with 'lengths' of share_input_buffer"):
             _registry(pool=True).register_slot(once)
     assert first.tolist() == [held] * 4
-
-
-def test_lanes_are_a_collection() -> None:
-    """A single text as ``lanes`` is refused; it is not read as one lane per letter."""
-    with pytest.raises(SlotError, match="lanes is the text 'decode'"):
-        SharedBuffers(lanes="decode")
 
 
 def test_not_a_number_is_a_sentinel_like_another() -> None:
