@@ -1,0 +1,25 @@
+"""The pact: what a capture promised, and the check that every replay keeps it.
+
+    walk.py        the leaves of static inputs and metadata, with their paths
+    promises.py    what is promised about each, and the marks `bounded` and `updated`
+    compiled.py    the comparisons of one pact as a generated function
+    checks.py      `Pact`, and the breaches that it names
+
+Does not: compare contents; the conformance suite and verification do.
+"""
+
+from graphpact.pact.checks import Pact
+from graphpact.pact.promises import ANY, Promise, TensorFacts, bounded, is_readable, type_name, updated
+from graphpact.pact.walk import walk
+
+__all__ = [
+    "ANY",
+    "Pact",
+    "Promise",
+    "TensorFacts",
+    "bounded",
+    "is_readable",
+    "type_name",
+    "updated",
+    "walk",
+]

@@ -1,0 +1,96 @@
+"""The comparisons of a pact as one generated function, which runs in every step.
+
+A walk over objects costs tens of microseconds. The function is one chain of comparisons, which ends at the
+first that fails. The walk is repeated only then, to name every difference.
+
+Does not: explain a difference; `graphpact.pact.checks` does.
+"""
+
+import enum
+import functools
+import keyword
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from types import CodeType
+from typing import Any
+
+from graphpact.pact.promises import ANY, BY_VALUE, Promise, TensorFacts
+from graphpact.pact.walk import Form, attributes_of, declared_fields
+
+
+def compile_promises(roots: Mapping[str, Promise]) -> Callable[[Mapping[str, Any]], bool]:
+    """Return a function ``parts -> bool`` that checks the promises ``roots``.
+
+    It is one chain of comparisons in generated source code, as `dataclasses` generates methods, and calls
+    only torch. Captured values are constants in its namespace; the source contains only plain names.
+    """
+    source = _Source()
+    terms = [f"len(parts) == {len(roots)}"]
+    for name, promise in roots.items():
+        terms += source.terms(promise, f"parts[{source.constant(name)}]")
+    chain = "\n        and ".join(terms)
+    code = f"def holds(parts):\n    return (\n        {chain}\n    )\n"
+    exec(_code_of(code), source.names)  # noqa: S102  the source has plain names only, see above
+    holds: Callable[[Mapping[str, Any]], bool] = source.names["holds"]
+    return holds
+
+
+@functools.lru_cache(maxsize=1024)
+def _code_of(source: str) -> CodeType:
+    """Return the code of ``source``. Captures of one kind have equal source, and compiling takes longest."""
+    return compile(source, "<pact>", "exec")
+
+
+class _Source:
+    """The source code of a pact's comparisons, and its constants by name."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, Any] = {}
+
+    def constant(self, value: Any) -> str:
+        """Return a new name for the constant ``value``."""
+        name = f"c{len(self.names)}"
+        self.names[name] = value
+        return name
+
+    def terms(self, promise: Promise, expression: str) -> Iterator[str]:
+        """Yield the conditions under which ``expression`` keeps ``promise``."""
+        if _is_singleton(promise):
+            yield f"{expression} is {self.constant(promise.value)}"
+            return
+        v = f"v{len(self.names)}"  # unique, since the type takes the next constant
+        yield f"type({v} := {expression}) is {self.constant(promise.type)}"
+        if promise.value is ANY:
+            return
+        if promise.form == "items":
+            yield f"len({v}) == {len(promise.parts)}"
+        elif promise.form == "keys":
+            yield f"{v}.keys() == {self.constant(frozenset(promise.parts))}"
+        elif promise.form == "fields":
+            declared = declared_fields(promise.type)
+            if declared is None or len(declared) != len(promise.parts):  # attributes may come and go
+                names = self.constant(lambda now: set(attributes_of(now, root=True) or ()))
+                yield f"{names}({v}) == {self.constant(set(promise.parts))}"
+        elif isinstance(promise.value, TensorFacts):
+            facts = ("data_ptr() ==", "shape ==", "stride() ==", "dtype is", "device ==")
+            for fact, captured in zip(facts, promise.value, strict=True):
+                yield f"{v}.{fact} {self.constant(captured)}"
+        else:
+            yield f"{v} {'<=' if promise.bounded else '=='} {self.constant(promise.value)}"
+        for key, part in promise.parts.items():
+            yield from self.terms(part, self._part(promise.form, v, key))
+
+    def _part(self, form: Form | None, v: str, key: Hashable) -> str:
+        if form != "fields":
+            return f"{v}[{self.constant(key)}]"
+        name = str(key)
+        if name.isascii() and name.isidentifier() and not keyword.iskeyword(name):
+            return f"{v}.{name}"
+        return f"{self.constant(getattr)}({v}, {self.constant(key)})"
+
+
+def _is_singleton(promise: Promise) -> bool:
+    """Return whether ``promise`` is of a leaf that is compared by identity."""
+    value = promise.value
+    if promise.form is not None or promise.bounded or value is ANY or isinstance(value, TensorFacts):
+        return False
+    return not isinstance(value, BY_VALUE) or isinstance(value, (bool, enum.Enum))

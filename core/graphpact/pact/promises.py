@@ -1,0 +1,169 @@
+"""`Promise`: what a capture promises about one container or leaf; `promise_of` makes the tree of them.
+
+    bounded()    a field whose number may be smaller at replay
+    updated()    a field whose value each replay sets by an update of tasks
+
+Does not: compare a replay; `graphpact.pact.checks` does.
+"""
+
+import dataclasses
+import enum
+import numbers
+import reprlib
+from collections.abc import Hashable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import torch
+
+from graphpact.buffers import CudaGraphBufferRegistry
+from graphpact.errors import EngineError
+from graphpact.pact.walk import Form, parts_of
+from graphpact.shapes import GraphShape
+
+_BOUNDED = "graphpact.bounded"  # key in a dataclass field's metadata
+_UPDATED = "graphpact.updated"
+ANY = object()
+"""The promised value of a leaf of which only the type is promised."""
+BY_VALUE = (numbers.Number, str, bytes, range, slice, torch.device)
+"""Types of host values that are compared by value; objects of other types are compared by identity."""
+
+
+def bounded(**field_kwargs: Any) -> Any:
+    """Return a dataclass field for a host number whose replayed value may be smaller than the captured one.
+
+    It is for limits of recorded kernels: ``max_kv_len: int = bounded()``. The field is an int or a float, or
+    a list or tuple of them with constant length; None, a bool or NaN is refused at capture. Type checkers
+    treat ``bounded()`` as a default: place such fields last, or make the dataclass ``kw_only``.
+
+    Args:
+        field_kwargs: Arguments of `dataclasses.field`: ``default``, ``kw_only``, ``metadata``.
+    """
+    return _marked(_BOUNDED, field_kwargs)
+
+
+def updated(**field_kwargs: Any) -> Any:
+    """Return a dataclass field, as `bounded` does, for arguments of tasks: only its type is promised.
+
+    Each replay updates the tasks by its own value: see `graphpact.graphs.GraphDriver.task`.
+    """
+    return _marked(_UPDATED, field_kwargs)
+
+
+def _marked(mark: str, field_kwargs: dict[str, Any]) -> Any:
+    metadata = {**(field_kwargs.pop("metadata", None) or {}), mark: True}
+    return dataclasses.field(metadata=metadata, **field_kwargs)
+
+
+class TensorFacts(NamedTuple):
+    """The promised ``address``, ``shape``, ``stride`` (in elements), ``dtype`` and ``device`` of a tensor."""
+
+    address: int
+    shape: torch.Size
+    stride: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> "TensorFacts":
+        """Return the properties of ``tensor``."""
+        return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Promise:
+    """The promise of the exact ``type`` of a container or a leaf at ``path``: a node of the walked tree.
+
+    Args:
+        value: The `TensorFacts` or the host value of a leaf, `ANY` if it may change; None for a container.
+        owner: Label of the slot in whose memory a tensor lies, or None.
+        offset: Bytes from the start of that slot's buffer to the tensor.
+        bounded: Whether a replay may have a smaller number.
+        form: The form of a container; None for a leaf.
+        parts: The promises of a container's parts.
+    """
+
+    path: str
+    type: type
+    value: Any = None
+    owner: str | None = None
+    offset: int | None = None
+    bounded: bool = False
+    form: Form | None = None
+    parts: Mapping[Hashable, "Promise"] = dataclasses.field(default_factory=dict)
+
+    def __iter__(self) -> Iterator["Promise"]:
+        yield self
+        for part in self.parts.values():
+            yield from part
+
+
+def promise_of(
+    path: str,
+    value: Any,
+    shape: GraphShape,
+    registry: CudaGraphBufferRegistry | None,
+    *,
+    root: bool = False,
+    is_bounded: bool = False,
+    form_only: bool = False,
+) -> Promise:
+    """Return the promises of ``value`` and its parts."""
+    kind: Any = type(value)
+    if form_only and ((parts := parts_of(value, root=root)) is None or parts.form == "items"):
+        return Promise(path, kind, ANY)
+    if is_bounded:
+        _require_numbers(path, value, shape)
+    if isinstance(value, torch.Tensor):
+        slot = None if registry is None else registry.slot_of(value)
+        if slot is None or slot.buffer is None:
+            return Promise(path, kind, TensorFacts.of(value))
+        offset = value.data_ptr() - slot.buffer.data_ptr()
+        return Promise(path, kind, TensorFacts.of(value), slot.label, offset)
+    parts = parts_of(value, root=root)
+    if parts is None:
+        return Promise(path, kind, value, bounded=is_bounded)
+    fields = dataclasses.fields(kind) if dataclasses.is_dataclass(kind) else ()
+    marks: dict[Hashable, Mapping[str, Any]] = {field.name: field.metadata for field in fields}
+    promises = {}
+    for key, item in parts.items.items():
+        mark, at = marks.get(key, {}), parts.path(path, key)
+        limit, form = is_bounded or _BOUNDED in mark, form_only or _UPDATED in mark
+        promises[key] = promise_of(at, item, shape, registry, is_bounded=limit, form_only=form)
+    return Promise(path, kind, form=parts.form, parts=promises)
+
+
+def _require_numbers(path: str, value: Any, shape: GraphShape) -> None:
+    """Raise `EngineError` unless a bounded field is a number, or a list or tuple of numbers."""
+    of_items = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
+    for number in value if of_items else (value,):
+        is_number = isinstance(number, (int, float)) and not isinstance(number, (bool, enum.Enum))
+        if not is_number or number != number:  # noqa: PLR0124  NaN
+            raise EngineError(
+                f"{shape}: {path} is declared bounded() and is {show_value(value)} at capture; it must be a"
+                " number, or a list or tuple of numbers",
+                hint="give it the largest number that a replay may have, or leave out bounded()",
+            )
+
+
+def show_value(value: Any) -> str:
+    """Return a host value as one short line for a message; an opaque object by type and identity."""
+    if isinstance(value, type):
+        return type_name(value)
+    if isinstance(value, torch.Size):
+        return str(tuple(value))
+    if isinstance(value, (torch.Tensor, list, tuple)) or not is_readable(value):
+        return f"the {type(value).__name__} at {id(value):#x}"
+    short = reprlib.Repr()
+    short.maxstring = short.maxother = short.maxlong = 60
+    return short.repr(value)
+
+
+def is_readable(value: Any) -> bool:
+    """Return whether a host value has a readable ``repr``; others are compared by identity."""
+    return isinstance(value, (*BY_VALUE, enum.Enum, torch.dtype, type(None)))
+
+
+def type_name(kind: type) -> str:
+    """Return the name of a type with its module; without it for builtins."""
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return f"{module}{kind.__qualname__}"
