@@ -24,7 +24,7 @@ from graphpact.pact import Pact, bounded, updated
 from graphpact.runners import GraphRunner
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
 from graphpact.speculation import SpeculationAlgorithm
-from graphpact.step import Step, StepOutputs
+from graphpact.step import RegionContext, StepOutputs
 
 conformance: Callable[..., Callable[[Callable[..., None]], Callable[..., None]]]
 """`graphpact_conformance.conformance`, of another distribution; imported on access."""
@@ -52,8 +52,8 @@ __all__ = [
     "Pact",
     "PaddingPolicy",
     "PreparedStep",
+    "RegionContext",
     "SpeculationAlgorithm",
-    "Step",
     "StepOutputs",
     "TaskKey",
     "bounded",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, Literal, cast
+from typing import Any, Literal, NoReturn, cast
 
 import torch
 
@@ -431,7 +431,7 @@ class Lane:
         if resolved is not None:
             return resolved
         if self.registry is None:
-            return getattr(self.hooks.manager.hook, name)  # never called
+            return _never_called
         raise EngineError(
             f"lane {self.name!r}: neither runner nor backend implements the hook {name!r}",
             hint=f"decorate the method with @graphpact.hookimpl and call it {name!r}",
@@ -486,6 +486,11 @@ class _LaneHooks:
     def capture(self, lane: Lane, shape: GraphShape, batch: ForwardBatch | None) -> CapturedShape:
         """Prepare, record, bind."""
         return lane._capture_and_bind(shape, batch)  # noqa: SLF001  a part of the lane
+
+
+def _never_called(**_: Any) -> NoReturn:
+    """Stand for a hook that a lane without graphs does not call."""
+    raise AssertionError("a lane without graphs called a hook of replays")
 
 
 def _backend_state(backend: AttentionBackend, names: Sequence[str]) -> dict[str, Any]:

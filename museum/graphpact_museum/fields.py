@@ -54,8 +54,8 @@ def _positions_of_the_capture(
 # -- requests ----------------------------------------------------------------------------------------
 
 
-_Copied = fills._Copied  # noqa: SLF001  the registry is edited in place
-_pair = _Copied.pair
+_Head = fills._Head  # noqa: SLF001  the registry is edited in place
+_pair = _Head.pair
 
 
 def _no_copy_of_absent(copied: Any, batch: ForwardBatch, context: FillContext) -> Any:
@@ -118,7 +118,7 @@ EXHIBITS = (
         planted="Requests without an encoder input keep the encoder lengths of an earlier batch.",
         base="reference_runner",
         lanes=("decode",),
-        around=lambda: patch.object(_Copied, "pair", _no_copy_of_absent),
+        around=lambda: patch.object(_Head, "pair", _no_copy_of_absent),
         values=("fields",),
         site="registry",
     ),

@@ -15,7 +15,7 @@ import functools
 import operator
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
@@ -32,10 +32,22 @@ _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
 """Target and source of a copy."""
 _Fields: TypeAlias = Callable[[Any], tuple[Any, ...]]
 """Returns some fields of a batch."""
-_Copy: TypeAlias = tuple[list[torch.Tensor], _Fields, tuple[torch.Tensor, ...]]
-"""Targets of one grouped copy, and their sources: fields of the batch first, then fixed tensors."""
 
 _grouped_copy = torch._foreach_copy_
+
+
+class _GroupedCopy(NamedTuple):
+    """The operands of one grouped copy.
+
+    Attributes:
+        targets: Where it writes.
+        fields_of: Returns the sources that are fields of a batch, which are those of the first targets.
+        fixed: The sources of the other targets, the same for every batch: pad values.
+    """
+
+    targets: list[torch.Tensor]
+    fields_of: _Fields
+    fixed: tuple[torch.Tensor, ...]
 
 
 @functools.cache
@@ -52,10 +64,11 @@ def converts_exactly(source: torch.dtype, target: torch.dtype) -> bool:
     return limits is not None and limits.min <= held.min and held.max <= limits.max
 
 
-def _copied_one_by_one(target: torch.Tensor) -> bool:
-    """Return whether a grouped copy to ``target`` is a loop, so that any tensors of a device can be grouped.
+def _takes_any_group(target: torch.Tensor) -> bool:
+    """Return whether one grouped copy may take any tensors of the device of ``target``.
 
-    On other devices it is one kernel for dense tensors of one pair of dtypes, otherwise a slow loop.
+    On a CPU it is a loop in C++. On other devices it is one kernel, but only for dense tensors of one pair of
+    dtypes; for others torch falls back to one launch for each tensor.
     """
     return target.device.type == "cpu"
 
@@ -70,10 +83,10 @@ class FillPlan:
         self, context: FillContext, slots: Iterable[BoundSlot], arenas: Sequence[Arena], *, strict: bool
     ) -> None:
         slots = list(slots)
-        copied = [_Copied(slot, context, strict=strict) for slot in slots if slot.copy_from_fb]
+        heads = [_Head(slot, context, strict=strict) for slot in slots if slot.copy_from_fb]
         self._context = context
-        self._heads = [each for each in copied if each.source_fn is None]
-        self._sourced = [each for each in copied if each.source_fn is not None]
+        self._heads = [head for head in heads if head.source_fn is None]
+        self._sourced = [head for head in heads if head.source_fn is not None]
         self._computed = [
             (f"the post_fill of {slot.label}", slot.post_fill, slot.buffer)
             for slot in slots
@@ -81,8 +94,8 @@ class FillPlan:
         ]
         self._resets, self._fixed = _plan_tails(slots, context, arenas)
         self._only_copies = not (self._sourced or self._computed or self._resets)
-        self._compiled: dict[tuple[object, ...], _Copies] = {}
-        self._last = _Copies(lambda _: (), (None,), ())  # matches no batch
+        self._compiled: dict[tuple[object, ...], _CompiledCopies] = {}
+        self._last = _CompiledCopies(lambda _: (), (None,), ())  # matches no batch
 
     def run(self, batch: Any, pp_proxy_tensors: Any = None) -> None:
         """Reset the tails, copy the heads, call the ``post_fill`` functions.
@@ -97,8 +110,8 @@ class FillPlan:
         if not known:
             last = self._check(batch)
         if self._only_copies:  # as in most lanes; looking for the rest costs a sixth of such a fill
-            for targets, fields, fixed in last.copies:
-                _grouped_copy(targets, fields(batch) + fixed)
+            for targets, fields_of, fixed in last.copies:
+                _grouped_copy(targets, fields_of(batch) + fixed)
             return
         context = self._context
         if pp_proxy_tensors is not None:
@@ -106,14 +119,14 @@ class FillPlan:
         pairs = [pair for slot in self._sourced if (pair := slot.pair(batch, context)) is not None]
         for reset in self._resets:
             reset()
-        for targets, fields, fixed in last.copies:
-            _grouped_copy(targets, fields(batch) + fixed)
+        for targets, fields_of, fixed in last.copies:
+            _grouped_copy(targets, fields_of(batch) + fixed)
         for group in _by_kernel(pairs):
             _grouped_copy([target for target, _ in group], [source for _, source in group])
         for what, post_fill, buffer in self._computed:
             call(what, post_fill, buffer, batch, context, error=SlotError, hint=FIX_CALLBACK)
 
-    def _check(self, batch: Any) -> "_Copies":
+    def _check(self, batch: Any) -> "_CompiledCopies":
         """Check the batch's fields one by one, and return the copies for batches of its signature."""
         pairs = [pair for head in self._heads if (pair := head.pair(batch, self._context)) is not None]
         key = tuple(head.kind(batch) for head in self._heads)
@@ -125,31 +138,40 @@ class FillPlan:
         self._last = compiled
         return compiled
 
-    def _compile(self, batch: Any, pairs: Iterable[_Pair]) -> "_Copies":
-        names = {id(h.view): h.slot.name for h in self._heads if isinstance(h.kind(batch), torch.dtype)}
-        absent = [head for head in self._heads if id(head.view) not in names]
-        fields = _getter([f"{name}.{what}" for name in names.values() for what in ("shape", "dtype")])
+    def _compile(self, batch: Any, pairs: Iterable[_Pair]) -> "_CompiledCopies":
+        """Return the copies for batches of the signature of ``batch``; ``pairs`` are its targets and sources.
 
-        def with_absent(batch: Any) -> tuple[Any, ...]:
-            return (fields(batch), *(head.kind(batch) for head in absent))
+        A later batch has other tensors in the same fields. So a source that is a field is read from the batch
+        by name in each step, while the pad values of tails are the same tensors in all steps. Targets are
+        known by identity: each is the view of one head.
+        """
+        field_of = {id(h.view): h.slot.name for h in self._heads if isinstance(h.kind(batch), torch.dtype)}
+        absent = [head for head in self._heads if id(head.view) not in field_of]
+        signature_of = facts_of = _getter(
+            [f"{name}.{fact}" for name in field_of.values() for fact in ("shape", "dtype")]
+        )
+        if absent:
+
+            def signature_of(batch: Any) -> tuple[Any, ...]:
+                """Return what is known of the fields, and that those which were absent still are."""
+                return (facts_of(batch), *(head.kind(batch) for head in absent))
 
         copies = []
-        heads = sorted(pairs, key=lambda pair: id(pair[0]) not in names)
-        for group in _by_kernel([*heads, *self._fixed]):
-            of_batch = [names[id(target)] for target, _ in group if id(target) in names]
-            fixed = tuple(source for target, source in group if id(target) not in names)
-            copies.append(([target for target, _ in group], _getter(of_batch), fixed))
-        signature_of = with_absent if absent else fields
-        return _Copies(signature_of, signature_of(batch), tuple(copies))
+        fields_first = sorted(pairs, key=lambda pair: id(pair[0]) not in field_of)
+        for group in _by_kernel([*fields_first, *self._fixed]):
+            fields = [field_of[id(target)] for target, _ in group if id(target) in field_of]
+            fixed = tuple(source for target, source in group if id(target) not in field_of)
+            copies.append(_GroupedCopy([target for target, _ in group], _getter(fields), fixed))
+        return _CompiledCopies(signature_of, signature_of(batch), tuple(copies))
 
 
 @dataclass(frozen=True, slots=True)
-class _Copies:
+class _CompiledCopies:
     """The copies for batches of one signature: the shapes and dtypes of their fields."""
 
     signature_of: _Fields
     signature: tuple[Any, ...]
-    copies: tuple[_Copy, ...]
+    copies: tuple[_GroupedCopy, ...]
 
 
 def _from_extra(name: str, batch: Any, _: FillContext) -> torch.Tensor | None:
@@ -157,12 +179,14 @@ def _from_extra(name: str, batch: Any, _: FillContext) -> torch.Tensor | None:
     return tensor
 
 
-class _Copied:
-    """A slot that is copied from a batch: from the field of its name, or from the result of ``source_fn``.
+class _Head:
+    """The live rows of a slot, which a fill copies from a batch.
 
     Attributes:
-        source_fn: That of the slot; for a dotted name that of ``extra``; None for a batch field.
-        view: The rows that are copied; those of a source may be fewer.
+        slot: The slot.
+        source_fn: What returns the source: that of the slot, or a look-up in ``extra`` for a dotted name.
+            None if the source is the batch field of the slot's name.
+        view: The rows that are copied. A source that may be shorter fills the first of them.
     """
 
     def __init__(self, slot: BoundSlot, context: FillContext, *, strict: bool) -> None:
@@ -197,7 +221,7 @@ class _Copied:
         if not self._strict and (source is None or by_name):
             return None
         if source is None and slot.optional:
-            return target, _everywhere(slot, target)
+            return target, _initial_rows(slot, target)
         none = f"a {type(source).__name__} and no tensor"
         if by_name:
             what = "no" if source is None else f"{none} for"
@@ -209,7 +233,7 @@ class _Copied:
         raise SlotError(fault, hint=_OPTIONAL.format(remedy))
 
 
-def _everywhere(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
+def _initial_rows(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
     """Return the slot's initial value in the shape of ``view``."""
     value = torch.full((), slot.initial_value, dtype=view.dtype, device=view.device)
     return value.expand_as(view)
@@ -252,7 +276,7 @@ def _by_kernel(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
     groups: dict[Hashable, list[_Pair]] = {}
     for target, source in pairs:
         key: Hashable = target.device
-        if not _copied_one_by_one(target):
+        if not _takes_any_group(target):
             key = (target.device, target.dtype, source.dtype, target.is_contiguous())
         groups.setdefault(key, []).append((target, source))
     yield from groups.values()
@@ -279,10 +303,10 @@ def _plan_tails(
         else:
             loose.append((slot, tail))
     blocks = [arena.block(place) for arena, places in placed.items() for place in _merged(places)]
-    fixed = [block for block in blocks if _copied_one_by_one(block[0])]
-    fixed += [(tail, _everywhere(slot, tail)) for slot, tail in loose if _copied_one_by_one(tail)]
-    resets = _reset_loose([(slot, tail) for slot, tail in loose if not _copied_one_by_one(tail)])
-    resets += _reset_blocks([block for block in blocks if not _copied_one_by_one(block[0])])
+    fixed = [block for block in blocks if _takes_any_group(block[0])]
+    fixed += [(tail, _initial_rows(slot, tail)) for slot, tail in loose if _takes_any_group(tail)]
+    resets = _reset_loose([(slot, tail) for slot, tail in loose if not _takes_any_group(tail)])
+    resets += _reset_blocks([block for block in blocks if not _takes_any_group(block[0])])
     return resets, fixed
 
 

@@ -362,7 +362,11 @@ def _fill_padded_count(buffer: torch.Tensor, _: Any, context: FillContext) -> No
 
 def _adopt_extras(registry: CudaGraphBufferRegistry, source: Any) -> None:
     """Register the tensors that a ``source`` may have beyond the declared inputs of decode."""
-    keeps = {"owner": "decode inputs", "axis": "none", "padding_policy": PaddingPolicy.KEEP_PAD}
+    keeps: dict[str, Any] = {
+        "owner": "decode inputs",
+        "axis": "none",
+        "padding_policy": PaddingPolicy.KEEP_PAD,
+    }
     nested = getattr(source, "ngram_embedding_info", None)
     infos = {n: getattr(nested, n) for n in ("column_starts", "req_lens")} if nested is not None else {}
     reason = f"columns and lengths of an earlier batch are in the token table; {_CUT_OFF}"
@@ -370,7 +374,10 @@ def _adopt_extras(registry: CudaGraphBufferRegistry, source: Any) -> None:
     proxy = partial(GraphSlot, **keeps, reason=_CUT_OFF)
     _adopt(registry, proxy, _proxies(source), "pp_proxy_tensors.", _proxy)
     traced = {n: getattr(source, n, None) for n in ("rids_int", "bootstrap_room_ids_int")}
-    changes = {"padding_policy": PaddingPolicy.FOREACH_COPY, "reason": "a trace reads it, and no kernel"}
+    changes: dict[str, Any] = {
+        "padding_policy": PaddingPolicy.FOREACH_COPY,
+        "reason": "a trace reads it, and no kernel",
+    }
     _adopt(registry, partial(GraphSlot, **{**keeps, "axis": "bs", **changes}), traced)
 
 

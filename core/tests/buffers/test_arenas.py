@@ -22,7 +22,7 @@ I64 = torch.int64
 @pytest.fixture(params=["host", "device"], autouse=True)
 def _grouping(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Run every test with the grouping of a host and with that of a GPU."""
-    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: request.param == "host")
+    monkeypatch.setattr(fills, "_takes_any_group", lambda _: request.param == "host")
 
 
 def _registry(**more: Any) -> CudaGraphBufferRegistry:

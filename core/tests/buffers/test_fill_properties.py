@@ -415,7 +415,7 @@ def _run(case: Case) -> None:
 def _grouped_as(grouping: Grouping) -> Iterator[None]:
     """Group copies of CPU tensors as for a host, or as for a device."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fills, "_copied_one_by_one", lambda _: grouping == "host")
+        patch.setattr(fills, "_takes_any_group", lambda _: grouping == "host")
         yield
 
 

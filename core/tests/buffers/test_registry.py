@@ -466,7 +466,7 @@ def test_counts_out_of_order_are_refused(counts: tuple[int, int, int, int], says
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_a_source_that_raises_leaves_nothing_written(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """An error of a source_fn names its slot, and is raised before any row is written."""
-    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
+    monkeypatch.setattr(fills, "_takes_any_group", lambda _: where == "host")
 
     def broken(*_: object) -> torch.Tensor:
         raise RuntimeError("no such thing")
@@ -575,7 +575,7 @@ def test_two_slots_do_not_lie_in_one_place() -> None:
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_a_field_that_has_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """A field that torch cannot copy is refused before any other field is copied."""
-    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
+    monkeypatch.setattr(fills, "_takes_any_group", lambda _: where == "host")
     registry = _registry()
     registry.register_slot(make_slot("first"))
     registry.register_slot(make_slot())
@@ -728,7 +728,7 @@ def test_the_plan_cache_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_rows_that_are_every_second_element(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """With a strided slice_fn, live rows are copied and padding rows reset, and gaps are not written."""
-    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
+    monkeypatch.setattr(fills, "_takes_any_group", lambda _: where == "host")
     registry = _registry()
     slot = registry.register_slot(
         make_slot(shape_fn=lambda bs, _: (2 * bs,), slice_fn=lambda buffer, n: buffer[: 2 * n : 2])
@@ -742,7 +742,7 @@ def test_rows_that_are_every_second_element(monkeypatch: pytest.MonkeyPatch, whe
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_neighbours_with_tails_of_their_own(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     """Slots of one arena with different padding rows are each reset in their own columns only."""
-    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
+    monkeypatch.setattr(fills, "_takes_any_group", lambda _: where == "host")
     registry = _registry(max_bs=8, max_num_tokens=8)
     slots = [
         registry.register_slot(make_slot(f"{axis}{i}", axis=axis)) for i in "12" for axis in ("bs", "tokens")
@@ -835,7 +835,7 @@ def test_a_fill_is_few_operations(
     monkeypatch: pytest.MonkeyPatch, where: str, more: dict[str, Any], raw: int, ops: list[str]
 ) -> None:
     """A fill is one operation on a host; on a device it is one per dtype, and one for padding rows if any."""
-    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: where == "host")
+    monkeypatch.setattr(fills, "_takes_any_group", lambda _: where == "host")
     registry, batch = _decode_registry(**more), _decode_batch(raw)
     for _ in range(2):  # the first fill compiles the plan
         with _Ops() as seen:
@@ -851,7 +851,7 @@ def test_a_fill_is_few_operations(
 
 def test_groups_are_of_one_pair_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, copies are grouped by the dtypes of both sides: a narrower field needs one copy more."""
-    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: False)
+    monkeypatch.setattr(fills, "_takes_any_group", lambda _: False)
     registry, batch = _decode_registry(), _decode_batch(WIDTH)
     batch.positions = batch.positions.to(I32)
     batch.seq_lens = batch.seq_lens.to(I32)
@@ -864,7 +864,7 @@ def test_groups_are_of_one_pair_of_dtypes(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_tails_outside_arenas(monkeypatch: pytest.MonkeyPatch) -> None:
     """On a device, dense zero padding outside arenas is one operation, and any other padding one each."""
-    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: False)
+    monkeypatch.setattr(fills, "_takes_any_group", lambda _: False)
     registry = _registry()
     for name in ("a", "b"):
         registry.register_slot(make_slot(name, shape_fn=lambda bs, _: (bs, 2)))
@@ -890,7 +890,7 @@ def test_the_inputs_of_decode_lie_in_one_arena() -> None:
 
 def test_planted_operation_more(monkeypatch: pytest.MonkeyPatch) -> None:
     """Slots outside arenas need more operations on a device, so the count above can fail."""
-    monkeypatch.setattr(fills, "_copied_one_by_one", lambda _: False)
+    monkeypatch.setattr(fills, "_takes_any_group", lambda _: False)
     monkeypatch.setattr("graphpact.buffers.arenas._suits", lambda *_: False)
     registry, batch = _decode_registry(), _decode_batch(5)
     counts = {"raw_bs": 5, "padded_bs": 8, "raw_num_tokens": 5, "padded_num_tokens": 8}
