@@ -36,7 +36,8 @@ from graphpact.attention import DraftLimits
 from graphpact.buffers import input_slots
 from graphpact.errors import ConfigError
 from graphpact.graphs import DeclaredMemory
-from graphpact.plugins import _GROUPS, CONTRACT_GROUP, PluginCatalog, PluginInfo, observer_fault
+from graphpact.plugin_checks import observer_fault
+from graphpact.plugins import CONTRACT_GROUP, GROUPS, PluginCatalog, PluginInfo
 from graphpact.speculation import DecodeStep, ExtendStep, SpeculationContext, Verified
 from graphpact_conformance.driver_contract import CHECKS, DriverCheck
 from graphpact_conformance.experiments.base import differences
@@ -500,7 +501,7 @@ def test_every_block_of_toml_is_valid(page: str, code: str) -> None:
         assert "xfails.toml" in table["tool"]["setuptools"]["package-data"]["acme_attention"]
     elif set(table) == {"project"}:
         groups = table["project"]["entry-points"]
-        assert set(groups) <= {CONTRACT_GROUP, *_GROUPS}
+        assert set(groups) <= {CONTRACT_GROUP, *GROUPS}
     elif set(table) == {"xfail"}:
         for entry in table["xfail"]:
             assert _entry(Path("xfails.toml"), 1, entry, [BACKEND]).name == "my_backend"

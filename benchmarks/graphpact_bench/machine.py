@@ -10,8 +10,8 @@ from pathlib import Path
 
 import torch
 
-from graphpact.plugins import installed_versions
 from graphpact_bench.report import Machine
+from graphpact_cli.distributions import installed_versions
 
 _OTHERS = ("torch", "transformers", "llama-cpp-python", "gguf")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")

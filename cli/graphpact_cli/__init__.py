@@ -65,10 +65,10 @@ def _tell(error: BaseException, given: Sequence[str]) -> int:
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in {"", "0"}:
         with suppress(OSError):
             traceback.print_exception(error)
-    from graphpact_cli import app, console  # noqa: PLC0415  slow: typer and rich
+    from graphpact_cli import app, console, distributions  # noqa: PLC0415  slow: typer and rich
 
     if isinstance(error, GraphpactError):
-        console.error(error.message, error.hint)
+        console.error(error.message, distributions.help_for(error))
         return error.code
     what, hint = describe_error(error), f"{TRACEBACK_VARIABLE}=1 prints the traceback"
     label, plugin = "internal error: ", None

@@ -17,7 +17,8 @@ import typer
 from typer.core import TyperGroup
 
 from graphpact.errors import ConfigError, GraphpactError
-from graphpact.plugins import PluginCatalog, PluginInfo, installed_distributions
+from graphpact.plugins import PluginCatalog, PluginInfo
+from graphpact_cli.distributions import FIRST_PARTY, installed_distributions
 
 _OPTIONS: dict[str, Any] = {
     "rich_markup_mode": "markdown",  # joins the lines of a paragraph
@@ -50,7 +51,8 @@ def _catalog() -> PluginCatalog:
 def third_party(given: Sequence[str]) -> PluginInfo | None:
     """Return the third party's command that a command line names, or None."""
     name = next((word for word in given if not word.startswith("-")), None)
-    return next((i for i in _catalog().infos("command") if i.name == name and not i.is_ours), None)
+    infos = [info for info in _catalog().infos("command") if info.distribution not in FIRST_PARTY]
+    return next((info for info in infos if info.name == name), None)
 
 
 class _Group(TyperGroup):

@@ -24,7 +24,6 @@ Does not: print or exit; the command line does.
 import difflib
 import functools
 import inspect
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, TypeVar
@@ -70,7 +69,21 @@ class PluginError(UsageError):
 
 
 class UnknownPluginError(PluginError):
-    """No installed distribution offers the name."""
+    """No installed distribution offers the name.
+
+    Args:
+        message: As for every error.
+        hint: As for every error.
+        kind: The kind of plugin that was asked for, such as ``"runner"``; None if it was not given.
+        name: The name that was asked for, or None.
+    """
+
+    def __init__(
+        self, message: str, *, hint: str | None = None, kind: str | None = None, name: str | None = None
+    ) -> None:
+        super().__init__(message, hint=hint)
+        self.kind = kind
+        self.name = name
 
 
 class RejectedPluginError(PluginError):
@@ -210,20 +223,6 @@ class EngineError(GraphpactError):
     """The engine broke one of its own rules: a defect of graphpact or of a plugin."""
 
 
-def misspelt(name: str, known: Iterable[str]) -> str | None:
-    """Return the known name of which ``name`` is a misspelling, or None.
-
-    Their words begin and end alike: ``refill``, ``captured``, ``shape`` and ``copy_sync`` are names of their
-    own beside ``fill``, ``capture``, ``shapes`` and ``copy_async``.
-    """
-    for other in difflib.get_close_matches(name, list(known), cutoff=0.75):
-        if all(
-            (a[:1], a[-1:]) == (b[:1], b[-1:])
-            and (sorted(a) == sorted(b) or difflib.SequenceMatcher(None, a, b).ratio() > 0.8)
-            for a, b in itertools.zip_longest(name.split("_"), other.split("_"), fillvalue="")
-        ):
-            return other
-    return None
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

@@ -10,31 +10,32 @@ Does not: build plugins (the engine does), or replace a plugin that was named.
 """
 
 import difflib
-import inspect
 import logging
 import os
 import re
 import reprlib
-import types
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import astuple, dataclass
-from typing import Any, Literal, get_args, overload
+from typing import TYPE_CHECKING, Any, Literal, get_args, overload
 
-import pluggy
 from importlib_metadata import EntryPoint, PackageNotFoundError, distribution, distributions
 
-import graphpact
-from graphpact._version import CONTRACT_VERSION, __version__
+from graphpact._version import CONTRACT_VERSION
 from graphpact.errors import (
     AmbiguousPluginError,
     ConfigError,
     RejectedPluginError,
     UnknownPluginError,
     did_you_mean,
-    misspelt,
 )
 from graphpact.plugin_calls import describe_error
+
+if TYPE_CHECKING:  # these import torch, and a scan reads metadata only
+    from graphpact.attention import AttentionBackend
+    from graphpact.graphs import GraphDriver
+    from graphpact.runners import GraphRunner
+    from graphpact.speculation import SpeculationAlgorithm
 
 Kind = Literal["attention_backend", "runner", "graph_driver", "speculation", "observer", "adapter", "command"]
 """The kinds of plugins; each has an entry-point group. The first four have a base class, an observer is a
@@ -46,41 +47,16 @@ CONTRACT_GROUP = "graphpact.contract"
 DISABLE_VARIABLE = "GRAPHPACT_DISABLE_PLUGINS"
 """Environment variable: plugins to disable, ``name`` or ``kind:name``, separated by commas."""
 
-_BASES: dict[Kind, str] = {  # names of `graphpact`, which imports torch when it is asked for one
-    "attention_backend": "AttentionBackend",
-    "runner": "GraphRunner",
-    "graph_driver": "GraphDriver",
-    "speculation": "SpeculationAlgorithm",
+GROUPS: dict[str, Kind] = {
+    "graphpact.attention_backends": "attention_backend",
+    "graphpact.runners": "runner",
+    "graphpact.graph_drivers": "graph_driver",
+    "graphpact.speculation": "speculation",
+    "graphpact.observers": "observer",
+    "graphpact.adapters": "adapter",
+    "graphpact.commands": "command",
 }
-_OFFERS: dict[str, dict[Kind, str]] = {  # the first-party distributions, and their plugins
-    "graphpact": {"runner": "eager"},
-    "graphpact-cli": {"command": "plugins"},
-    "graphpact-kernels": {},
-    "graphpact-tape": {"graph_driver": "tape"},
-    "graphpact-cuda-graph": {
-        "runner": "cuda_graph breakable_cuda_graph piecewise_cuda_graph",
-        "graph_driver": "cuda xpu npu musa",
-    },
-    "graphpact-cpu-graph": {"runner": "cpu_graph", "graph_driver": "inductor"},
-    "graphpact-speculative": {
-        "runner": "eagle_draft eagle_draft_extend frozen_kv_mtp",
-        "speculation": "eagle frozen_kv_mtp",
-    },
-    "graphpact-flashinfer": {"attention_backend": "flashinfer"},
-    "graphpact-fa3": {"attention_backend": "fa3"},
-    "graphpact-trtllm-mla": {"attention_backend": "trtllm_mla"},
-    "graphpact-engine": {"observer": "metrics trace", "command": "doctor generate pact"},
-    "graphpact-conformance": {"command": "check explain report"},
-    "graphpact-museum": {"command": "museum"},
-    "graphpact-adapters": {"adapter": "sglang vllm"},
-    "graphpact-bench": {"command": "bench"},
-}
-_FIRST_PARTY: dict[Kind, dict[str, str]] = {
-    kind: {n: d for d, offers in _OFFERS.items() for n in offers.get(kind, "").split()} for kind in KINDS
-}
-_GROUPS: dict[str, Kind] = {
-    f"graphpact.{kind}" + ("" if kind == "speculation" else "s"): kind for kind in KINDS
-}
+"""The kind of the plugins in each entry-point group."""
 
 _log = logging.getLogger(__name__)
 
@@ -102,11 +78,6 @@ class PluginInfo:
 
     def __str__(self) -> str:
         return f"{self.name} ({self.distribution} {self.version})"
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether graphpact's own distributions offer it."""
-        return self.distribution in _OFFERS
 
     @property
     def disabling(self) -> str:
@@ -180,13 +151,13 @@ class PluginCatalog:
         self._decided[info] = Rejected(info, reason)
 
     @overload
-    def select(self, kind: Literal["attention_backend"], name: str) -> "type[graphpact.AttentionBackend]": ...
+    def select(self, kind: Literal["attention_backend"], name: str) -> "type[AttentionBackend]": ...
     @overload
-    def select(self, kind: Literal["runner"], name: str) -> "type[graphpact.GraphRunner]": ...
+    def select(self, kind: Literal["runner"], name: str) -> "type[GraphRunner]": ...
     @overload
-    def select(self, kind: Literal["graph_driver"], name: str) -> "type[graphpact.GraphDriver]": ...
+    def select(self, kind: Literal["graph_driver"], name: str) -> "type[GraphDriver]": ...
     @overload
-    def select(self, kind: Literal["speculation"], name: str) -> "type[graphpact.SpeculationAlgorithm]": ...
+    def select(self, kind: Literal["speculation"], name: str) -> "type[SpeculationAlgorithm]": ...
     @overload
     def select(self, kind: Literal["observer", "adapter", "command"], name: str) -> Any: ...
     def select(self, kind: Kind, name: str) -> Any:
@@ -241,42 +212,11 @@ class PluginCatalog:
                 rejected.append(f"\n  rejected: {info}: {reason}")
         listing = ", ".join(map(str, available)) or "none"
         other_kinds = [f"\n  note: {i} is a {i.kind}" for i in self.infos() if i.name == name]
-        wheels = _FIRST_PARTY.get(kind, {})
-        names = [info.name for info in available]
-        near = did_you_mean(name, [*names, *wheels])
-        hint = "`graphpact plugins` lists what is installed"
-        if name in wheels:
-            hint = f"pip install {wheels[name]}"
-        elif near is not None:
-            hint = f"did you mean {near!r}?" + ("" if near in names else f" pip install {wheels[near]}")
+        near = did_you_mean(name, [info.name for info in available])
+        hint = f"did you mean {near!r}?" if near else "`graphpact plugins` lists what is installed"
         message = f"no {kind} is called {name!r}\n  available: {listing}"
-        return UnknownPluginError("".join([message, *rejected, *other_kinds]), hint=hint)
-
-
-def installed_distributions() -> dict[str, tuple[str, str]]:
-    """Return version and plugins of each distribution of graphpact, and of each other one with plugins.
-
-    By name, graphpact first. The plugins are told in words, ``graph_driver tape``, from metadata only: one
-    that would be rejected is named too.
-    """
-    versions: dict[str, str] = {}
-    offers: dict[str, dict[Kind, list[str]]] = {}
-    for info in PluginCatalog.scan(env={}).infos():
-        versions[info.distribution] = info.version
-        offers.setdefault(info.distribution, {}).setdefault(info.kind, []).append(info.name)
-    for name in _OFFERS.keys() - versions.keys():
-        with suppress(PackageNotFoundError):
-            versions[name] = distribution(name).version
-    in_order = {"graphpact": __version__, **dict(sorted(versions.items()))}
-    return {
-        name: (version, "; ".join(f"{k} {', '.join(names)}" for k, names in offers.get(name, {}).items()))
-        for name, version in in_order.items()
-    }
-
-
-def installed_versions() -> dict[str, str]:
-    """Return the versions of `installed_distributions`, by name."""
-    return {name: version for name, (version, _) in installed_distributions().items()}
+        text = "".join([message, *rejected, *other_kinds])
+        return UnknownPluginError(text, hint=hint, kind=kind, name=name)
 
 
 def _spellings(info: PluginInfo) -> set[str]:
@@ -293,10 +233,10 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
     for any_dist in distributions():
         try:
             groups = any_dist.entry_points.groups
-            for group in sorted(groups - _GROUPS.keys() - {CONTRACT_GROUP}):
-                if near := difflib.get_close_matches(group, _GROUPS, n=1, cutoff=0.9):
+            for group in sorted(groups - GROUPS.keys() - {CONTRACT_GROUP}):
+                if near := difflib.get_close_matches(group, GROUPS, n=1, cutoff=0.9):
                     _log.warning("%s: entry points in %r; did you mean %r?", any_dist.name, group, near[0])
-            if not _GROUPS.keys() & groups:
+            if not GROUPS.keys() & groups:
                 continue
             dist: Any = any_dist
             with suppress(PackageNotFoundError):  # its folder has another name than its metadata
@@ -304,7 +244,7 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
             offers = dist.entry_points
             contract = ", ".join(sorted(offers.select(group=CONTRACT_GROUP).names)) or None
             for e in offers:
-                if kind := _GROUPS.get(e.group):
+                if kind := GROUPS.get(e.group):
                     info = PluginInfo(kind, e.name, dist.name, dist.version, e.value, contract)
                     found[info] = e
         except Exception as error:  # noqa: BLE001  third-party metadata
@@ -331,106 +271,6 @@ def _fault(cls: Any, info: PluginInfo) -> str | None:
         return None if callable(cls) else f"refers to {cls!r}, which cannot be called"
     if info.kind == "adapter":
         return None if hasattr(cls, "lanes") else f"refers to {cls!r}, which has no lanes"
-    base = getattr(graphpact, _BASES[info.kind]) if info.kind in _BASES else object
-    reason = _class_fault(cls, base)
-    if info.kind == "observer":
-        reason = reason or observer_fault(cls)
-    else:
-        reason = reason or _hook_fault(cls) or _misspelt_name(cls)
-    reason = reason or _argument_fault(cls, info.kind)
-    if reason is None and info.kind == "graph_driver" and cls.name != info.name:
-        return f"{cls.__name__}.name is {cls.name!r}; reports would name another driver"
-    return reason
+    from graphpact.plugin_checks import class_fault  # noqa: PLC0415  imports torch; commands start without it
 
-
-def _class_fault(cls: Any, base: type[Any]) -> str | None:
-    """Return why ``cls`` cannot be built as a ``base``, or None."""
-    if not isinstance(cls, type) or not issubclass(cls, base):
-        what = f"class {cls.__name__}" if isinstance(cls, type) else type(cls).__name__
-        return f"refers to a {what}, not to a class derived from {base.__module__}.{base.__name__}"
-    lacks: frozenset[str] = getattr(cls, "__abstractmethods__", frozenset())
-    if lacks:
-        return f"{cls.__name__} is abstract: it lacks {', '.join(sorted(lacks))}"
-    required = [n for n, a in inspect.get_annotations(base).items() if "ClassVar" in str(a)]
-    unset = [name for name in required if not hasattr(cls, name)]
-    for each in (issubclass(cls, graphpact.AttentionBackend) and cls.providers) or ():
-        is_provider = isinstance(each, type) and issubclass(each, graphpact.attention.KernelProvider)
-        if not is_provider or getattr(each, "name", None) not in ("native", "compiled", "portable"):
-            return f"{cls.__name__}.providers has {each!r}, none called native, compiled or portable"
-    return f"{cls.__name__} does not set {', '.join(unset)}" if unset else None
-
-
-def _misspelt_name(cls: type[Any]) -> str | None:
-    """Return the fault of a public name of ``cls`` that is nearly one that it could override, or None."""
-    for each in cls.__mro__:
-        inherited = {name for base in each.__bases__ for name in dir(base)}
-        own = {name for name in vars(each) if name[0] != "_"}
-        for name in sorted(own - inherited):
-            if near := misspelt(name, sorted(inherited - own)):
-                return f"{each.__name__} has {name!r}, which nothing calls; did you mean {near!r}"
-    return None
-
-
-def _hook_fault(cls: type[Any]) -> str | None:
-    """Return the fault of the hooks that ``cls`` implements, or None."""
-    manager = pluggy.PluginManager(graphpact.hookspecs.PROJECT)
-    manager.add_hookspecs(graphpact.hookspecs)
-    hooks = [name for name in vars(manager.hook) if name[0] != "_"]
-    of_cls = _Unbuilt(cls)
-    try:
-        manager.register(of_cls, name=f"{cls.__module__}.{cls.__qualname__}")
-        manager.check_pending()
-    except pluggy.PluginValidationError as error:
-        for caller in manager.get_hookcallers(of_cls) or ():
-            if not caller.has_spec():
-                near = did_you_mean(caller.name, hooks)
-                hint = f"did you mean {near!r}" if near else f"hooks: {', '.join(hooks)}"
-                return f"{cls.__name__} implements an unknown hook {caller.name!r}; {hint}"
-        return " ".join(str(error).split())
-    return None
-
-
-def observer_fault(cls: type[Any]) -> str | None:
-    """Return why objects of ``cls`` cannot observe a lane, or None.
-
-    The class implements a hook that the contract does not have, no hook, or a hook without ``wrapper=True``.
-    """
-    if reason := _hook_fault(cls):
-        return reason
-    options = {
-        name: opts
-        for name in dir(cls)
-        if (opts := getattr(inspect.getattr_static(cls, name), f"{graphpact.hookspecs.PROJECT}_impl", None))
-    }
-    if not options:
-        return f"{cls.__name__} implements no hook"
-    answers = sorted(name for name, opts in options.items() if not opts.get("wrapper"))
-    if answers:
-        return f"{cls.__name__}: an observer only wraps; {', '.join(answers)} lacks wrapper=True"
-    return None
-
-
-def _argument_fault(cls: type[Any], kind: Kind) -> str | None:
-    """Return why a ``cls`` cannot be built with the arguments of its kind, or None."""
-    given = {"observer": (), "graph_driver": ("device",)}.get(kind, ("context",))
-    try:
-        with suppress(ValueError):  # a class in C may have no signature
-            inspect.signature(cls).bind(*given)
-    except TypeError as error:
-        return f"{cls.__name__} cannot be built with {given[0] if given else 'no argument'}: {error}"
-    return None
-
-
-class _Unbuilt:
-    """The methods of a class, bound to the class, so that pluggy sees no ``self``.
-
-    The class itself does not work: pluggy strips ``self`` only from functions defined in a class body.
-    """
-
-    def __init__(self, cls: type[Any]) -> None:
-        for name in dir(cls):
-            method = inspect.getattr_static(cls, name)
-            if isinstance(method, staticmethod | classmethod):
-                vars(self)[name] = getattr(cls, name)
-            elif inspect.isfunction(method):
-                vars(self)[name] = types.MethodType(method, cls)
+    return class_fault(cls, info.kind, info.name)

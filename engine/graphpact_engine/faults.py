@@ -25,7 +25,7 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 _ENGINE = "graphpact_engine"
-_OURS = {"graphpact", _ENGINE, "graphpact_conformance"}
+_OURS = {"graphpact", "graphpact_cli", _ENGINE, "graphpact_conformance"}
 _TRACEBACK = "GRAPHPACT_TRACEBACK=1 prints the traceback"
 
 

@@ -30,7 +30,8 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, GraphpactError, PluginError
 from graphpact.graphs import GraphDriver
 from graphpact.plugin_calls import describe_error, place_of
-from graphpact.plugins import Loaded, PluginCatalog, observer_fault
+from graphpact.plugin_checks import observer_fault
+from graphpact.plugins import Loaded, PluginCatalog
 from graphpact.runners import EagerRunner, GraphRunner
 from graphpact.shapes import EagerReason
 from graphpact.speculation import LaneRole, SpeculationAlgorithm

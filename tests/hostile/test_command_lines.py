@@ -1,6 +1,6 @@
 """Command lines that ask for what is not there: one line, the right status, no traceback.
 
-Does not: name every option; `tests/test_cli*.py` have the commands' own tests.
+Does not: name every option; `tests/test_commands.py` and `tests/test_cli_*.py` have the commands' own tests.
 """
 
 from pathlib import Path

@@ -559,5 +559,6 @@ def _info(catalog: PluginCatalog, kind: str, name: str) -> PluginInfo:
 def _raise_if_refused(event: dict[str, Any]) -> None:
     """Raise the usage error of a worker in this process."""
     if event["event"] == "refused":
-        kind = getattr(errors, event["type"], UsageError)
-        raise kind(event["message"], hint=event["hint"])
+        error = getattr(errors, event["type"], UsageError)(event["message"])
+        vars(error).update(event["fields"])  # its hint, and the plugin that an `UnknownPluginError` is about
+        raise error

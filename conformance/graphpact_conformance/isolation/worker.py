@@ -242,7 +242,7 @@ def main(job: dict[str, Any]) -> None:
         by_plugin = homes.raised(error)
         nothing_done = reporter.work is None or "names" in job
         if isinstance(error, UsageError) and nothing_done and not by_plugin:
-            reporter.say("refused", type=type(error).__name__, message=error.message, hint=error.hint)
+            reporter.say("refused", type=type(error).__name__, message=error.message, fields=vars(error))
         else:
             lines = "".join(traceback.format_exception(error)).splitlines()
             reporter.say("raised", by_plugin=by_plugin, text=steady("\n".join(lines[-8:])))

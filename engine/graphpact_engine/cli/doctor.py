@@ -15,8 +15,8 @@ from typing import Annotated, Any
 import typer
 
 from graphpact.errors import UsageError
-from graphpact.plugins import installed_distributions
 from graphpact_cli.console import clean, data, print_table
+from graphpact_cli.distributions import installed_distributions
 from graphpact_engine.cli.options import (
     ConfigOption,
     ModelOption,

@@ -15,7 +15,8 @@ import torch
 
 from graphpact.errors import GraphpactError
 from graphpact.plugin_calls import describe_error
-from graphpact.plugins import PluginCatalog, installed_versions
+from graphpact.plugins import PluginCatalog
+from graphpact_cli.distributions import help_for, installed_versions
 from graphpact_cli.survey import survey
 from graphpact_engine.config import ENV_PREFIX, EngineConfig
 from graphpact_engine.threads import SMALL_MODEL, choose_num_threads
@@ -145,7 +146,7 @@ def _catalog(problems: list[Fault]) -> PluginCatalog:
     try:
         return PluginCatalog.scan()
     except GraphpactError as error:
-        problems.append(Fault("error", error.message, error.hint))
+        problems.append(Fault("error", error.message, help_for(error)))
         return PluginCatalog.scan(env={})
 
 
@@ -153,7 +154,7 @@ def _try_models(problems: list[Fault]) -> None:
     try:
         import graphpact_engine.models  # noqa: F401, PLC0415  only to check that it can be imported
     except GraphpactError as error:
-        problems.append(Fault("error", error.message, error.hint))
+        problems.append(Fault("error", error.message, help_for(error)))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  a broken installation can raise anything
@@ -180,7 +181,7 @@ def _try_defaults(catalog: PluginCatalog, problems: list[Fault]) -> None:
                 problems.append(Fault("warning", f"{what} ({plan.driver.name}: {why})"))
         select_observers(config, catalog)
     except GraphpactError as error:
-        problems.append(Fault("error", error.message, error.hint))
+        problems.append(Fault("error", error.message, help_for(error)))
     except KeyboardInterrupt:
         raise
     except BaseException as error:  # noqa: BLE001  plugin code can raise anything
