@@ -50,12 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _SIGPIPE
         why = getattr(lost, "strerror", None) or lost
         error = GraphpactError(f"the output cannot be written to stdout: {why}")
-    status = status if error is None else _tell(error, given)
+    status = status if error is None else _report(error, given)
     _flush(sys.stderr)
     return status
 
 
-def _tell(error: BaseException, given: Sequence[str]) -> int:
+def _report(error: BaseException, given: Sequence[str]) -> int:
     """Print an error of the command line ``given`` and return its exit status."""
     chain = [error]  # an interrupted import may raise another error
     while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:

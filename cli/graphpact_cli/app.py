@@ -108,13 +108,13 @@ def _command(name: str, target: Any) -> Any:
     return typer.main.get_command(single)
 
 
-def _refusing(name: str, error: GraphpactError, told: str) -> Any:
-    """Return a command that raises ``error``; ``told`` is its help."""
+def _refusing(name: str, error: GraphpactError, about: str) -> Any:
+    """Return a command that raises ``error`` and has the help ``about``."""
 
     def refuse() -> None:
         raise error
 
-    refuse.__doc__ = told
+    refuse.__doc__ = about
     command = _command(name, refuse)
     command.ignore_unknown_options = True
     command.allow_extra_args = True

@@ -1,6 +1,6 @@
-"""`write_file` writes a file completely or not at all; `read_file` reads one and waits for nobody.
+"""`write_file` writes a file completely or not at all; `read_file` reads one and never blocks on a pipe.
 
-Does not: make directories, or judge what is in a file.
+Does not: make directories, or check what is in a file.
 """
 
 import errno
@@ -19,15 +19,15 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO}
 def read_file(file: Path, most: int = -1) -> bytes:
     """Return the content of ``file``.
 
-    Somebody else may have put it there, so a pipe is not waited for, and a device, which may be endless, is
-    not read. What a shell passes, as in ``--config <(command)``, may be a pipe.
+    A path from a user may be a pipe without a writer or an endless device, so both are refused. A pipe that a
+    shell passes, as in ``--config <(command)``, is read.
 
     Args:
         file: The file; a link is followed.
         most: Number of bytes to read; -1 for all.
 
     Raises:
-        OSError: It cannot be read, or is a pipe or a device.
+        OSError: The file cannot be read, or is a pipe or a device.
     """
 
     def open_at_once(path: str, flags: int) -> int:
@@ -41,13 +41,13 @@ def read_file(file: Path, most: int = -1) -> bytes:
 
 
 def write_file(file: Path, text: str) -> None:
-    """Write ``text`` to ``file`` as UTF-8; if that fails, a file that was there is as it was.
+    """Write ``text`` to ``file`` as UTF-8; if that fails, an existing file is unchanged.
 
     The text goes to a new file in the same directory, which then replaces ``file``, or the target of a link.
     A device or a pipe is written directly.
 
     Raises:
-        UsageError: It cannot be written.
+        UsageError: The path cannot be written.
         GraphpactError: The disk is full or broken.
     """
     target = Path(os.path.realpath(file))

@@ -1,8 +1,8 @@
 """`survey`: describes installed plugins that may hang, exit or crash when they are imported.
 
-A process of its own imports one plugin after another and writes the description of each to its stdout; what
-plugins print goes to stderr. Where it ends or hangs, that plugin is rejected with the reason, and another
-process goes on with the next one.
+A child process imports one plugin after another and writes a description of each to its stdout; what plugins
+print goes to stderr. If it ends or hangs at a plugin, that plugin is rejected with the reason, and another
+child process continues with the next one.
 
 Does not: show the descriptions; `graphpact plugins` and `graphpact doctor` do.
 """
@@ -20,14 +20,13 @@ from contextlib import suppress
 from dataclasses import asdict, fields
 from typing import Any, cast
 
-import graphpact
 from graphpact.errors import EngineError
-from graphpact.plugin_calls import describe_error, why_unavailable
+from graphpact.plugin_calls import describe_error
 from graphpact.plugins import DISABLE_VARIABLE, Kind, Plugin, PluginCatalog, Rejected
 
 LIMIT = 60.0
 """Seconds for the import and the description of one plugin."""
-_START_LIMIT, _TICK = 300.0, 0.02  # seconds for the import of graphpact, and between two looks
+_START_LIMIT, _TICK = 300.0, 0.02  # seconds: to import graphpact, and between two polls
 _FEATURES = ("sliding_window", "softcap", "sinks", "trees")
 
 
@@ -105,14 +104,16 @@ def describe(plugin: Plugin) -> dict[str, Any]:
         return about | {"status": "rejected", "reason": plugin.reason}
     if plugin.info.kind == "command":
         return about
+    from graphpact.attention import Capabilities  # noqa: PLC0415  imports torch, as a class does
+
     cls, can = plugin.cls, getattr(plugin.cls, "capabilities", None)
     about["driver"] = getattr(cls, "driver", None)
     modes = getattr(cls, "modes", None)
-    if isinstance(can, graphpact.Capabilities):
+    if isinstance(can, Capabilities):
         modes = can.modes
-        told = {field.name: _plain(getattr(can, field.name)) for field in fields(can)}
-        features = [name for name in _FEATURES if told.pop(name)]
-        about["capabilities"] = told | {"features": features}
+        declared = {field.name: _plain(getattr(can, field.name)) for field in fields(can)}
+        features = [name for name in _FEATURES if declared.pop(name)]
+        about["capabilities"] = declared | {"features": features}
     if modes:
         about["modes"] = _plain(modes)
     if plugin.info.kind == "speculation":
@@ -127,6 +128,8 @@ def describe(plugin: Plugin) -> dict[str, Any]:
 def _by_device(unavailable: Callable[[Any], str | None]) -> dict[str, str | None]:
     """Return for each device of this machine why something cannot run there, or None if it can."""
     import torch  # noqa: PLC0415  slow
+
+    from graphpact.attention.providers import why_unavailable  # noqa: PLC0415  imports torch
 
     devices = ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count())))
     return {device: why_unavailable(unavailable, torch.device(device)) for device in devices}

@@ -1,4 +1,4 @@
-"""Tests of `write_file`, which writes completely or not at all, and `read_file`, which waits for nobody."""
+"""Tests of `write_file`, which writes completely or not at all, and of `read_file`, which refuses pipes."""
 
 import ast
 import errno
