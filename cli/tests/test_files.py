@@ -116,11 +116,11 @@ def test_every_file_is_written_by_it() -> None:
 
 
 NOT_BY_OTHERS = {
-    **dict.fromkeys(["compiled/build.py", "isolation/blind_program.py"], "sources of the package"),
+    "compiled/build.py": "sources of the package",
     **dict.fromkeys(["drivers/strictness.py", "graphpact_bench/speculation.py"], "data of the package"),
-    **dict.fromkeys(["isolation/nursery.py", "isolation/processes.py"], "the job of a worker"),
     **dict.fromkeys(["graphpact_cpu_graph/keys.py", "graphpact_bench/machine.py"], "the system's"),
-    **dict.fromkeys(["isolation/keeper.py", "graphpact_bench/long_run.py"], "the system's"),
+    "graphpact_bench/long_run.py": "the system's",
+    "graphpact_cli/children.py": "the system's, and what a child process wrote",
     "compiled/cache.py": "a library that was just built; what is kept is opened by `open_own_file`",
     "graphpact_engine/output_file.py": "a file to write",
     "cli/prompts.py": "prompts may come through a pipe, whose writer takes its time",

@@ -23,9 +23,6 @@ LANES = (
 )
 """What the name of a lane says."""
 
-BLIND_LANE = "without the suite"
-"""The name of the lane of a blind run; see `graphpact_conformance.isolation.blind`."""
-
 _KINDS = {
     "decode": "decode: one new token per request",
     "extend": "extend: prompts or chunks of prompts, each after a cached prefix or none",

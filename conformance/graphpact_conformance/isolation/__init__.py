@@ -1,11 +1,11 @@
-"""Plugins in processes of their own, which may hang, exit, crash, print or lie.
+"""Plugins in child processes, which may hang, exit, crash or print.
 
-    supervise                 what a run asks of processes, and what their ends mean
-    processes, keeper         how they are started, watched and ended
-    nursery, worker           the process that a worker is forked from, and the one that examines a plugin
-    blind, blind_program      the same batches where the suite is not imported, judged where the plugin is not
-    job_wire, blind_wire      what these processes tell each other
-    integrity                 functions that a plugin replaced
+    supervise      what a run asks of processes, and the report of what they found
+    examination    the processes of one target: its results, and what their ends mean
+    worker         the process that imports a plugin and examines it
+    messages       what a worker tells besides results
+
+`graphpact_cli.children` starts, watches and ends the processes.
 
 Does not: check a rule; see `graphpact_conformance.suite`.
 """

@@ -393,20 +393,17 @@ def concerns(experiment: Experiment, plan: PlannedLane, options: Options) -> boo
 # -- parts ---------------------------------------------------------------------------------------------
 
 
-def in_parts(
-    plans: Sequence[PlannedLane], parts: int, options: Options, before_last: int = 0
-) -> list[list[PlannedLane]]:
+def in_parts(plans: Sequence[PlannedLane], parts: int, options: Options) -> list[list[PlannedLane]]:
     """Return the lanes in parts that end about together: the longest first, to the shortest part.
 
     Args:
         plans: The lanes.
         parts: Number of parts.
         options: Options of the run.
-        before_last: What comes before the last part, in captured steps.
     """
     costs = [cost_of(plan, options) for plan in plans]
     shared: list[list[int]] = [[] for _ in range(parts)]
-    sums = [0] * (parts - 1) + [before_last]
+    sums = [0] * parts
     for at in sorted(range(len(plans)), key=costs.__getitem__, reverse=True):
         shortest = sums.index(min(sums))
         shared[shortest].append(at)

@@ -49,8 +49,6 @@ _NEEDS = "missing values"
 """Name of the work that looks for values that code of another engine reads and its adapter lacks."""
 _PROBES = "undeclared capabilities"
 """Name of the work that tries undeclared capabilities."""
-_BLIND_RUN = {"attention_backend": 120, "runner": 40}
-"""A run where the suite is not imported, in captured steps: a backend has more kinds of steps."""
 
 
 def examine(
@@ -90,9 +88,7 @@ def examine(
         replace(plan, names=target.names, contract=contract) for plan in lanes_of(target, options, catalog)
     ]
     every.sort(key=lambda plan: not plan.has_all)
-    is_blind = target.partner is None and not (options.only or options.lanes)
-    before_last = _BLIND_RUN[target.kind] if is_blind else 0
-    plans = in_parts(every, parts, options, before_last)[first]
+    plans = in_parts(every, parts, options)[first]
     shown: list[tuple[Config, bool]] = []
     ran: list[tuple[Config, set[str]]] = []
     told: list[Result] = []
