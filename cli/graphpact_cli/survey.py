@@ -1,32 +1,28 @@
 """`survey`: describes installed plugins that may hang, exit or crash when they are imported.
 
-A child process imports one plugin after another and writes a description of each to its stdout; what plugins
-print goes to stderr. If it ends or hangs at a plugin, that plugin is rejected with the reason, and another
-child process continues with the next one.
+A child process imports one plugin after another and sends a description of each; what plugins print goes to
+stderr. If it ends or hangs at a plugin, that plugin is rejected with the reason, and another child process
+continues with the next one.
 
 Does not: show the descriptions; `graphpact plugins` and `graphpact doctor` do.
 """
 
-import importlib
 import json
 import os
-import signal
-import subprocess
 import sys
-import tempfile
-import time
-from collections.abc import Callable, Iterable
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
-from typing import Any, cast
+from typing import Any
 
 from graphpact.errors import EngineError
-from graphpact.plugin_calls import describe_error
-from graphpact.plugins import DISABLE_VARIABLE, Kind, Plugin, PluginCatalog, Rejected
+from graphpact.plugin_calls import describe_error, why_unavailable
+from graphpact.plugins import DISABLE_VARIABLE, Kind, Plugin, PluginCatalog, PluginInfo, Rejected
+from graphpact_cli import children
+from graphpact_cli.child import Parent
+from graphpact_cli.children import Ending, Task
 
 LIMIT = 60.0
 """Seconds for the import and the description of one plugin."""
-_START_LIMIT, _TICK = 300.0, 0.02  # seconds: to import graphpact, and between two polls
 _FEATURES = ("sliding_window", "softcap", "sinks", "trees")
 
 
@@ -35,65 +31,63 @@ def survey(catalog: PluginCatalog, kind: Kind | None = None) -> list[dict[str, A
 
     Raises `EngineError` if the process that imports plugins does not start.
     """
-    infos = catalog.infos(kind)
-    found: list[dict[str, Any]] = []
-    while rest := infos[len(found) :]:
-        lines, end = _run(kind or "", len(found), catalog.disabled)
-        if not lines:
-            raise EngineError(f"the process that imports plugins did not start: {end}")
-        found += lines[1:]
-        if len(lines) <= len(rest):
-            info = infos[len(found)]
-            found.append(describe(Rejected(info, f"loading {info.target}: {end}; {info.disabling}")))
-    return found
+    task = _Survey(catalog, kind)
+    children.prepare([] if kind == "command" else ["graphpact.lane"])
+    children.run([task] if task.rest else [], 1)
+    return task.found
 
 
-def _run(kind: str, start: int, disabled: Iterable[str]) -> tuple[list[Any], str]:
-    """Return the lines that one process wrote, and how it ended."""
-    with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "graphpact_cli.survey", kind, str(start)],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            env={**child_environment(), DISABLE_VARIABLE: ",".join(sorted(disabled))},
-            start_new_session=True,
-        )
-        size, deadline = 0, time.monotonic() + _START_LIMIT
-        end = f"it did not finish within {LIMIT:g} s"
+class _Survey(Task):
+    """The task that describes plugins.
+
+    Attributes:
+        found: The descriptions.
+    """
+
+    work = f"{__name__}:describe_from"
+
+    def __init__(self, catalog: PluginCatalog, kind: Kind | None) -> None:
+        self._kind, self._infos, self._disabled = kind, catalog.infos(kind), sorted(catalog.disabled)
+        self.limit = LIMIT
+        self.found: list[dict[str, Any]] = []
+
+    @property
+    def rest(self) -> list[PluginInfo]:
+        """The plugins that are not described yet."""
+        return self._infos[len(self.found) :]
+
+    def arguments(self) -> tuple[Any, ...]:
+        """Return the arguments of `describe_from`."""
+        return self._kind, len(self.found), self._disabled
+
+    def hears(self, description: str) -> None:
+        """Take the description of the next plugin, as JSON."""
+        self.found.append(json.loads(description))
+
+    def ends(self, ending: Ending) -> bool:
+        """Reject the plugin that ended the process; return whether there are others."""
+        sys.stderr.write(ending.stdout + ending.stderr)
+        if self.rest:
+            if not ending.started:
+                raise EngineError(f"the process that imports plugins did not start: {ending.fault}")
+            info = self.rest[0]
+            reason = f"loading {info.target}: {ending.fault}; {info.disabling}"
+            self.found.append(describe(Rejected(info, reason)))
+        return bool(self.rest)
+
+
+def describe_from(parent: Parent, kind: Kind | None, start: int, disabled: Sequence[str]) -> None:
+    """Describe the plugins of ``kind``, or of all, from number ``start`` on: the work of a child process."""
+    os.environ[DISABLE_VARIABLE] = ",".join(disabled)
+    catalog = PluginCatalog.scan()
+    for info in catalog.infos(kind)[start:]:
+        parent.begins(str(info))
         try:
-            while time.monotonic() < deadline:
-                if size < (size := os.fstat(output.fileno()).st_size):
-                    deadline = time.monotonic() + LIMIT
-                with suppress(subprocess.TimeoutExpired):
-                    end = ending(process.wait(_TICK))
-                    break
-        finally:
-            kill(process)
-        output.seek(0)
-        return [json.loads(line) for line in output if line.endswith(b"\n")], end
-
-
-def child_environment() -> dict[str, str]:
-    """Return the environment of a process that imports plugins: with the import path of this one."""
-    path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # noqa: PTH109  text to text
-    return {**os.environ, "PYTHONPATH": path}
-
-
-def ending(status: int) -> str:
-    """Return how a process ended, in words, from its `subprocess.Popen.returncode`."""
-    if status >= 0:
-        return f"it ended the process: exit status {status}"
-    return f"signal {-status} ({signal.Signals(-status).name}) ended the process"
-
-
-def kill(process: "subprocess.Popen[Any]") -> None:
-    """Kill a process that leads a session, and its child processes; wait for its end."""
-    with suppress(ProcessLookupError, PermissionError):
-        if hasattr(os, "killpg"):
-            os.killpg(process.pid, signal.SIGKILL)
-        else:
-            process.kill()
-    process.wait()
+            description = json.dumps(describe(catalog.load(info)))
+        except BaseException as error:  # noqa: BLE001  a third party's attributes; no Ctrl-C comes here
+            reason = f"loading {info.target} raised {describe_error(error)}; {info.disabling}"
+            description = json.dumps(describe(Rejected(info, reason)))
+        parent.send(description)
 
 
 def describe(plugin: Plugin) -> dict[str, Any]:
@@ -140,24 +134,3 @@ def _plain(value: Any) -> Any:
         return sorted(map(_plain, value))
     value = getattr(value, "value", value)
     return value if isinstance(value, str | int | None) else str(value).removeprefix("torch.")
-
-
-def main(kind: str, start: str) -> None:
-    """Describe the plugins of ``kind`` (all if empty) from number ``start`` on, one line of JSON each."""
-    output = os.fdopen(os.dup(1), "w", encoding="utf-8", buffering=1)
-    os.dup2(2, 1)  # what a plugin prints
-    catalog, text = PluginCatalog.scan(), "null"
-    if kind != "command":
-        importlib.import_module("graphpact.lane")  # torch: before the plugins' time begins
-    print(text, file=output)
-    for info in catalog.infos(cast("Kind | None", kind or None))[int(start) :]:
-        try:
-            text = json.dumps(describe(catalog.load(info)))
-        except BaseException as error:  # noqa: BLE001  a third party's attributes; no Ctrl-C comes here
-            reason = f"loading {info.target} raised {describe_error(error)}; {info.disabling}"
-            text = json.dumps(describe(Rejected(info, reason)))
-        print(text, file=output)
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

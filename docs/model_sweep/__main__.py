@@ -3,6 +3,7 @@
 Does not: succeed if an architecture is wrong or crashed.
 """
 
+import itertools
 import sys
 
 from model_sweep.page import PAGE, render, row
@@ -16,10 +17,11 @@ def main(asked: list[str]) -> int:
     if unknown:
         print(f"no such case: {', '.join(sorted(unknown))}", file=sys.stderr)
         return 2
-    results = []
-    for result in run_cases(asked or CASES):
-        results.append(result)
-        print(f"{len(results):3} {row(result)}", end="", flush=True)
+    numbers = itertools.count(1)
+    results = run_cases(
+        asked or CASES,
+        on_result=lambda result: print(f"{next(numbers):3} {row(result)}", end="", flush=True),
+    )
     if not asked:
         PAGE.write_text(render(results), encoding="utf-8")
     return int(any(result.verdict in ("wrong", "crashed") for result in results))

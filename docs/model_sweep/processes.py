@@ -1,105 +1,90 @@
-"""Runs every case in a process of its own, several at a time, with a time limit: one crash costs one row.
+"""Runs every case in a child process, several at a time, with a time limit: one crash costs one row.
 
 Does not: run anything in this process.
 """
 
-import multiprocessing
 import os
-import time
+import pkgutil
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from multiprocessing.connection import Connection, wait
-from multiprocessing.process import BaseProcess
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import transformers
 
-from model_sweep.comparison import Result, compare
+from graphpact_cli import children
+from graphpact_cli.child import Parent
+from graphpact_cli.children import Ending, Task
+from model_sweep.comparison import Result
 
 TIME_LIMIT = 120.0
 """Seconds for one case."""
 
-_PRELOAD = ["model_sweep.comparison", "graphpact_engine.models", "graphpact_flashinfer"]
-
-
-@dataclass(slots=True)
-class _Running:
-    case: str
-    process: BaseProcess
-    pipe: Connection
-    until: float
+_PRELOAD = [__name__, "graphpact_engine.models", "graphpact_flashinfer"]
 
 
 def run_cases(
     cases: Sequence[str],
     *,
-    work: Callable[[str], Result] = compare,
+    on_result: Callable[[Result], None] = lambda _: None,
+    compare: str = "model_sweep.comparison:compare",
     at_once: int | None = None,
     time_limit: float = TIME_LIMIT,
-) -> Iterator[Result]:
-    """Yield the result of each case, in the order in which they end.
+) -> list[Result]:
+    """Return the results of all cases, in the order in which they end.
 
     A case whose process dies, raises or exceeds the time limit is ``crashed``.
 
     Args:
         cases: The cases.
-        work: Gives the result of a case.
+        on_result: Called with each result.
+        compare: The function that gives the result of a case, as ``module:name``.
         at_once: Number of processes; by default one for each core.
         time_limit: Seconds for one case.
     """
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(_PRELOAD)  # imported once, then forked
-    first = context.Process(target=int)
-    first.start()
-    first.join()  # imports do not count as time of a case
-    waiting, running = list(reversed(cases)), list[_Running]()
-    try:
-        while waiting or running:
-            while waiting and len(running) < (at_once or os.cpu_count() or 1):
-                pipe, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_run, args=(work, waiting[-1], theirs))
-                process.start()
-                theirs.close()
-                until = time.monotonic() + time_limit
-                running.append(_Running(waiting.pop(), process, pipe, until))
-            left = min(one.until for one in running) - time.monotonic()
-            ready = wait([one.pipe for one in running], timeout=max(left, 0))
-            for one in [one for one in running if one.pipe in ready or time.monotonic() > one.until]:
-                running.remove(one)
-                yield _end(one)
-    finally:
-        for one in running:
-            one.process.kill()
+    results: list[Result] = []
+
+    def take(result: Result) -> None:
+        results.append(result)
+        on_result(result)
+
+    children.prepare(_PRELOAD)
+    children.run([_Case(case, compare, time_limit, take) for case in cases], at_once or os.cpu_count() or 1)
+    return results
 
 
-def _end(one: _Running) -> Result:
-    """Return the result of a process that has one, has died, or has no time left."""
-    with one.pipe:
-        if not one.pipe.poll():
-            one.process.kill()
-            result = Result(one.case, "crashed", reason="no result in time")
-        else:
-            try:
-                result = one.pipe.recv()
-            except EOFError:
-                result = Result(one.case, "crashed", reason="its process died")
-    one.process.join()
-    return result
+class _Case(Task):
+    """The task of a case."""
+
+    work = f"{__name__}:send_result"
+
+    def __init__(self, case: str, compare: str, limit: float, take: Callable[[Result], None]) -> None:
+        self._case, self._compare, self.limit, self._take = case, compare, limit, take
+        self._result: Result | None = None
+
+    def arguments(self) -> tuple[str, str]:
+        """Return the arguments of `send_result`."""
+        return self._compare, self._case
+
+    def hears(self, result: Result) -> None:
+        """Keep the result."""
+        self._result = result
+
+    def ends(self, ending: Ending) -> bool:
+        """Pass on the result; of a process without one, how it ended."""
+        self._take(self._result or Result(self._case, "crashed", reason=ending.fault))
+        return False
 
 
-def _run(work: Callable[[str], Result], case: str, pipe: Connection) -> None:
-    """Send the result of ``case``: the body of a process."""
+def send_result(parent: Parent, compare: str, case: str) -> None:
+    """Send the result of ``case``: the work of a child process."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    with Path(os.devnull).open("w") as nowhere:
-        os.dup2(nowhere.fileno(), 1)
-        os.dup2(nowhere.fileno(), 2)
+    function: Any = pkgutil.resolve_name(compare)
     try:
-        result = work(case)
+        result = function(case)
     except BaseException as error:  # noqa: BLE001  a row of the table
         result = Result(case, "crashed", reason=f"{type(error).__name__}: {error}"[:200])
-    pipe.send(result)
+    parent.send(result)
