@@ -13,7 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn import functional
 
 from graphpact.errors import CaptureError
-from graphpact_kernels import pack_kv_indices, paged_attention
+from graphpact_kernels import AttendCall, PagedRows, ScoreOptions, pack_kv_indices, paged_attention
 from graphpact_tape import nodes, recorder
 from graphpact_tape.tape import Tape, TapeDriver
 from support import PROGRAMS, leaves, run_program
@@ -340,22 +340,18 @@ def test_attention_is_one_node_and_reads_its_index_tensors_at_replay() -> None:
     q, kv = torch.randn(2, 2, 4), torch.randn(8, 1, 4)
     indptr = torch.tensor([0, 1, 2], dtype=torch.int32)
     pages, last = torch.tensor([3, 4, 5, 6], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
-    qo = torch.tensor([0, 1, 2], dtype=torch.int32)
+    rows = PagedRows(
+        qo_indptr=torch.tensor([0, 1, 2], dtype=torch.int32),
+        kv_indptr=indptr,
+        kv_indices=pages,
+        kv_last_page_len=last,
+        page_size=1,
+        max_q_len=1,
+        max_kv_len=8,
+    )
 
     def region() -> torch.Tensor:
-        return paged_attention(
-            q,
-            kv,
-            kv,
-            qo_indptr=qo,
-            kv_indptr=indptr,
-            kv_indices=pages,
-            kv_last_page_len=last,
-            page_size=1,
-            max_q_len=1,
-            max_kv_len=8,
-            scaling=0.5,
-        )
+        return paged_attention(AttendCall(q, kv, kv, rows, ScoreOptions(scaling=0.5)))
 
     graph = TapeDriver(CPU).capture(region)
     assert graph.num_nodes == 1

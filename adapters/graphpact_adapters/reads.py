@@ -23,7 +23,16 @@ import torch
 
 from graphpact.attention import KVBuffers, LayerSpec, new_kv
 from graphpact.errors import KernelRefusal, named_options
-from graphpact_kernels import define_kernel, page_table_attention, paged_attention
+from graphpact_kernels import (
+    AttendCall,
+    PagedRows,
+    PageTableCall,
+    PageTableRows,
+    ScoreOptions,
+    define_kernel,
+    page_table_attention,
+    paged_attention,
+)
 
 
 class Reads(Protocol):
@@ -110,21 +119,16 @@ class PagedReads:
         out = q.new_zeros(q.shape[0], layer.num_q_heads, layer.v_head_dim)
         for part in self.parts:
             stop = part.first_token + part.num_tokens
-            out[part.first_token : stop] = page_table_attention(
-                q[part.first_token : stop],
-                k_cache,
-                v_cache,
+            rows = PageTableRows(
                 cu_seqlens_q=_offsets(part, q),
                 cache_seqlens=_within(_on_device(part.seq_lens, q), part.max_seq_len),
                 page_table=part.block_table,
                 page_size=page_size,
                 max_seqlen_q=part.num_tokens if part.max_query_len is None else part.max_query_len,
-                scaling=layer.scaling,
-                causal=part.causal,
-                sliding_window=layer.sliding_window,
-                softcap=layer.softcap,
-                sinks=layer.sinks,
             )
+            options = replace(ScoreOptions.of(layer), is_causal=part.causal)
+            call = PageTableCall(q[part.first_token : stop], k_cache, v_cache, rows, options)
+            out[part.first_token : stop] = page_table_attention(call)[0]
         return out
 
 
@@ -215,7 +219,7 @@ def _on_device(numbers: torch.Tensor | tuple[int, ...], q: torch.Tensor) -> torc
     return torch.tensor(numbers, dtype=torch.int32, device=q.device)
 
 
-# -- the parts of a kernel that page_table_attention has not ----------------------------------------------
+# -- the parts of a kernel that page_table_attention lacks ----------------------------------------------
 
 
 def _write(
@@ -343,45 +347,30 @@ def _attend_indexed(
             keys = torch.cat([keys, new_slots[offsets[request] : offsets[request + 1]].int()])
         rows.append(keys)
     lens = torch.tensor([len(row) for row in rows], dtype=torch.int32)
-    options: dict[str, Any] = {
-        "scaling": scaling,
-        "sliding_window": sliding_window or None,
-        "softcap": softcap or None,
-        "sinks": sinks,
-    }
+    options = ScoreOptions(scaling, sliding_window, softcap, sinks)
     if mask is None or mask_indptr is None:
-        out.copy_(
-            page_table_attention(
-                q,
-                k_cache,
-                v_cache,
-                cu_seqlens_q=qo_indptr.int(),
-                cache_seqlens=lens,
-                page_table=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
-                page_size=1,
-                max_seqlen_q=max_q_len,
-                **options,
-            )
+        table = PageTableRows(
+            cu_seqlens_q=qo_indptr.int(),
+            cache_seqlens=lens,
+            page_table=torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+            page_size=1,
+            max_seqlen_q=max_q_len,
         )
+        page_table_attention(PageTableCall(q, k_cache, v_cache, table, options), out=out)
         return
     packed, ends = _packed(mask, mask_indptr.tolist(), offsets, lens.tolist())
-    out.copy_(
-        paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            qo_indptr=qo_indptr.int(),
-            kv_indptr=torch.tensor([0, *lens.cumsum(0).tolist()], dtype=torch.int32),
-            kv_indices=torch.cat(rows),
-            kv_last_page_len=torch.ones_like(lens),
-            page_size=1,
-            max_q_len=max_q_len,
-            max_kv_len=int(lens.max()),
-            mask=packed,
-            mask_indptr=ends,
-            **options,
-        )
+    paged = PagedRows(
+        qo_indptr=qo_indptr.int(),
+        kv_indptr=torch.tensor([0, *lens.cumsum(0).tolist()], dtype=torch.int32),
+        kv_indices=torch.cat(rows),
+        kv_last_page_len=torch.ones_like(lens),
+        page_size=1,
+        max_q_len=max_q_len,
+        max_kv_len=int(lens.max()),
+        mask=packed,
+        mask_indptr=ends,
     )
+    out.copy_(paged_attention(AttendCall(q, k_cache, v_cache, paged, options)))
 
 
 def _packed(

@@ -1,35 +1,45 @@
-"""Kernels, one operator each, so that a graph records each as one node; torch alone but for two modules.
+"""Kernels that attention backends share. Each is one torch operator, so that a graph records it as one node.
 
-    paged_attention         over FlashInfer's index tensors, mask and plan
-    page_table_attention    over FlashAttention's page table and schedule, or latents
+    call                    the arguments of one call of an attention kernel
+    paged_attention         attention over FlashInfer's index tensors, mask and plan
+    page_table_attention    attention over FlashAttention's page table and schedule, or over latents
     indices, tree_mask      fill the index tensors and masks of a step
+    schedule                the layout of a schedule
     paged_cache             writes keys and values to their KV slots
     _library                defines a kernel; plugins define theirs with it too
     compiled                the same kernels in C++, for a CPU
     _triton_indices         the kernels of `indices` in Triton, for a GPU
 
-Does not: know any backend's metadata object; arguments are plain tensors and numbers.
+Does not: know any backend's metadata. A call has tensors and numbers; an operator takes them one by one.
 """
 
 from graphpact_kernels._library import define_kernel, may_read
+from graphpact_kernels.call import AttendCall, ScoreOptions
 from graphpact_kernels.indices import (
     fill_page_table,
     fill_paged_indices,
     first_page,
     pack_kv_indices,
+    schedule_attention,
     write_indptr,
 )
 from graphpact_kernels.page_table_attention import (
+    PageTableCall,
+    PageTableRows,
     merge_states,
     page_table_attention,
-    schedule_attention,
-    schedule_size,
 )
-from graphpact_kernels.paged_attention import paged_attention
+from graphpact_kernels.paged_attention import PagedRows, paged_attention
 from graphpact_kernels.paged_cache import write_kv_cache
+from graphpact_kernels.schedule import schedule_size
 from graphpact_kernels.tree_mask import pack_tree_mask
 
 __all__ = [
+    "AttendCall",
+    "PageTableCall",
+    "PageTableRows",
+    "PagedRows",
+    "ScoreOptions",
     "define_kernel",
     "fill_page_table",
     "fill_paged_indices",

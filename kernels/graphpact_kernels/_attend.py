@@ -3,7 +3,7 @@
 A kernel passes the KV slots of its keys (`Keys`) and the query offsets to
 
     attend_ragged   on a CPU: offsets and lengths are read on the host, and the layout that is computed from
-                    them is kept for all layers of a step (`Steps`)
+                    them is kept for all layers of a step (`LayoutCache`)
     attend_padded   on other devices: nothing is read on the host, every request is padded to the bounds
 
 Does not: know any library's index tensors; each kernel turns its own into KV slots.
@@ -18,28 +18,9 @@ import torch
 from torch.nn import functional
 
 from graphpact.tensors import storage_id
+from graphpact_kernels.call import AttendCall, ScoreOptions
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
-
-
-@dataclass(frozen=True, slots=True)
-class ScoreOptions:
-    """Options of the scores, and of which keys a query sees.
-
-    Args:
-        scaling: Factor on the scores.
-        sliding_window: Keys that a query sees, its own included; 0 for all.
-        softcap: Bound on the scores by a tanh; 0 for none.
-        sinks: ``[num_q_heads]`` logits of a key without value, or None.
-        is_causal: Whether the last query of a request is at its last key's position; else each query sees all
-            keys.
-    """
-
-    scaling: float
-    sliding_window: int = 0
-    softcap: float = 0.0
-    sinks: torch.Tensor | None = None
-    is_causal: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +52,7 @@ class StepLayout:
         offsets: ``bs + 1`` numbers: where each request's queries begin.
         lengths: ``bs`` numbers: keys of each request.
         keys: Their KV slots.
-        masks: Cache of `mask`, by options.
+        masks: Cache of `mask`, by window and causality.
     """
 
     offsets: list[int]
@@ -86,7 +67,7 @@ class StepLayout:
         return counts.pop() if len(counts) == 1 else 0
 
     def mask(self, options: ScoreOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``[bs, width, nk]``: which keys each query sees by ``options``; and `blind`, if any is."""
+        """Return ``[bs, width, nk]``: which keys each query sees; and `blind` of it, or None if none is."""
         by = options.sliding_window, options.is_causal
         if by not in self.masks:
             keys, width = self.keys, self.width
@@ -99,8 +80,8 @@ class StepLayout:
         return self.masks[by]
 
 
-class Steps:
-    """A cache of the last few step layouts, by the contents of their index tensors.
+class LayoutCache:
+    """The layouts of the last few steps, by the contents of their index tensors.
 
     All layers of a step need the same layout, so all but the first find it here. Contents are compared, not
     identities, so a layout that is found equals a new one.
@@ -111,28 +92,26 @@ class Steps:
 
     def find(self, numbers: Hashable, pages: torch.Tensor, make: Callable[[], StepLayout]) -> StepLayout:
         """Return the layout of ``numbers`` and ``pages``; make it if it is not cached."""
-        for had, held, step in self._last:
-            if had == numbers and torch.equal(held, pages):
-                return step
-        step = make()
+        for its_numbers, its_pages, layout in self._last:
+            if its_numbers == numbers and torch.equal(its_pages, pages):
+                return layout
+        layout = make()
         # Four layouts: for two sets of indices, or the two parts of a cascade.
-        self._last = [(numbers, pages.clone(), step), *self._last[:3]]
-        return step
+        self._last = [(numbers, pages.clone(), layout), *self._last[:3]]
+        return layout
 
 
-def gather(
-    k_cache: torch.Tensor, v_cache: torch.Tensor, slots: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return keys and values ``[b, nk, heads, dim]`` at ``slots`` ``[b, nk]``."""
+def gather(call: AttendCall[object], slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return keys and values ``[b, nk, num_kv_heads, dim]`` at ``slots`` ``[b, nk]`` of the caches."""
     at = slots.reshape(-1)
 
     def take(cache: torch.Tensor) -> torch.Tensor:
         return cache.index_select(0, at).view(*slots.shape, *cache.shape[1:])
 
-    keys = take(k_cache)
-    if storage_id(v_cache) == storage_id(k_cache):
-        return keys, keys[..., : v_cache.shape[2]]  # a latent's first part is its value
-    return keys, take(v_cache)
+    keys = take(call.k_cache)
+    if storage_id(call.v_cache) == storage_id(call.k_cache):
+        return keys, keys[..., : call.v_cache.shape[2]]  # a latent's first part is its value
+    return keys, take(call.v_cache)
 
 
 Mask = Callable[[int], torch.Tensor]
@@ -178,9 +157,9 @@ def dense(
     *,
     with_lse: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Attend densely. A query that sees no key gives zeros; its log-sum-exp is that of the sink alone.
+    """Attend densely. The output of a query that sees no key is zero.
 
-    Without sinks that is minus infinity.
+    Its log-sum-exp is the logit of the sink, or minus infinity without sinks.
 
     Args:
         q: ``[b, nq, hq, d]``.
@@ -238,11 +217,8 @@ def lse_dtype(q: torch.Tensor) -> torch.dtype:
 
 
 def attend_ragged(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    step: StepLayout,
-    options: ScoreOptions,
+    call: AttendCall[object],
+    layout: StepLayout,
     out: torch.Tensor,
     *,
     lse: torch.Tensor | None = None,
@@ -251,28 +227,25 @@ def attend_ragged(
     """Attend with offsets and lengths from the host; rows past the last offset are not written.
 
     Args:
-        q: ``[T, hq, d]``.
-        k_cache: ``[num_slots, hkv, d]``.
-        v_cache: ``[num_slots, hkv, dv]``; may be a view of ``k_cache``.
-        step: Queries and keys.
-        options: See `ScoreOptions`.
-        out: ``[T, hq, dv]``, written.
-        lse: ``[T, hq]`` of `lse_dtype`, written; None to skip it.
+        call: Queries, caches, options.
+        layout: Offsets of the queries, KV slots of the keys.
+        out: ``[T, num_q_heads, v_head_dim]``, written.
+        lse: ``[T, num_q_heads]`` of `lse_dtype`, written; None to skip it.
         mask: Replaces the causal rule.
     """
-    keys, offsets = step.keys, step.offsets
-    if mask is None and step.width:
+    keys, offsets, options = layout.keys, layout.offsets, call.options
+    if mask is None and layout.width:
         end = offsets[-1]
-        rows = q[:end].view(-1, step.width, *q.shape[1:])
+        rows = call.q[:end].view(-1, layout.width, *call.q.shape[1:])
         part = None if lse is None else lse[:end]
-        held = gather(k_cache, v_cache, keys.slots)
-        _write(rows, held, *step.mask(options), options, out[:end], part)
+        held = gather(call, keys.slots)
+        _write(rows, held, *layout.mask(options), options, out[:end], part)
         return
     seen = keys.seen
     for i, (start, end) in enumerate(itertools.pairwise(offsets)):
         if start == end:
             continue
-        length = step.lengths[i]
+        length = layout.lengths[i]
         slots = keys.slots[i : i + 1, : max(length, 1)]
         if mask is None:
             at = torch.arange(length - (end - start), length)[None]
@@ -280,8 +253,8 @@ def attend_ragged(
         else:
             allowed = mask(i)[None]
         _write(
-            q[None, start:end],
-            gather(k_cache, v_cache, slots),
+            call.q[None, start:end],
+            gather(call, slots),
             allowed,
             blind(allowed),
             options,
@@ -307,13 +280,10 @@ def _write(
 
 
 def attend_padded(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    call: AttendCall[object],
     q_indptr: torch.Tensor,
     keys: Keys,
     max_q_len: int,
-    options: ScoreOptions,
     out: torch.Tensor,
     *,
     lse: torch.Tensor | None = None,
@@ -322,17 +292,15 @@ def attend_padded(
     """Attend without host reads: every request is padded to ``max_q_len`` queries.
 
     Args:
-        q: ``[T, hq, d]``.
-        k_cache: ``[num_slots, hkv, d]``.
-        v_cache: ``[num_slots, hkv, dv]``; may be a view of ``k_cache``.
+        call: Queries, caches, options.
         q_indptr: ``[bs + 1]``: where each request's queries begin; rows past the last one get zeros.
         keys: The KV slots of the keys.
         max_q_len: Bound on a request's queries.
-        options: See `ScoreOptions`.
-        out: ``[T, hq, dv]``, written.
-        lse: ``[T, hq]`` of `lse_dtype`, written; None to skip it.
+        out: ``[T, num_q_heads, v_head_dim]``, written.
+        lse: ``[T, num_q_heads]`` of `lse_dtype`, written; None to skip it.
         mask: ``[bs, max_q_len, nk]`` bool, replaces the causal rule.
     """
+    q, options = call.q, call.options
     if q_indptr.shape[0] == 1 or not q.shape[0]:  # no request, or no query
         out.zero_()
         if lse is not None:
@@ -344,7 +312,7 @@ def attend_padded(
     # Padding queries repeat query 0, and their results are dropped.
     rows = torch.where(live, q_indptr[:-1, None] + column, 0)
     at = torch.where(live, (keys.lens - num_q)[:, None] + column, 0)
-    k, v = gather(k_cache, v_cache, keys.slots)
+    k, v = gather(call, keys.slots)
     allowed = visible(at, k.shape[1], keys.seen, options) if mask is None else mask
     result, sums = dense(q[rows], k, v, allowed, blind(allowed), options, with_lse=lse is not None)
     row = torch.arange(q.shape[0], dtype=q_indptr.dtype, device=q.device)

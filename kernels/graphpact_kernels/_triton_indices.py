@@ -1,12 +1,12 @@
-"""The kernels that fill the index tensors of a step in Triton, for a GPU: one launch each.
+"""The kernels of `graphpact_kernels.indices` in Triton, for a GPU: one launch each.
 
 They compute what the portable kernels of the same names compute, and write every element that those write on
-a GPU. The grid follows from shapes alone, as a captured launch requires; lengths are read on the device.
-No program waits for another: one that needs to know where its row begins adds up the rows before it, which
-reads a few kilobytes from the GPU's cache.
+a GPU. The grid depends only on shapes, as a captured launch requires; lengths are read on the device.
+No program waits for another: to find where its row begins, a program adds up the rows before it, which reads
+a few kilobytes from the GPU's cache.
 
-Nothing is specialised on sizes or alignments, so that all batches run the same binary. Another one would be
-compiled in the middle of a step.
+Nothing is specialised on sizes or alignments, so all batches run the same binary. Otherwise a new one might
+be compiled in the middle of a step.
 
 Does not: check contents. A request row outside ``req_to_token`` reads other memory.
 """
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from graphpact.errors import KernelRefusal
-from graphpact_kernels.page_table_attention import BLOCK, schedule_size
+from graphpact_kernels.schedule import BLOCK, schedule_size, vector_size
 
 _ROWS = tl.constexpr(1024)
 """Rows whose pages or keys a program adds up at once."""
@@ -29,7 +29,7 @@ _MOST_PARTS = 16
 _MOST_CLEARING = 512
 """Programs that clear the rest of the KV indices."""
 _OPTIONS = {"enable_fp_fusion": False}
-"""There is nothing to fuse; Triton 3.9 warns where this is left open."""
+"""These kernels have nothing to fuse, and Triton 3.9 warns if the option is not set."""
 
 
 # -- KV indices ------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ def _span(
     window: tl.tensor,
     page_size: tl.constexpr,
 ) -> tl.tensor:
-    """Return of rows ``at`` the first page that their queries see, and their keys from there on."""
+    """Return for rows ``at`` the first page that their queries see, and the number of keys from there on."""
     lens = tl.load(kv_lens + at, mask=mask, other=0).to(tl.int32)
     first = lens * 0
     if window is not None:
@@ -147,13 +147,13 @@ def fill_paged_indices(
 ) -> None:
     """Fill FlashInfer's index tensors; the arguments are those of the operator of this name."""
     rows, real, capacity = len(kv_lens), len(req_pool_indices), len(kv_indices)
-    sizes = (len(kv_indptr), len(kv_last_page_len), rows if num_q is None else len(num_q))
-    if real > rows or sizes != (rows + 1, rows, rows):
-        raise KernelRefusal(
-            f"{rows} rows of {real} requests: kv_indptr has {sizes[0]} entries, kv_last_page_len {sizes[1]},"
-            f" num_q {sizes[2]}; the offsets have one more than there are rows, the others as many",
-            rule="GP05",
-        )
+    _require_sizes(
+        f"{rows} rows of {real} requests",
+        kv_lens=(rows, max(rows, real)),
+        kv_indptr=(len(kv_indptr), rows + 1),
+        kv_last_page_len=(len(kv_last_page_len), rows),
+        num_q=(rows if num_q is None else len(num_q), rows),
+    )
     _require_dense(kv_indptr=kv_indptr, kv_indices=kv_indices, kv_last_page_len=kv_last_page_len)
     parts = _parts(-(-req_to_token.shape[1] // page_size), _MOST_PARTS)
     clearing = _parts(capacity, _MOST_CLEARING)
@@ -245,14 +245,13 @@ def fill_page_table(
 ) -> None:
     """Fill lengths and page table; the arguments are those of the operator of this name."""
     bs, pages = page_table.shape
-    offsets = bs + 1 if cu_seqlens_k is None else len(cu_seqlens_k)
-    sizes = (len(req_pool_indices), len(seq_lens), len(cache_seqlens), offsets)
-    if sizes != (bs, bs, bs, bs + 1):
-        raise KernelRefusal(
-            f"page_table has {bs} rows, req_pool_indices {sizes[0]}, seq_lens {sizes[1]}, cache_seqlens"
-            f" {sizes[2]}, cu_seqlens_k {sizes[3]}: each has one for each request, and the offsets one more",
-            rule="GP05",
-        )
+    _require_sizes(
+        f"{bs} rows of page_table",
+        req_pool_indices=(len(req_pool_indices), bs),
+        seq_lens=(len(seq_lens), bs),
+        cache_seqlens=(len(cache_seqlens), bs),
+        cu_seqlens_k=(bs + 1 if cu_seqlens_k is None else len(cu_seqlens_k), bs + 1),
+    )
     dense = {"cache_seqlens": cache_seqlens, "page_table": page_table}
     _require_dense(**dense if cu_seqlens_k is None else dense | {"cu_seqlens_k": cu_seqlens_k})
     parts = _parts(pages, _MOST_PARTS)
@@ -301,13 +300,12 @@ def _write_schedule(
 
 def schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, out: torch.Tensor) -> None:
     """Write the schedule of a step; the arguments are those of the operator of this name."""
-    bs, needed = len(cache_seqlens), schedule_size(len(cache_seqlens))
-    if len(cu_seqlens_q) != bs + 1 or len(out) < needed:
-        raise KernelRefusal(
-            f"{bs} requests: cu_seqlens_q has {len(cu_seqlens_q)} entries, the schedule {len(out)}; it needs"
-            f" {needed}, and the offsets one more than there are requests",
-            rule="GP05",
-        )
+    bs = len(cache_seqlens)
+    _require_sizes(
+        f"{bs} requests",
+        cu_seqlens_q=(len(cu_seqlens_q), bs + 1),
+        schedule=(len(out), max(len(out), schedule_size(bs))),
+    )
     _require_dense(out=out)
     with _on(out):
         _write_schedule[(_parts(len(out)),)](
@@ -315,7 +313,7 @@ def schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, 
             cache_seqlens.contiguous(),
             out,
             bs,
-            (needed - 1) // 4,
+            vector_size(bs),
             len(out),
             block_size=BLOCK,
             **_OPTIONS,
@@ -331,8 +329,22 @@ def _parts(elements: int, most: int | None = None) -> int:
     return parts if most is None else min(parts, most)
 
 
+def _require_sizes(what: str, **sizes: tuple[int, int]) -> None:
+    """Raise `KernelRefusal` unless each tensor has as many entries as it needs for ``what``.
+
+    Args:
+        what: The rows or requests of the launch.
+        sizes: By name: the entries that the tensor has, and that it needs.
+    """
+    wrong = [
+        f"{name} has {has} entries, it needs {needs}" for name, (has, needs) in sizes.items() if has != needs
+    ]
+    if wrong:
+        raise KernelRefusal(f"{what}: {'; '.join(wrong)}", rule="GP05")
+
+
 def _require_dense(**outputs: torch.Tensor) -> None:
-    """Raise `KernelRefusal` unless the last dimension of each output lies dense in memory."""
+    """Raise `KernelRefusal` unless the last dimension of each output is dense in memory."""
     for name, tensor in outputs.items():
         if tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
             raise KernelRefusal(

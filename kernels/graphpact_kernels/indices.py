@@ -1,10 +1,12 @@
-"""Kernels that fill the index tensors of a step: offsets, KV indices and page tables.
+"""Kernels that fill the index tensors of a step: offsets, KV indices, page tables, schedules.
 
     fill_paged_indices    FlashInfer's ``kv_indptr``, ``kv_indices`` and ``kv_last_page_len``
     fill_page_table       FlashAttention's and TensorRT-LLM's lengths and page table
+    schedule_attention    the schedule of a step, for attention over a page table
     pack_kv_indices, write_indptr   the parts of the first, for backends that compute their own lengths
 
-On a GPU the first two are one launch each where Triton is installed (`graphpact_kernels._triton_indices`).
+On a GPU each of the first three is one launch if Triton is installed (`graphpact_kernels._triton_indices`);
+otherwise it is about ten.
 
 Does not: know any backend's metadata object, or attend.
 """
@@ -16,6 +18,7 @@ from graphpact.errors import KernelRefusal
 from graphpact_kernels import _library
 from graphpact_kernels._library import define_forms, define_kernel
 from graphpact_kernels._triton import prefer_triton
+from graphpact_kernels.schedule import BLOCK, key_blocks, query_blocks
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
@@ -296,3 +299,35 @@ def fill_page_table(
         cu_seqlens_k,
         page_table,
     )
+
+
+# -- schedules -------------------------------------------------------------------------------------
+
+
+def _schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, out: torch.Tensor) -> None:
+    bs = cache_seqlens.shape[0]
+    out.zero_()
+    num_q = cu_seqlens_q[1:] - cu_seqlens_q[:-1]
+    for counts, blocks in ((num_q, query_blocks(out, bs)), (cache_seqlens, key_blocks(out, bs))):
+        torch.div(counts + (BLOCK - 1), BLOCK, rounding_mode="floor", out=blocks)
+
+
+_SCHEDULE = "schedule_attention(Tensor cu_seqlens_q, Tensor cache_seqlens, Tensor(a!) out) -> ()"
+_schedule = define_forms(
+    _SCHEDULE, _schedule_attention, on_cuda=prefer_triton(_schedule_attention, "schedule_attention")
+)
+
+
+def schedule_attention(
+    cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, *, out: torch.Tensor, compiled: bool = False
+) -> None:
+    """Write the schedule of a step into ``out``, on the device.
+
+    Args:
+        cu_seqlens_q: ``[bs + 1]`` int32: where each request's queries begin.
+        cache_seqlens: ``[bs]`` int32: keys of each request.
+        out: ``[>= schedule_size(bs)]`` int32, written whole, with zeros after the blocks of the requests, so
+            that no block of an earlier, larger step remains. `graphpact_kernels.schedule` has its layout.
+        compiled: Whether the C++ kernel writes it, which `graphpact_kernels.compiled.load` has loaded.
+    """
+    _schedule[compiled](cu_seqlens_q, cache_seqlens, out)

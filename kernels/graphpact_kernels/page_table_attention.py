@@ -1,8 +1,8 @@
-"""Attention over a page table, from FlashAttention's arguments, and the schedule of a step.
+"""Attention over a page table, from FlashAttention's arguments.
 
 The arguments are those of ``flash_attn_with_kvcache`` (``cu_seqlens_q``, ``cache_seqlens``, ``page_table``,
-``scheduler_metadata``), with its semantics: the last query of a request is at the position of its last key,
-and the output is zero for a query that sees no key, and for a row past the last offset. On a CPU the kernel
+``scheduler_metadata``), with its semantics: the last query of a row is at the position of its last key, and
+the output is zero for a query that sees no key, and for a query past the last offset. On a CPU the kernel
 reads its index tensors on the host and checks them; on other devices it uses the given bounds.
 
 It serves latents too: all query heads share one key head, and the value is the first part of the key.
@@ -10,156 +10,130 @@ It serves latents too: all query heads share one key head, and the value is the 
 Does not: write the KV cache, or fill the page table.
 """
 
+from dataclasses import dataclass
+
 import torch
 
+from graphpact import bounded
 from graphpact.errors import KernelRefusal
 from graphpact_kernels import _library
 from graphpact_kernels._attend import (
     Keys,
-    ScoreOptions,
+    LayoutCache,
     StepLayout,
-    Steps,
     attend_padded,
     attend_ragged,
+    lse_dtype,
     own_slots,
 )
 from graphpact_kernels._library import define_forms
-from graphpact_kernels._triton import prefer_triton
+from graphpact_kernels.call import AttendCall, Rows_co, ScoreOptions
+from graphpact_kernels.schedule import BLOCK, key_blocks, schedule_size, vector_size
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
-BLOCK = 16
-"""Queries, or keys, in one block of the schedule."""
 
-
-def schedule_size(batch_size: int) -> int:
-    """Return how many numbers the schedule of ``batch_size`` requests has: ``1 + 4 * round4(bs)``.
-
-    As in FlashAttention-3's ``get_scheduler_metadata``: a semaphore, then vectors of one number per request.
-    """
-    return 1 + 4 * _round4(batch_size)
-
-
-def _round4(n: int) -> int:
-    return -(-n // 4) * 4
-
-
-def _schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, out: torch.Tensor) -> None:
-    bs = cache_seqlens.shape[0]
-    width = _round4(bs)
-    out.zero_()
-    torch.div(
-        cu_seqlens_q[1:] - cu_seqlens_q[:-1] + (BLOCK - 1),
-        BLOCK,
-        rounding_mode="floor",
-        out=out[1 : 1 + bs],
-    )
-    torch.div(cache_seqlens + (BLOCK - 1), BLOCK, rounding_mode="floor", out=out[1 + width :][:bs])
-
-
-_SCHEDULE = "schedule_attention(Tensor cu_seqlens_q, Tensor cache_seqlens, Tensor(a!) out) -> ()"
-_schedule = define_forms(
-    _SCHEDULE, _schedule_attention, on_cuda=prefer_triton(_schedule_attention, "schedule_attention")
-)
-
-
-def schedule_attention(
-    cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, *, out: torch.Tensor, compiled: bool = False
-) -> None:
-    """Write the schedule of a step into ``out``, on the device.
+@dataclass(slots=True, kw_only=True)
+class PageTableRows:
+    """The index tensors of a call: the queries of each row, and the pages of its keys.
 
     Args:
-        cu_seqlens_q: ``[bs + 1]`` int32: where each request's queries begin.
-        cache_seqlens: ``[bs]`` int32: keys of each request.
-        out: ``[>= schedule_size(bs)]`` int32: the semaphore, 0; the number of query blocks of each request;
-            the number of key blocks of each request, both padded to a multiple of 4; zeros to the end, so
-            that no block of an earlier, larger step remains.
-        compiled: Whether the C++ kernel writes it, which `graphpact_kernels.compiled.load` has loaded.
+        cu_seqlens_q: ``[rows + 1]`` int32: where each row's queries begin; queries past the last offset
+            belong to no row.
+        cache_seqlens: ``[rows]`` int32: keys of each row, 0 for none.
+        page_table: ``[rows, pages]`` int32: page numbers; read for ``cache_seqlens`` keys.
+        page_size: KV slots in a page.
+        max_seqlen_q: Bound on the queries of a row.
     """
-    _schedule[compiled](cu_seqlens_q, cache_seqlens, out)
+
+    cu_seqlens_q: torch.Tensor
+    cache_seqlens: torch.Tensor
+    page_table: torch.Tensor
+    page_size: int
+    max_seqlen_q: int = bounded()
 
 
-_steps = Steps()
+@dataclass(slots=True)
+class PageTableCall(AttendCall[Rows_co]):
+    """One call of attention over a page table; ``rows`` are `PageTableRows`.
+
+    Args:
+        schedule: ``[>= schedule_size(rows)]`` int32, as the kernel's library makes it, or None. The portable
+            kernel takes that of `graphpact_kernels.schedule_attention`: keys in blocks that it does not count
+            are not attended, as in a kernel with a stale schedule. None attends all keys.
+        with_lse: Whether to return the log-sum-exp of the scores.
+    """
+
+    schedule: torch.Tensor | None = None
+    with_lse: bool = False
+
+    def new_lse(self) -> torch.Tensor:
+        """Return uninitialised memory for the log-sum-exp: ``[T, num_q_heads]``, float32 or wider."""
+        return self.q.new_empty(self.q.shape[:2], dtype=lse_dtype(self.q))
 
 
-def _keys(
-    page_table: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    page_size: int,
-    schedule: torch.Tensor | None,
-) -> Keys:
-    """Return the KV slots of the keys, for all columns of ``page_table``."""
-    lens = cache_seqlens.long()
-    column = torch.arange(page_size, device=lens.device)
-    slots = (page_table[:, :, None] * page_size + column).flatten(1)
-    planned = None
-    if schedule is not None:
-        bs = page_table.shape[0]
-        planned = schedule[1 + _round4(bs) :][:bs] * BLOCK
+_layouts = LayoutCache()
+
+
+def _keys(rows: PageTableRows, pages: torch.Tensor, schedule: torch.Tensor | None) -> Keys:
+    """Return the KV slots of the keys in ``pages``, the first columns of the page table or all."""
+    lens = rows.cache_seqlens.long()
+    column = torch.arange(rows.page_size, device=lens.device)
+    slots = (pages[:, :, None] * rows.page_size + column).flatten(1)
+    planned = None if schedule is None else key_blocks(schedule, len(pages)) * BLOCK
     return Keys(own_slots(slots, lens), lens, planned)
 
 
-def _step_of(
-    q: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    page_table: torch.Tensor,
-    page_size: int,
-    max_seqlen_q: int,
-    schedule: torch.Tensor | None,
-) -> StepLayout:
+def _layout_of(call: PageTableCall[PageTableRows]) -> StepLayout:
     """Return the layout of the checked index tensors."""
-    offsets: list[int] = cu_seqlens_q.tolist()
-    lengths: list[int] = cache_seqlens.tolist()
+    rows, schedule = call.rows, call.schedule
+    offsets: list[int] = rows.cu_seqlens_q.tolist()
+    lengths: list[int] = rows.cache_seqlens.tolist()
     # At least one page, so that queries without keys need no code of their own.
-    pages = page_table[:, : max(1, -(-max(lengths, default=0) // page_size))]
+    pages = rows.page_table[:, : max(1, -(-max(lengths, default=0) // rows.page_size))]
 
     def make() -> StepLayout:
-        _check(q, offsets, lengths, page_table, page_size, max_seqlen_q, schedule)
-        return StepLayout(offsets, lengths, _keys(pages, cache_seqlens, page_size, schedule))
+        _check(call, offsets, lengths)
+        return StepLayout(offsets, lengths, _keys(rows, pages, schedule))
 
     numbers = (
         *(tuple(offsets), tuple(lengths)),
         None if schedule is None else tuple(schedule.tolist()),
-        *(q.shape[0], tuple(page_table.shape), page_size, max_seqlen_q),
+        *(call.q.shape[0], tuple(rows.page_table.shape), rows.page_size, rows.max_seqlen_q),
     )
-    return _steps.find(numbers, pages, make)
+    return _layouts.find(numbers, pages, make)
 
 
-def _check(
-    q: torch.Tensor,
-    offsets: list[int],
-    lengths: list[int],
-    page_table: torch.Tensor,
-    page_size: int,
-    max_seqlen_q: int,
-    schedule: torch.Tensor | None,
-) -> None:
+def _check(call: PageTableCall[PageTableRows], offsets: list[int], lengths: list[int]) -> None:
     """Check the index tensors against each other and the bounds."""
-    bs, num_pages = page_table.shape
+    rows, schedule, num_queries = call.rows, call.schedule, call.q.shape[0]
+    bs, num_pages = rows.page_table.shape
     if len(offsets) != bs + 1 or len(lengths) != bs:
         raise KernelRefusal(
-            f"page_table has {bs} rows, cu_seqlens_q {len(offsets)} and cache_seqlens {len(lengths)}:"
-            " each has one for each request, and the offsets have one more",
+            f"page_table has {bs} rows: cu_seqlens_q needs {bs + 1} entries (it has {len(offsets)}) and"
+            f" cache_seqlens {bs} (it has {len(lengths)})",
             rule="GP05",
         )
-    if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > q.shape[0]:
+    if offsets[0] != 0 or offsets != sorted(offsets) or offsets[-1] > num_queries:
         raise KernelRefusal(
-            f"cu_seqlens_q is {offsets}, q has {q.shape[0]} rows: offsets begin at 0, do not decrease, and"
+            f"cu_seqlens_q is {offsets}, q has {num_queries} rows: offsets begin at 0, do not decrease, and"
             " end within q",
             rule="GP05",
         )
     for i, length in enumerate(lengths):
         num_q = offsets[i + 1] - offsets[i]
-        if num_q > max_seqlen_q:
-            raise KernelRefusal(f"request {i}: {num_q} queries, max_seqlen_q is {max_seqlen_q}", rule="GP08")
-        if not 0 <= length <= num_pages * page_size:
+        if num_q > rows.max_seqlen_q:
             raise KernelRefusal(
-                f"request {i}: {length} keys, its row of page_table has room for {num_pages * page_size}",
+                f"request {i}: {num_q} queries, max_seqlen_q is {rows.max_seqlen_q}", rule="GP08"
+            )
+        capacity = num_pages * rows.page_size
+        if not 0 <= length <= capacity:
+            raise KernelRefusal(
+                f"request {i}: {length} keys, its row of page_table has room for {capacity}",
                 rule="GP13" if length > 0 else "GP04",
             )
     if schedule is not None:
-        rest = schedule[1 + 2 * _round4(bs) :]
+        rest = schedule[1 + 2 * vector_size(bs) :]
         if schedule.shape[0] < schedule_size(bs) or bool(schedule[0] != 0) or bool(rest.any()):
             raise KernelRefusal(
                 f"scheduler_metadata has {schedule.shape[0]} numbers for {bs} requests: it must begin with 0,"
@@ -186,103 +160,84 @@ def _page_table_attention(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    options = ScoreOptions(scaling, sliding_window, softcap, sinks, causal)
-    if not _library.may_read(q):
-        keys = _keys(page_table, cache_seqlens, page_size, scheduler_metadata)
-        attend_padded(q, k_cache, v_cache, cu_seqlens_q, keys, max_seqlen_q, options, out, lse=lse)
-        return
-    step = _step_of(
-        *(q, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q, scheduler_metadata)
+    rows = PageTableRows(
+        cu_seqlens_q=cu_seqlens_q,
+        cache_seqlens=cache_seqlens,
+        page_table=page_table,
+        page_size=page_size,
+        max_seqlen_q=max_seqlen_q,
     )
-    end = step.offsets[-1]
+    options = ScoreOptions(scaling, sliding_window, softcap, sinks, causal)
+    call = PageTableCall(q, k_cache, v_cache, rows, options, scheduler_metadata)
+    if not _library.may_read(q):
+        keys = _keys(rows, page_table, scheduler_metadata)
+        attend_padded(call, cu_seqlens_q, keys, max_seqlen_q, out, lse=lse)
+        return
+    layout = _layout_of(call)
+    end = layout.offsets[-1]
     out[end:].zero_()
     if lse is not None:
         lse[end:].fill_(float("-inf"))
-    attend_ragged(q, k_cache, v_cache, step, options, out, lse=lse)
+    attend_ragged(call, layout, out, lse=lse)
 
 
-_SCHEMA = (
+_attention = define_forms(
     "page_table_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor cu_seqlens_q,"
     " Tensor cache_seqlens, Tensor page_table, int page_size, int max_seqlen_q, float scaling,"
     " bool causal, int sliding_window, float softcap, Tensor? sinks, Tensor? scheduler_metadata,"
-    " Tensor(a!) out, Tensor(b!)? lse) -> ()"
+    " Tensor(a!) out, Tensor(b!)? lse) -> ()",
+    _page_table_attention,
 )
-_page_table = define_forms(_SCHEMA, _page_table_attention)
 
 
 def page_table_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    call: PageTableCall[PageTableRows],
     *,
-    cu_seqlens_q: torch.Tensor,
-    cache_seqlens: torch.Tensor,
-    page_table: torch.Tensor,
-    page_size: int,
-    max_seqlen_q: int,
-    scaling: float,
-    causal: bool = True,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    scheduler_metadata: torch.Tensor | None = None,
-    lse: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
     compiled: bool = False,
-) -> torch.Tensor:
-    """Attend from the tokens of each request to the pages of its row of a page table.
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attend from the queries of each row to the pages of its row of a page table.
 
     Args:
-        q: ``[T, num_q_heads, head_dim]``, the requests' queries one after another.
-        k_cache: ``[num_slots, num_kv_heads, head_dim]``.
-        v_cache: ``[num_slots, num_kv_heads, v_head_dim]``; may be a view of ``k_cache``.
-        cu_seqlens_q: ``[bs + 1]`` int32: where each request's queries begin; rows of ``q`` past the last
-            one belong to no request, and their output is zero.
-        cache_seqlens: ``[bs]`` int32: keys of each request, 0 for none.
-        page_table: ``[bs, pages]`` int32: page numbers; read for ``cache_seqlens`` keys.
-        page_size: KV slots in a page.
-        max_seqlen_q: Bound on a request's queries.
-        scaling: Factor on the scores.
-        causal: Whether the last query of a request is at the position of its last key; else every query sees
-            every key.
-        sliding_window: Keys that a query sees, its own included; None for all.
-        softcap: As in `graphpact.LayerSpec`.
-        sinks: As in `graphpact.LayerSpec`.
-        scheduler_metadata: ``[>= schedule_size(bs)]`` int32, from `schedule_attention`: keys in blocks
-            that it does not count are not attended, as in a kernel with a stale schedule. None attends all.
-        lse: ``[T, num_q_heads]`` float32 (float64 for float64 queries), written: the log-sum-exp of the
-            scores, including the sink: the sink alone for a query that sees no key, or minus infinity
-            without sinks, and for a row of no request. None to skip it.
+        call: Its arguments.
         out: ``[T, num_q_heads, v_head_dim]``, written; None for new memory.
+        lse: ``[T, num_q_heads]`` float32 (float64 for float64 queries), written; None for new memory. Only
+            with ``call.with_lse``.
         compiled: Whether the C++ kernel attends, which `graphpact_kernels.compiled.load` has loaded.
 
     Returns:
-        ``[T, num_q_heads, v_head_dim]``; ``out`` if it is given.
+        The output, and the log-sum-exp of the scores, or None without ``call.with_lse``. The log-sum-exp
+        includes the sink: for a query that sees no key it is the logit of the sink, or minus infinity without
+        sinks. For a query of no row it is minus infinity.
 
     Raises:
         KernelRefusal: The index tensors contradict each other or the bounds (checked on a CPU).
     """
+    rows, options = call.rows, call.options
     if out is None:
-        out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
-    _page_table[compiled](
-        q,
-        k_cache,
-        v_cache,
-        cu_seqlens_q,
-        cache_seqlens,
-        page_table,
-        page_size,
-        max_seqlen_q,
-        scaling,
-        causal,
-        sliding_window or 0,
-        softcap or 0.0,
-        sinks,
-        scheduler_metadata,
+        out = call.new_output()
+    if call.with_lse and lse is None:
+        lse = call.new_lse()
+    _attention[compiled](
+        call.q,
+        call.k_cache,
+        call.v_cache,
+        rows.cu_seqlens_q,
+        rows.cache_seqlens,
+        rows.page_table,
+        rows.page_size,
+        rows.max_seqlen_q,
+        options.scaling,
+        options.is_causal,
+        options.sliding_window,
+        options.softcap,
+        options.sinks,
+        call.schedule,
         out,
         lse,
     )
-    return out
+    return out, lse
 
 
 def merge_states(

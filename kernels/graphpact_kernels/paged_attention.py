@@ -13,103 +13,123 @@ from dataclasses import dataclass
 
 import torch
 
+from graphpact import bounded
 from graphpact.errors import KernelRefusal
 from graphpact_kernels import _library
 from graphpact_kernels._attend import (
     Keys,
-    ScoreOptions,
+    LayoutCache,
     StepLayout,
-    Steps,
     attend_padded,
     attend_ragged,
     own_slots,
 )
 from graphpact_kernels._library import define_forms
+from graphpact_kernels.call import AttendCall, ScoreOptions
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
 
-@dataclass(frozen=True, slots=True)
-class _Layout:
-    """The index tensors of queries and keys, and the bounds; see `paged_attention`."""
+@dataclass(slots=True, kw_only=True)
+class PagedRows:
+    """The index tensors of a call: the queries of each row, and the pages of its keys.
+
+    Args:
+        qo_indptr: ``[rows + 1]`` int32: where each row's queries begin.
+        kv_indptr: ``[rows + 1]`` int32: where each row's pages begin in ``kv_indices``.
+        kv_indices: ``[>= kv_indptr[-1]]`` int32: page numbers, read up to ``kv_indptr[-1]``.
+        kv_last_page_len: ``[rows]`` int32: keys in each row's last page, 1 to ``page_size``.
+        page_size: KV slots in a page.
+        max_q_len: Bound on the queries of a row.
+        max_kv_len: Bound on the keys of a row.
+        mask: ``[capacity]`` uint8: ``num_q * num_kv`` bits of each row, query by query, lowest bit first:
+            which keys the query sees, instead of causality and window. FlashInfer's ``packed_custom_mask``.
+            None without a mask.
+        mask_indptr: ``[rows + 1]`` int32: where each row's bytes begin in ``mask``; None without a mask.
+    """
 
     qo_indptr: torch.Tensor
     kv_indptr: torch.Tensor
     kv_indices: torch.Tensor
     kv_last_page_len: torch.Tensor
     page_size: int
-    max_q_len: int
-    max_kv_len: int
+    max_q_len: int = bounded()
+    max_kv_len: int = bounded()
     mask: torch.Tensor | None = None
     mask_indptr: torch.Tensor | None = None
-    o_indptr: torch.Tensor | None = None
-    kv_chunk_size: torch.Tensor | None = None
 
-    def kv_lens(self) -> torch.Tensor:
-        """Return ``[bs]``: keys of each request, on the device."""
-        pages = self.kv_indptr[1:] - self.kv_indptr[:-1]
-        lens = (pages - 1) * self.page_size + self.kv_last_page_len
-        return torch.where(pages > 0, lens, 0)
 
-    def planned(self) -> torch.Tensor | None:
-        """Return ``[bs]``: the keys that the plan's chunks cover; None without a plan."""
+@dataclass(frozen=True, slots=True)
+class _Chunks:
+    """The chunks of keys of a plan, if there is one; see `paged_attention`."""
+
+    o_indptr: torch.Tensor | None
+    kv_chunk_size: torch.Tensor | None
+
+    def planned_keys(self) -> torch.Tensor | None:
+        """Return ``[rows]``: the keys that the chunks cover; None without a plan."""
         if self.o_indptr is None or self.kv_chunk_size is None:
             return None
         return (self.o_indptr[1:] - self.o_indptr[:-1]) * self.kv_chunk_size
 
-    def keys(self, kv_lens: torch.Tensor, num_keys: int, planned: torch.Tensor | None) -> Keys:
-        """Return the keys of every request, in ``num_keys`` columns, rounded up to whole pages."""
-        size, device = self.page_size, kv_lens.device
-        if not len(self.kv_indices):  # no request has a key
-            return Keys(kv_lens.new_zeros(len(kv_lens), size), kv_lens, planned)
-        page = torch.arange(-(-num_keys // size), device=device)
-        entry = (self.kv_indptr[:-1, None] + page).clamp_(max=self.kv_indices.shape[0] - 1)
-        first = self.kv_indices[entry] * size
-        slots = (first[:, :, None] + torch.arange(size, device=device)).flatten(1)
-        return Keys(own_slots(slots, kv_lens), kv_lens, planned)
+
+def _kv_lens(rows: PagedRows) -> torch.Tensor:
+    """Return ``[rows]``: keys of each row, on the device."""
+    pages = rows.kv_indptr[1:] - rows.kv_indptr[:-1]
+    lens = (pages - 1) * rows.page_size + rows.kv_last_page_len
+    return torch.where(pages > 0, lens, 0)
 
 
-_steps = Steps()
+def _keys(rows: PagedRows, kv_lens: torch.Tensor, num_keys: int, planned: torch.Tensor | None) -> Keys:
+    """Return the keys of every row, in ``num_keys`` columns, rounded up to whole pages."""
+    size, device = rows.page_size, kv_lens.device
+    if not len(rows.kv_indices):  # no row has a key
+        return Keys(kv_lens.new_zeros(len(kv_lens), size), kv_lens, planned)
+    page = torch.arange(-(-num_keys // size), device=device)
+    entry = (rows.kv_indptr[:-1, None] + page).clamp_(max=rows.kv_indices.shape[0] - 1)
+    first = rows.kv_indices[entry] * size
+    slots = (first[:, :, None] + torch.arange(size, device=device)).flatten(1)
+    return Keys(own_slots(slots, kv_lens), kv_lens, planned)
 
 
-def _step_of(q: torch.Tensor, layout: _Layout) -> StepLayout:
+_layouts = LayoutCache()
+
+
+def _layout_of(call: AttendCall[PagedRows], chunks: _Chunks) -> StepLayout:
     """Return the layout of the checked index tensors."""
-    plan = layout.o_indptr, layout.kv_chunk_size
-    qo_indptr: list[int] = layout.qo_indptr.tolist()
-    kv_indptr: list[int] = layout.kv_indptr.tolist()
-    last_page_len: list[int] = layout.kv_last_page_len.tolist()
+    rows = call.rows
+    qo_indptr: list[int] = rows.qo_indptr.tolist()
+    kv_indptr: list[int] = rows.kv_indptr.tolist()
+    last_page_len: list[int] = rows.kv_last_page_len.tolist()
     numbers = (
         *(tuple(each) for each in (qo_indptr, kv_indptr, last_page_len)),
-        *(None if each is None else tuple(each.tolist()) for each in plan),
-        *(q.shape[0], layout.kv_indices.shape[0]),
-        *(layout.page_size, layout.max_q_len, layout.max_kv_len),
+        *(None if each is None else tuple(each.tolist()) for each in (chunks.o_indptr, chunks.kv_chunk_size)),
+        *(call.q.shape[0], rows.kv_indices.shape[0]),
+        *(rows.page_size, rows.max_q_len, rows.max_kv_len),
     )
 
     def make() -> StepLayout:
-        lengths = _check(q, layout, qo_indptr, kv_indptr, last_page_len)
-        planned = layout.planned()
+        lengths = _check(call, qo_indptr, kv_indptr, last_page_len)
+        planned = chunks.planned_keys()
         if planned is not None and all(
             most >= length for most, length in zip(planned.tolist(), lengths, strict=True)
         ):
             planned = None  # the plan covers all keys
-        keys = layout.keys(torch.tensor(lengths), max([1, *lengths]), planned)
+        keys = _keys(rows, torch.tensor(lengths), max([1, *lengths]), planned)
         return StepLayout(qo_indptr, lengths, keys)
 
-    return _steps.find(numbers, layout.kv_indices[: max(kv_indptr[-1], 0)], make)
+    return _layouts.find(numbers, rows.kv_indices[: max(kv_indptr[-1], 0)], make)
 
 
 def _check(
-    q: torch.Tensor,
-    layout: _Layout,
-    qo_indptr: list[int],
-    kv_indptr: list[int],
-    last_page_len: list[int],
+    call: AttendCall[PagedRows], qo_indptr: list[int], kv_indptr: list[int], last_page_len: list[int]
 ) -> list[int]:
-    """Make FlashInfer's checks, and those of the bounds; return the keys of each request."""
-    capacity, page_size = layout.kv_indices.shape[0], layout.page_size
-    if qo_indptr[0] != 0 or qo_indptr[-1] != q.shape[0]:
+    """Make FlashInfer's checks, and those of the bounds; return the keys of each row."""
+    rows, num_queries = call.rows, call.q.shape[0]
+    capacity, page_size = rows.kv_indices.shape[0], rows.page_size
+    if qo_indptr[0] != 0 or qo_indptr[-1] != num_queries:
         raise KernelRefusal(
-            f"qo_indptr goes from {qo_indptr[0]} to {qo_indptr[-1]}, q has {q.shape[0]} rows",
+            f"qo_indptr goes from {qo_indptr[0]} to {qo_indptr[-1]}, q has {num_queries} rows",
             rule="GP05",
         )
     if kv_indptr[0] != 0 or kv_indptr[-1] > capacity:
@@ -134,64 +154,50 @@ def _check(
             raise KernelRefusal(
                 f"request {i}: causal attention of {num_q} queries over {keys} keys", rule="GP04"
             )
-        if num_q > layout.max_q_len:
+        if num_q > rows.max_q_len:
             raise KernelRefusal(
-                f"request {i}: {num_q} queries, planned for at most {layout.max_q_len}", rule="GP08"
+                f"request {i}: {num_q} queries, planned for at most {rows.max_q_len}", rule="GP08"
             )
-        if keys > layout.max_kv_len:
+        if keys > rows.max_kv_len:
             raise KernelRefusal(
-                f"request {i}: {keys} keys, planned for at most {layout.max_kv_len}", rule="GP08"
+                f"request {i}: {keys} keys, planned for at most {rows.max_kv_len}", rule="GP08"
             )
         kv_lens.append(keys)
     return kv_lens
 
 
-def _attend_ragged(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    layout: _Layout,
-    options: ScoreOptions,
-    out: torch.Tensor,
-) -> None:
-    """Attend with the index tensors read on the host: every request has its own length."""
-    step = _step_of(q, layout)
-    if not q.shape[0]:
+def _attend_ragged(call: AttendCall[PagedRows], chunks: _Chunks, out: torch.Tensor) -> None:
+    """Attend with the index tensors read on the host: every row has its own length."""
+    rows, layout = call.rows, _layout_of(call, chunks)
+    if not call.q.shape[0]:
         return
-    if layout.mask is None or layout.mask_indptr is None:
-        attend_ragged(q, k_cache, v_cache, step, options, out)
+    if rows.mask is None or rows.mask_indptr is None:
+        attend_ragged(call, layout, out)
         return
-    packed, begins, seen = layout.mask, layout.mask_indptr.tolist(), step.keys.seen
-    offsets, lengths = step.offsets, step.lengths
+    packed, begins, seen = rows.mask, rows.mask_indptr.tolist(), layout.keys.seen
+    offsets, lengths = layout.offsets, layout.lengths
 
-    def mask(request: int) -> torch.Tensor:
-        shape = offsets[request + 1] - offsets[request], lengths[request]
+    def mask(row: int) -> torch.Tensor:
+        shape = offsets[row + 1] - offsets[row], lengths[row]
         bit = torch.arange(shape[0] * shape[1])
-        bits = (packed[begins[request] + bit // 8] >> (bit % 8) & 1).bool().view(shape)
-        return bits & (torch.arange(shape[1]) < seen[request])
+        bits = (packed[begins[row] + bit // 8] >> (bit % 8) & 1).bool().view(shape)
+        return bits & (torch.arange(shape[1]) < seen[row])
 
-    attend_ragged(q, k_cache, v_cache, step, options, out, mask=mask)
+    attend_ragged(call, layout, out, mask=mask)
 
 
-def _attend_padded(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
-    layout: _Layout,
-    options: ScoreOptions,
-    out: torch.Tensor,
-) -> None:
-    """Attend without host reads: every request is padded to the bounds."""
-    keys = layout.keys(layout.kv_lens(), layout.max_kv_len, layout.planned())
+def _attend_padded(call: AttendCall[PagedRows], chunks: _Chunks, out: torch.Tensor) -> None:
+    """Attend without host reads: every row is padded to the bounds."""
+    rows = call.rows
+    keys = _keys(rows, _kv_lens(rows), rows.max_kv_len, chunks.planned_keys())
     mask = None
-    if layout.mask is not None and layout.mask_indptr is not None:
-        row = torch.arange(layout.max_q_len, device=q.device)[None, :, None]
-        key = torch.arange(keys.slots.shape[1], device=q.device)
+    if rows.mask is not None and rows.mask_indptr is not None:
+        row = torch.arange(rows.max_q_len, device=out.device)[None, :, None]
+        key = torch.arange(keys.slots.shape[1], device=out.device)
         bit = row * keys.lens[:, None, None] + key
-        byte = (layout.mask_indptr[:-1, None, None] + bit // 8).clamp_(max=layout.mask.shape[0] - 1)
-        mask = (layout.mask[byte] >> (bit % 8) & 1).bool() & (key < keys.seen[:, None, None])
-    indptr, max_q_len = layout.qo_indptr, layout.max_q_len
-    attend_padded(q, k_cache, v_cache, indptr, keys, max_q_len, options, out, mask=mask)
+        byte = (rows.mask_indptr[:-1, None, None] + bit // 8).clamp_(max=rows.mask.shape[0] - 1)
+        mask = (rows.mask[byte] >> (bit % 8) & 1).bool() & (key < keys.seen[:, None, None])
+    attend_padded(call, rows.qo_indptr, keys, rows.max_q_len, out, mask=mask)
 
 
 def _paged_attention(
@@ -215,77 +221,44 @@ def _paged_attention(
     kv_chunk_size: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    layout = _Layout(
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_len,
-        page_size,
-        max_q_len,
-        max_kv_len,
-        mask,
-        mask_indptr,
-        o_indptr,
-        kv_chunk_size,
+    rows = PagedRows(
+        qo_indptr=qo_indptr,
+        kv_indptr=kv_indptr,
+        kv_indices=kv_indices,
+        kv_last_page_len=kv_last_page_len,
+        page_size=page_size,
+        max_q_len=max_q_len,
+        max_kv_len=max_kv_len,
+        mask=mask,
+        mask_indptr=mask_indptr,
     )
     options = ScoreOptions(scaling, sliding_window, softcap, sinks)
     attend = _attend_ragged if _library.may_read(q) else _attend_padded
-    attend(q, k_cache, v_cache, layout, options, out)
+    attend(AttendCall(q, k_cache, v_cache, rows, options), _Chunks(o_indptr, kv_chunk_size), out)
 
 
-_SCHEMA = (
+_attention = define_forms(
     "paged_attention(Tensor q, Tensor k_cache, Tensor v_cache, Tensor qo_indptr, Tensor kv_indptr,"
     " Tensor kv_indices, Tensor kv_last_page_len, int page_size, int max_q_len, int max_kv_len,"
     " float scaling, int sliding_window, float softcap, Tensor? sinks, Tensor? mask,"
-    " Tensor? mask_indptr, Tensor? o_indptr, Tensor? kv_chunk_size, Tensor(a!) out) -> ()"
+    " Tensor? mask_indptr, Tensor? o_indptr, Tensor? kv_chunk_size, Tensor(a!) out) -> ()",
+    _paged_attention,
 )
-_paged = define_forms(_SCHEMA, _paged_attention)
 
 
 def paged_attention(
-    q: torch.Tensor,
-    k_cache: torch.Tensor,
-    v_cache: torch.Tensor,
+    call: AttendCall[PagedRows],
     *,
-    qo_indptr: torch.Tensor,
-    kv_indptr: torch.Tensor,
-    kv_indices: torch.Tensor,
-    kv_last_page_len: torch.Tensor,
-    page_size: int,
-    max_q_len: int,
-    max_kv_len: int,
-    scaling: float,
-    sliding_window: int | None = None,
-    softcap: float | None = None,
-    sinks: torch.Tensor | None = None,
-    mask: torch.Tensor | None = None,
-    mask_indptr: torch.Tensor | None = None,
     o_indptr: torch.Tensor | None = None,
     kv_chunk_size: torch.Tensor | None = None,
     compiled: bool = False,
 ) -> torch.Tensor:
-    """Attend causally, or by a mask, from the last tokens of each request to its pages.
+    """Attend causally, or by a mask, from the queries of each row to its pages.
 
     Args:
-        q: ``[T, num_q_heads, head_dim]``, the requests' queries one after another.
-        k_cache: ``[num_slots, num_kv_heads, head_dim]``.
-        v_cache: ``[num_slots, num_kv_heads, v_head_dim]``; may be a view of ``k_cache``.
-        qo_indptr: ``[bs + 1]`` int32: where each request's queries begin.
-        kv_indptr: ``[bs + 1]`` int32: where each request's pages begin in ``kv_indices``.
-        kv_indices: ``[>= kv_indptr[-1]]`` int32: page numbers.
-        kv_last_page_len: ``[bs]`` int32: keys in each request's last page, 1 to ``page_size``.
-        page_size: KV slots in a page.
-        max_q_len: Bound on a request's queries.
-        max_kv_len: Bound on a request's keys.
-        scaling: Factor on the scores.
-        sliding_window: Keys that a query sees, its own included; None for all. Ignored with a mask.
-        softcap: As in `graphpact.LayerSpec`.
-        sinks: As in `graphpact.LayerSpec`.
-        mask: ``[capacity]`` uint8: ``num_q * num_kv`` bits of each request, query by query, lowest bit
-            first: which keys the query sees. FlashInfer's ``packed_custom_mask``.
-        mask_indptr: ``[bs + 1]`` int32: where each request's bytes begin in ``mask``.
-        o_indptr: ``[bs + 1]`` int32, of a plan: where each request's chunks begin in the list of chunks.
-            Keys that no chunk covers are not attended, as in a kernel with a stale plan.
+        call: Its arguments, with causal options.
+        o_indptr: ``[rows + 1]`` int32, of a plan: where each row's chunks begin in the list of chunks.
+            Keys that no chunk covers are not attended, as in a kernel with a stale plan. None without a plan.
         kv_chunk_size: ``[1]`` int32, of a plan: keys in a chunk.
         compiled: Whether the C++ kernel attends, which `graphpact_kernels.compiled.load` has loaded.
 
@@ -294,25 +267,29 @@ def paged_attention(
 
     Raises:
         KernelRefusal: The index tensors contradict each other or the bounds (checked on a CPU).
+        ValueError: The options are not causal.
     """
-    out = q.new_empty((q.shape[0], q.shape[1], v_cache.shape[2]))
-    _paged[compiled](
-        q,
-        k_cache,
-        v_cache,
-        qo_indptr,
-        kv_indptr,
-        kv_indices,
-        kv_last_page_len,
-        page_size,
-        max_q_len,
-        max_kv_len,
-        scaling,
-        sliding_window or 0,
-        softcap or 0.0,
-        sinks,
-        mask,
-        mask_indptr,
+    rows, options = call.rows, call.options
+    if not options.is_causal:
+        raise ValueError("paged_attention is causal: pass a mask to show a query other keys")
+    out = call.new_output()
+    _attention[compiled](
+        call.q,
+        call.k_cache,
+        call.v_cache,
+        rows.qo_indptr,
+        rows.kv_indptr,
+        rows.kv_indices,
+        rows.kv_last_page_len,
+        rows.page_size,
+        rows.max_q_len,
+        rows.max_kv_len,
+        options.scaling,
+        options.sliding_window,
+        options.softcap,
+        options.sinks,
+        rows.mask,
+        rows.mask_indptr,
         o_indptr,
         kv_chunk_size,
         out,

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from compiled_kernels import needs_compiled
 from graphpact_kernels import fill_paged_indices, page_table_attention, paged_attention, write_kv_cache
 from graphpact_kernels.compiled import build, linear
+from kernel_calls import page_table_call, paged_call
 
 EXAMPLES = settings(derandomize=True, max_examples=100)
 INT = {"dtype": torch.int32}
@@ -132,9 +133,10 @@ def test_paged_attention_equals_the_portable_kernel(
         "max_kv_len": 300,
         **options,
     }
+    chunks = {}
     if planned is not None:  # one chunk of each request
-        arguments["kv_chunk_size"] = torch.tensor([planned], **INT)
-        arguments["o_indptr"] = torch.arange(len(index["lengths"]) + 1, **INT)
+        chunks["kv_chunk_size"] = torch.tensor([planned], **INT)
+        chunks["o_indptr"] = torch.arange(len(index["lengths"]) + 1, **INT)
     if mask is not None:
         num_q = index["offsets"].diff().tolist()
         sizes = [-(-q * kv // 8) for q, kv in zip(num_q, index["lengths"].tolist(), strict=True)]
@@ -143,11 +145,12 @@ def test_paged_attention_equals_the_portable_kernel(
         arguments["mask"] = (
             bits.to(torch.uint8)[:, 0].clone() if mask == "dense" else bits.to(torch.uint8)[:, 0]
         )
-    expected = paged_attention(*tensors, **arguments)
+    call = paged_call(*tensors, **arguments)
+    expected = paged_attention(call, **chunks)
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
-        got = paged_attention(*tensors, **arguments, compiled=True)
+        got = paged_attention(call, **chunks, compiled=True)
     finally:
         torch.set_num_threads(before)
     torch.testing.assert_close(got, expected, **tolerance(got.dtype), equal_nan=True)
@@ -167,13 +170,15 @@ def test_page_table_attention_equals_the_portable_kernel(
         "cache_seqlens": index["lengths"],
         "max_seqlen_q": 300,
         "page_table": wide[:, : index["page_table"].shape[1]],
-        "causal": causal,
+        "is_causal": causal,
+        "with_lse": True,
         **options,
     }
     results = []
     for compiled in (False, True):
         lse = tensors[0].new_full(tensors[0].shape[:2], float("nan"))
-        results.append((page_table_attention(*tensors, **arguments, lse=lse, compiled=compiled), lse))
+        call = page_table_call(*tensors, **arguments)
+        results.append(page_table_attention(call, lse=lse, compiled=compiled))
     for got, expected in zip(results[1], results[0], strict=True):
         torch.testing.assert_close(got, expected, **tolerance(got.dtype))
 
@@ -195,8 +200,8 @@ def test_narrow_numbers_are_summed_in_float32(dtype: torch.dtype, num_q: int) ->
         "max_q_len": 300,
         "max_kv_len": 300,
     }
-    exact = paged_attention(*(t.double() for t in tensors), **arguments)
-    got = paged_attention(*tensors, **arguments, compiled=True)
+    exact = paged_attention(paged_call(*(t.double() for t in tensors), **arguments))
+    got = paged_attention(paged_call(*tensors, **arguments), compiled=True)
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(got.double(), exact, rtol=step, atol=step / 8)
 
@@ -205,16 +210,17 @@ def test_a_row_does_not_depend_on_other_requests() -> None:
     """The result of a request is bitwise the same alone and in a batch."""
     kinds = {"page_size": 16, "heads": (4, 2), "dims": (32, 32), "dtype": torch.float32, "by_head": False}
     tensors, index = paged_problem([3, 90, 1], [70, 90, 129], **kinds, seed=5)
-    options = {"page_size": 16, "max_seqlen_q": 300, "scaling": 0.2, "compiled": True}
-    together = page_table_attention(
+    options = {"page_size": 16, "max_seqlen_q": 300, "scaling": 0.2}
+    call = page_table_call(
         *tensors,
         cu_seqlens_q=index["offsets"],
         cache_seqlens=index["lengths"],
         page_table=index["page_table"],
         **options,
     )
+    together, _ = page_table_attention(call, compiled=True)
     for row, (start, end) in enumerate(itertools.pairwise(index["offsets"].tolist())):
-        alone = page_table_attention(
+        call = page_table_call(
             tensors[0][start:end],
             *tensors[1:],
             cu_seqlens_q=torch.tensor([0, end - start], **INT),
@@ -222,6 +228,7 @@ def test_a_row_does_not_depend_on_other_requests() -> None:
             page_table=index["page_table"][row : row + 1],
             **options,
         )
+        alone, _ = page_table_attention(call, compiled=True)
         assert torch.equal(alone, together[start:end])
 
 
@@ -234,25 +241,30 @@ def test_a_page_outside_the_cache_is_refused(page: int, num_q: int) -> None:
     assert len(tensors[1]) == 5 * 16
     for tensor in (index["kv_indices"], index["page_table"].view(-1)):
         tensor[3] = page
-    options = {"page_size": 16, "scaling": 0.2, "compiled": True}
+    options = {"page_size": 16, "scaling": 0.2}
     with pytest.raises(IndexError, match=f"index out of range: page {page} of a request"):
         paged_attention(
-            *tensors,
-            qo_indptr=index["offsets"],
-            kv_indptr=index["kv_indptr"],
-            **{name: index[name] for name in ("kv_indices", "kv_last_page_len")},
-            max_q_len=300,
-            max_kv_len=300,
-            **options,
+            paged_call(
+                *tensors,
+                qo_indptr=index["offsets"],
+                **{name: index[name] for name in ("kv_indptr", "kv_indices", "kv_last_page_len")},
+                max_q_len=300,
+                max_kv_len=300,
+                **options,
+            ),
+            compiled=True,
         )
     with pytest.raises(IndexError, match=f"index out of range: page {page} of a request"):
         page_table_attention(
-            *tensors,
-            cu_seqlens_q=index["offsets"],
-            cache_seqlens=index["lengths"],
-            max_seqlen_q=300,
-            page_table=index["page_table"],
-            **options,
+            page_table_call(
+                *tensors,
+                cu_seqlens_q=index["offsets"],
+                cache_seqlens=index["lengths"],
+                max_seqlen_q=300,
+                page_table=index["page_table"],
+                **options,
+            ),
+            compiled=True,
         )
 
 
@@ -318,24 +330,30 @@ def test_a_page_of_no_keys_is_refused() -> None:
     """A page size of 0 is an error, not a crash of the process."""
     kinds = {"page_size": 16, "heads": (4, 2), "dims": (32, 32), "dtype": torch.float32, "by_head": False}
     tensors, index = paged_problem([1], [50], **kinds, seed=5)
-    options = {"page_size": 0, "scaling": 0.2, "compiled": True}
+    options = {"page_size": 0, "scaling": 0.2}
     with pytest.raises((RuntimeError, ZeroDivisionError)):  # the portable kernel's
         paged_attention(
-            *tensors,
-            qo_indptr=index["offsets"],
-            **{name: index[name] for name in ("kv_indptr", "kv_indices", "kv_last_page_len")},
-            max_q_len=300,
-            max_kv_len=300,
-            **options,
+            paged_call(
+                *tensors,
+                qo_indptr=index["offsets"],
+                **{name: index[name] for name in ("kv_indptr", "kv_indices", "kv_last_page_len")},
+                max_q_len=300,
+                max_kv_len=300,
+                **options,
+            ),
+            compiled=True,
         )
     with pytest.raises((RuntimeError, ZeroDivisionError)):
         page_table_attention(
-            *tensors,
-            cu_seqlens_q=index["offsets"],
-            cache_seqlens=index["lengths"],
-            max_seqlen_q=300,
-            page_table=index["page_table"],
-            **options,
+            page_table_call(
+                *tensors,
+                cu_seqlens_q=index["offsets"],
+                cache_seqlens=index["lengths"],
+                max_seqlen_q=300,
+                page_table=index["page_table"],
+                **options,
+            ),
+            compiled=True,
         )
     with pytest.raises(RuntimeError, match="page_size is 0"):
         fill_paged_indices(

@@ -15,9 +15,9 @@ from torch.nn import functional
 from compiled_kernels import COMPILED
 from graphpact.errors import KernelRefusal
 from graphpact_kernels import pack_kv_indices, paged_attention, write_kv_cache
-from graphpact_kernels._attend import ScoreOptions
 from graphpact_kernels.indices import _pack_padded
-from graphpact_kernels.paged_attention import _attend_padded, _Layout
+from graphpact_kernels.paged_attention import _attend_padded, _Chunks
+from kernel_calls import paged_call
 
 EXAMPLES = settings(derandomize=True, max_examples=150)
 NAN = float("nan")
@@ -25,8 +25,8 @@ PATHS = ("cpu", "elsewhere", *COMPILED)
 
 
 @dataclass
-class PagedCall:
-    """One call of the attention kernel, with the KV slots of each request."""
+class PagedProblem:
+    """A call of the attention kernel, with the KV slots of each request."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -39,17 +39,12 @@ class PagedCall:
     def run(self, path: str = "cpu", **changes: Any) -> torch.Tensor:
         """Return the kernel's result on the CPU path, from C++, or on the path of other devices."""
         arguments = self.arguments | changes
+        chunks = {name: arguments.pop(name, None) for name in ("o_indptr", "kv_chunk_size")}
+        call = paged_call(self.q, self.k_cache, self.v_cache, **arguments)
         if path in ("cpu", "compiled"):
-            caches = self.k_cache, self.v_cache
-            return paged_attention(self.q, *caches, **arguments, compiled=path == "compiled")
-        out = self.q.new_full((*self.q.shape[:2], self.v_cache.shape[2]), NAN)
-        options = ScoreOptions(
-            arguments.pop("scaling"),
-            arguments.pop("sliding_window") or 0,
-            arguments.pop("softcap") or 0.0,
-            arguments.pop("sinks"),
-        )
-        _attend_padded(self.q, self.k_cache, self.v_cache, _Layout(**arguments), options, out)
+            return paged_attention(call, **chunks, compiled=path == "compiled")
+        out = call.new_output().fill_(NAN)
+        _attend_padded(call, _Chunks(**chunks), out)
         return out
 
     def reference(self, sees: Callable[[int, int, int], bool] | None = None) -> torch.Tensor:
@@ -100,7 +95,7 @@ def _problem(
     decode: bool = False,
     spare: int = 0,
     seed: int = 0,
-) -> PagedCall:
+) -> PagedProblem:
     """Return a random problem; KV slots that no request owns hold poison."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -123,7 +118,7 @@ def _problem(
         v_cache[slots[-1]] = random(length, heads[1], v_head_dim)
     unused = torch.full((spare,), total_pages + 1)  # valid numbers of a page with poison
     int32 = {"dtype": torch.int32}
-    return PagedCall(
+    return PagedProblem(
         q=random(sum(num_q), heads[0], head_dim),
         k_cache=k_cache,
         v_cache=v_cache,
@@ -149,7 +144,7 @@ def _problem(
 @st.composite
 def _problems(
     draw: st.DrawFn, *, decode: bool, dtypes: Sequence[torch.dtype] = (torch.float64,)
-) -> PagedCall:
+) -> PagedProblem:
     bs = draw(st.integers(1, 4))
     num_q = [1] * bs if decode else draw(st.lists(st.integers(1, 5), min_size=bs, max_size=bs))
     return _problem(
@@ -174,20 +169,20 @@ def _problems(
 
 @EXAMPLES
 @given(problem=_problems(decode=True), path=st.sampled_from(PATHS))
-def test_decode_equals_a_plain_reference(problem: PagedCall, path: str) -> None:
+def test_decode_equals_a_plain_reference(problem: PagedProblem, path: str) -> None:
     """With one query per request, either path attends to exactly the keys of the request."""
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
 
 
 @EXAMPLES
 @given(problem=_problems(decode=False), path=st.sampled_from(PATHS))
-def test_extend_equals_a_plain_reference(problem: PagedCall, path: str) -> None:
+def test_extend_equals_a_plain_reference(problem: PagedProblem, path: str) -> None:
     """With ragged new tokens over cached prefixes, either path attends causally within each request."""
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
 
 
 @st.composite
-def _with_blind_queries(draw: st.DrawFn) -> tuple[PagedCall, torch.Tensor]:
+def _with_blind_queries(draw: st.DrawFn) -> tuple[PagedProblem, torch.Tensor]:
     """Draw a problem with a mask or a plan, or both, that hide all keys from some queries; and the result."""
     dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
     problem = draw(_problems(decode=False, dtypes=dtypes))
@@ -230,7 +225,7 @@ def _packed(bits: torch.Tensor) -> torch.Tensor:
 
 @EXAMPLES
 @given(drawn=_with_blind_queries())
-def test_a_query_that_sees_no_key_gives_zeros(drawn: tuple[PagedCall, torch.Tensor]) -> None:
+def test_a_query_that_sees_no_key_gives_zeros(drawn: tuple[PagedProblem, torch.Tensor]) -> None:
     """Every path agrees with float64, whatever hides the keys: caps, sinks, windows, masks, plans, dtypes."""
     problem, expected = drawn
     near = 1e-9 if problem.q.dtype is torch.float64 else 4 * torch.finfo(problem.q.dtype).eps
@@ -268,7 +263,7 @@ def test_every_call_answers_for_what_its_tensors_hold_now(path: str) -> None:
 
 @EXAMPLES
 @given(problem=_problems(decode=True))
-def test_decode_and_extend_agree(problem: PagedCall) -> None:
+def test_decode_and_extend_agree(problem: PagedProblem) -> None:
     """With one query per request, the decode path and the extend path give equal results."""
     expected = problem.run()
     for path in PATHS:

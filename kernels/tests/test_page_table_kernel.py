@@ -19,8 +19,10 @@ from graphpact_kernels import (
     schedule_attention,
     schedule_size,
 )
-from graphpact_kernels._attend import Keys, ScoreOptions, attend_padded, own_slots
-from graphpact_kernels.page_table_attention import BLOCK
+from graphpact_kernels._attend import attend_padded
+from graphpact_kernels.page_table_attention import _keys
+from graphpact_kernels.schedule import BLOCK
+from kernel_calls import page_table_call
 
 EXAMPLES = settings(derandomize=True, max_examples=100)
 NAN, NONE = float("nan"), float("-inf")
@@ -31,8 +33,8 @@ TIGHT = {"rtol": 1e-9, "atol": 1e-9}
 
 
 @dataclass
-class PageTableCall:
-    """One call of the kernel, with the KV slots of each request."""
+class PageTableProblem:
+    """A call of the kernel, with the KV slots of each request."""
 
     q: torch.Tensor
     k_cache: torch.Tensor
@@ -43,29 +45,17 @@ class PageTableCall:
 
     def run(self, path: str = "cpu", **changes: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and log-sum-exp on the CPU path, from C++, or on the path of other devices."""
-        a = self.arguments | changes
-        dtype = torch.promote_types(self.q.dtype, torch.float32)
-        lse = self.q.new_full(self.q.shape[:2], NAN, dtype=dtype)
-        if path in ON_CPU:
-            tensors = self.q, self.k_cache, self.v_cache
-            return page_table_attention(*tensors, **a, lse=lse, compiled=path == "compiled"), lse
-        out = self.q.new_full((*self.q.shape[:2], self.v_cache.shape[2]), NAN)
-        size, table, lens = a["page_size"], a["page_table"], a["cache_seqlens"].long()
-        slots = (table[:, :, None] * size + torch.arange(size)).flatten(1)
-        planned = None
-        if a.get("scheduler_metadata") is not None:
-            width = -(-len(lens) // 4) * 4
-            planned = a["scheduler_metadata"][1 + width :][: len(lens)] * BLOCK
-        keys = Keys(own_slots(slots, lens), lens, planned)
-        options = ScoreOptions(
-            a["scaling"],
-            a["sliding_window"] or 0,
-            a["softcap"] or 0.0,
-            a["sinks"],
-            is_causal=a["causal"],
+        call = page_table_call(
+            self.q, self.k_cache, self.v_cache, **(self.arguments | changes), with_lse=True
         )
-        caches = self.k_cache, self.v_cache
-        attend_padded(self.q, *caches, a["cu_seqlens_q"], keys, a["max_seqlen_q"], options, out, lse=lse)
+        lse = call.new_lse().fill_(NAN)
+        if path in ON_CPU:
+            out, returned = page_table_attention(call, lse=lse, compiled=path == "compiled")
+            assert returned is lse
+            return out, lse
+        out, rows = call.new_output().fill_(NAN), call.rows
+        keys = _keys(rows, rows.page_table, call.schedule)
+        attend_padded(call, rows.cu_seqlens_q, keys, rows.max_seqlen_q, out, lse=lse)
         return out, lse
 
     def reference(self, planned: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -87,7 +77,7 @@ class PageTableCall:
                 seen = [
                     slot
                     for j, slot in enumerate(slots)
-                    if (not a["causal"] or j <= at)
+                    if (not a["is_causal"] or j <= at)
                     and (not a["sliding_window"] or j > at - a["sliding_window"])
                     and (planned is None or j < planned[r])
                 ]
@@ -116,7 +106,7 @@ def make_problem(
     head_dim: int = 4,
     v_head_dim: int = 4,
     latent: bool = False,
-    causal: bool = True,
+    is_causal: bool = True,
     sliding_window: int | None = None,
     softcap: float | None = None,
     sinks: bool = False,
@@ -124,7 +114,7 @@ def make_problem(
     num_unowned: int = 0,
     spare: int = 0,
     seed: int = 0,
-) -> PageTableCall:
+) -> PageTableProblem:
     """Return a random problem; unowned KV slots and unused entries of the page table hold poison."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -148,7 +138,7 @@ def make_problem(
         k_cache[slots[-1]] = random(length, heads[1], head_dim)
         if not latent:
             v_cache[slots[-1]] = random(length, heads[1], v_head_dim)
-    return PageTableCall(
+    return PageTableProblem(
         q=random(sum(num_q) + num_unowned, heads[0], head_dim),
         k_cache=k_cache,
         v_cache=v_cache,
@@ -161,7 +151,7 @@ def make_problem(
             "page_size": page_size,
             "max_seqlen_q": max(1, *num_q, *num_q) if num_q else 1,
             "scaling": 1 / math.sqrt(head_dim),
-            "causal": causal,
+            "is_causal": is_causal,
             "sliding_window": sliding_window,
             "softcap": softcap,
             "sinks": random(heads[0]) if sinks else None,
@@ -178,7 +168,7 @@ def assert_same(
 
 
 @st.composite
-def problems(draw: st.DrawFn, **fixed: Any) -> PageTableCall:
+def problems(draw: st.DrawFn, **fixed: Any) -> PageTableProblem:
     """Draw a problem: ragged or uniform queries, rows without keys or queries, windows, sinks, caps."""
     bs = draw(st.integers(1, 4))
     counts = st.lists(st.integers(0, 5), min_size=bs, max_size=bs)
@@ -189,7 +179,7 @@ def problems(draw: st.DrawFn, **fixed: Any) -> PageTableCall:
         "heads": draw(st.sampled_from([(1, 1), (3, 3), (4, 2), (4, 1)])),
         "head_dim": draw(st.sampled_from([4, 8])),
         "v_head_dim": draw(st.sampled_from([2, 4])),
-        "causal": draw(st.booleans()),
+        "is_causal": draw(st.booleans()),
         "sliding_window": draw(st.sampled_from([None, None, 1, 2, 7, 100])),
         "softcap": draw(st.sampled_from([None, None, 0.5, 30.0])),
         "sinks": draw(st.booleans()),
@@ -205,7 +195,7 @@ def problems(draw: st.DrawFn, **fixed: Any) -> PageTableCall:
 
 @EXAMPLES
 @given(problem=problems(), path=st.sampled_from(PATHS))
-def test_output_and_log_sum_exp_equal_a_plain_reference(problem: PageTableCall, path: str) -> None:
+def test_output_and_log_sum_exp_equal_a_plain_reference(problem: PageTableProblem, path: str) -> None:
     """Each query attends to the visible keys of its row; without keys or a request its output is zero."""
     assert_same(problem.run(path), problem.reference(), **TIGHT)
 
@@ -215,7 +205,7 @@ def test_output_and_log_sum_exp_equal_a_plain_reference(problem: PageTableCall, 
     problem=problems(heads=(4, 1), head_dim=8, v_head_dim=4, latent=True),
     path=st.sampled_from(PATHS),
 )
-def test_latents_equal_a_plain_reference(problem: PageTableCall, path: str) -> None:
+def test_latents_equal_a_plain_reference(problem: PageTableProblem, path: str) -> None:
     """If values are views of their keys, the result equals the reference too."""
     assert_same(problem.run(path), problem.reference(), **TIGHT)
 
@@ -232,7 +222,7 @@ def test_a_request_without_any_query(path: str, latent: bool) -> None:  # noqa: 
 @pytest.mark.parametrize("path", PATHS)
 def test_other_dtypes(dtype: torch.dtype, path: str) -> None:
     """The output has the dtype of the queries, the log-sum-exp is float32; both are near the reference."""
-    for extra in ({}, {"softcap": 5.0, "causal": False}, {"sinks": True, "sliding_window": 3}):
+    for extra in ({}, {"softcap": 5.0, "is_causal": False}, {"sinks": True, "sliding_window": 3}):
         problem = make_problem(num_q=[3, 1, 4], num_kv=[3, 10, 9], heads=(4, 2), dtype=dtype, **extra)
         out, lse = problem.run(path)
         assert out.dtype is dtype
@@ -263,17 +253,17 @@ def test_without_a_request_every_row_is_zero(path: str) -> None:
 
 _CONTRADICTIONS: dict[str, tuple[dict[str, Any], str]] = {
     "more offsets than rows": ({"cu_seqlens_q": torch.tensor([0, 2, 5, 5], **INT)}, "2 rows"),
-    "a length too many": ({"cache_seqlens": torch.tensor([6, 4, 1], **INT)}, "cache_seqlens 3"),
+    "a length too many": ({"cache_seqlens": torch.tensor([6, 4, 1], **INT)}, r"cache_seqlens 2 \(it has 3\)"),
     "offsets past the queries": ({"cu_seqlens_q": torch.tensor([0, 2, 6], **INT)}, "q has 5 rows"),
     "offsets that decrease": ({"cu_seqlens_q": torch.tensor([0, 3, 2], **INT)}, r"\[0, 3, 2\]"),
     "offsets that begin later": ({"cu_seqlens_q": torch.tensor([1, 2, 5], **INT)}, r"\[1, 2, 5\]"),
     "more queries than the bound": ({"max_seqlen_q": 2}, "request 1: 3 queries, max_seqlen_q is 2"),
     "more keys than the table": ({"cache_seqlens": torch.tensor([7, 4], **INT)}, "has room for 6"),
     "a negative length": ({"cache_seqlens": torch.tensor([6, -1], **INT)}, "request 1: -1 keys"),
-    "a schedule too short": ({"scheduler_metadata": torch.zeros(16, **INT)}, "at least 17 numbers"),
-    "a semaphore that is set": ({"scheduler_metadata": torch.eye(17, **INT)[0]}, "begin with 0"),
+    "a schedule too short": ({"schedule": torch.zeros(16, **INT)}, "at least 17 numbers"),
+    "a semaphore that is set": ({"schedule": torch.eye(17, **INT)[0]}, "begin with 0"),
     "a schedule with more requests": (
-        {"scheduler_metadata": torch.eye(40, **INT)[30]},
+        {"schedule": torch.eye(40, **INT)[30]},
         "zeros after those of the requests",
     ),
 }
@@ -292,7 +282,7 @@ def test_contradictions_are_refused_on_a_cpu(name: str, path: str) -> None:
 # -- the schedule ----------------------------------------------------------------------------------
 
 
-def schedule_of(problem: PageTableCall, size: int | None = None, path: str = "cpu") -> torch.Tensor:
+def schedule_of(problem: PageTableProblem, size: int | None = None, path: str = "cpu") -> torch.Tensor:
     """Return the schedule of a problem, in memory with other contents before."""
     a = problem.arguments
     out = torch.full((size or schedule_size(len(problem.num_q)),), 77, **INT)
@@ -302,7 +292,7 @@ def schedule_of(problem: PageTableCall, size: int | None = None, path: str = "cp
 
 @EXAMPLES
 @given(problem=problems(), spare=st.integers(0, 9), path=st.sampled_from(ON_CPU))
-def test_a_schedule_counts_blocks_and_leaves_zeros(problem: PageTableCall, spare: int, path: str) -> None:
+def test_a_schedule_counts_blocks_and_leaves_zeros(problem: PageTableProblem, spare: int, path: str) -> None:
     """A schedule has a 0, the query blocks and key blocks of each request, and zeros to its end."""
     bs = len(problem.num_q)
     assert schedule_size(bs) == 1 + 4 * math.ceil(bs / 4) * 4
@@ -316,19 +306,19 @@ def test_a_schedule_counts_blocks_and_leaves_zeros(problem: PageTableCall, spare
 
 @EXAMPLES
 @given(problem=problems(), path=st.sampled_from(PATHS))
-def test_a_right_schedule_changes_nothing(problem: PageTableCall, path: str) -> None:
+def test_a_right_schedule_changes_nothing(problem: PageTableProblem, path: str) -> None:
     """The schedule of its own step does not change the result of a call."""
-    assert_same(problem.run(path, scheduler_metadata=schedule_of(problem)), problem.run(path), **TIGHT)
+    assert_same(problem.run(path, schedule=schedule_of(problem)), problem.run(path), **TIGHT)
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("causal", [True, False])
 def test_keys_that_a_stale_schedule_lacks_are_not_attended(path: str, *, causal: bool) -> None:
     """With the schedule of an earlier, shorter step, newer key blocks are not attended."""
-    kinds = {"num_q": [1, 2], "page_size": 3, "causal": causal}
+    kinds = {"num_q": [1, 2], "page_size": 3, "is_causal": causal}
     before = make_problem(num_kv=[15, 40], **kinds)
     now = make_problem(num_kv=[37, 45], **kinds)
-    stale = now.run(path, scheduler_metadata=schedule_of(before))
+    stale = now.run(path, schedule=schedule_of(before))
     assert_same(stale, now.reference(planned=[BLOCK, 3 * BLOCK]), **TIGHT)
     assert not torch.allclose(stale[0], now.reference()[0])
 
@@ -380,8 +370,8 @@ def test_the_page_table_has_pages_and_scratch_behind_them(
 
 
 @EXAMPLES
-@given(problem=problems(causal=False, sliding_window=None, sinks=False, page_size=1), data=st.data())
-def test_two_halves_merge_to_the_whole(problem: PageTableCall, data: st.DataObject) -> None:
+@given(problem=problems(is_causal=False, sliding_window=None, sinks=False, page_size=1), data=st.data())
+def test_two_halves_merge_to_the_whole(problem: PageTableProblem, data: st.DataObject) -> None:
     """Attention over two disjoint sets of keys, even empty ones, merges to attention over their union."""
     a = problem.arguments
     lens = a["cache_seqlens"]

@@ -16,8 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from graphpact_kernels import _triton, fill_page_table, fill_paged_indices, schedule_attention, schedule_size
-from graphpact_kernels.indices import _fill_page_table, _fill_paged_indices
-from graphpact_kernels.page_table_attention import _schedule_attention
+from graphpact_kernels.indices import _fill_page_table, _fill_paged_indices, _schedule_attention
 
 HERE = Path(__file__).parent
 INT = {"dtype": torch.int32}

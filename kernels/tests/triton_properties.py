@@ -18,7 +18,6 @@ import triton.language as tl
 
 from graphpact.errors import KernelRefusal
 from graphpact_kernels import _library, _triton_indices, indices, schedule_size
-from graphpact_kernels.page_table_attention import _schedule_attention
 
 EXAMPLES = settings(
     derandomize=True,
@@ -135,7 +134,7 @@ def test_a_schedule_equals_the_portable_kernel(queries: list[int], spare: int, d
     keys = data.draw(st.lists(st.integers(0, 300), min_size=bs, max_size=bs))
     offsets = torch.tensor([0, *queries], **INT).cumsum(0).to(**INT)
     results = []
-    for schedule in (_schedule_attention, _triton_indices.schedule_attention):
+    for schedule in (indices._schedule_attention, _triton_indices.schedule_attention):
         memory, out = guarded(schedule_size(bs) + spare)
         schedule(offsets, torch.tensor(keys, **INT), out)
         results.append(memory.tolist())
@@ -150,13 +149,13 @@ def test_sizes_that_do_not_agree_are_refused() -> None:
         return torch.zeros(size * step, **INT)[::step]
 
     fill = _triton_indices.fill_paged_indices
-    with pytest.raises(KernelRefusal, match="2 rows of 2 requests: kv_indptr has 2 entries"):
+    with pytest.raises(KernelRefusal, match="2 rows of 2 requests: kv_indptr has 2 entries, it needs 3"):
         fill(table, rows, lens, None, 1, 0, 1, new(2), new(9), new(2))
-    with pytest.raises(KernelRefusal, match=r"2 rows of 2 requests: .* num_q 1"):
+    with pytest.raises(KernelRefusal, match="num_q has 1 entries, it needs 2"):
         fill(table, rows, lens, lens[:1], 1, 0, 1, new(3), new(9), new(2))
     with pytest.raises(KernelRefusal, match=r"kv_indices has strides \(2,\)"):
         fill(table, rows, lens, None, 1, 0, 1, new(3), new(9, 2), new(2))
-    with pytest.raises(KernelRefusal, match="page_table has 3 rows, req_pool_indices 2"):
+    with pytest.raises(KernelRefusal, match="3 rows of page_table: req_pool_indices has 2 entries"):
         _triton_indices.fill_page_table(table, rows, lens, 0, 1, new(2), None, new(12).view(3, 4))
-    with pytest.raises(KernelRefusal, match="cu_seqlens_q has 3 entries, the schedule 8; it needs 17"):
+    with pytest.raises(KernelRefusal, match="2 requests: schedule has 8 entries, it needs 17"):
         _triton_indices.schedule_attention(new(3), new(2), new(8))

@@ -1,7 +1,6 @@
 """Lanes whose index tensors Triton's interpreter fills; ``test_triton_lanes.py`` runs them in a process."""
 
 import os
-import sys
 from typing import Any
 
 import pytest
@@ -14,19 +13,14 @@ from graphpact_conformance.world.lanes import Config, configs_of
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_kernels import _triton_indices, define_kernel, indices
-from graphpact_kernels.page_table_attention import _SCHEDULE
 from graphpact_trtllm_mla import TRTLLMMLABackend
 from oracle_kit import hold_to_oracle
 
-# Where each kernel's forms are, the portable one first, and its schema.
+# The name of each kernel's forms in `indices`, the portable one first, and its schema.
 KERNELS = {
-    "fill_paged_indices": (indices, "_fill_indices", indices._FILL_INDICES),
-    "fill_page_table": (indices, "_fill_table", indices._FILL_TABLE),
-    "schedule_attention": (
-        sys.modules["graphpact_kernels.page_table_attention"],
-        "_schedule",
-        _SCHEDULE,
-    ),
+    "fill_paged_indices": ("_fill_indices", indices._FILL_INDICES),
+    "fill_page_table": ("_fill_table", indices._FILL_TABLE),
+    "schedule_attention": ("_schedule", indices._SCHEDULE),
 }
 LANES = [
     pytest.param(backend, config, kernels, id=f"{backend.__name__}-{config}")
@@ -52,15 +46,15 @@ def _interpreted(name: str, schema: str) -> Any:
     return define_kernel(schema, fill, namespace="interpreted")
 
 
-OPERATORS = {name: _interpreted(name, schema) for name, (_, _, schema) in KERNELS.items()}
+OPERATORS = {name: _interpreted(name, schema) for name, (_, schema) in KERNELS.items()}
 
 
 @pytest.fixture(autouse=True)
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let the Triton kernels fill, as on a GPU."""
-    for name, (module, attribute, _) in KERNELS.items():
-        _, compiled = getattr(module, attribute)
-        monkeypatch.setattr(module, attribute, (OPERATORS[name], compiled))
+    for name, (attribute, _) in KERNELS.items():
+        _, compiled = getattr(indices, attribute)
+        monkeypatch.setattr(indices, attribute, (OPERATORS[name], compiled))
     calls.clear()
 
 

@@ -7,7 +7,7 @@
 
 namespace graphpact {
 
-constexpr int64_t kScheduleBlock = 16;  // BLOCK of graphpact_kernels.page_table_attention
+constexpr int64_t kScheduleBlock = 16;  // BLOCK of graphpact_kernels.schedule
 
 // The length of a vector of the schedule, which has one number for each of `bs` requests.
 inline int64_t schedule_width(int64_t bs) { return (bs + 3) / 4 * 4; }

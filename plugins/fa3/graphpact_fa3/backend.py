@@ -11,6 +11,7 @@ Does not: attend; see `graphpact_fa3.kernels`.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -28,10 +29,13 @@ from graphpact import (
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout, new_kv
 from graphpact.buffers import SlotRole
-from graphpact_fa3.kernels import CompiledKernels, FA3Kernels, NativeKernels, PortableKernels
+from graphpact_fa3.kernels import CompiledKernels, FA3Kernels, PortableKernels
 from graphpact_fa3.metadata import FA3Metadata, KeyRows, TreeMetadata
+from graphpact_fa3.native import NativeKernels
 from graphpact_fa3.tree import fill_tree
 from graphpact_kernels import (
+    PageTableCall,
+    ScoreOptions,
     fill_page_table,
     merge_states,
     schedule_size,
@@ -190,49 +194,39 @@ class FA3Backend(AttentionBackend):
         if new is not None:
             where = metadata.out_cache_loc
             write_kv_cache(*new, k_cache, v_cache, where, compiled=self.kernels.compiled)
-        inputs, sinks = (q, k_cache, v_cache), layer.sinks
-        tree, window, with_lse = metadata.tree, layer.sliding_window, sinks is not None
-        out: torch.Tensor
-        lse: torch.Tensor | None
-        if tree is None:
-            out, lse = self.kernels.attend(
-                *inputs,
-                metadata,
-                layer,
-                causal=True,
-                window=window,
-                schedule=_schedule_of(metadata) if window is None else None,
-                with_lse=with_lse,
-            )
-        elif window is None:
-            out, lse = self._attend_cascade(inputs, layer, metadata, tree)
+        tree, window, sinks = metadata.tree, layer.sliding_window, layer.sinks
+        is_cascade = tree is not None and window is None
+        call = PageTableCall(
+            q,
+            k_cache,
+            v_cache,
+            rows=metadata if tree is None or window is None else tree.windows[window],
+            options=ScoreOptions(
+                layer.scaling,
+                # A tree's rows have only the keys that their queries see.
+                sliding_window=0 if window is None or tree is not None else window,
+                softcap=layer.softcap or 0.0,
+                is_causal=tree is None,
+            ),
+            schedule=_schedule_of(metadata) if window is None else None,
+            with_lse=is_cascade or sinks is not None,
+        )
+        if tree is not None and is_cascade:
+            out, lse = self._attend_cascade(call, tree.drafts)
         else:
-            rows = tree.windows[window]
-            out, lse = self.kernels.attend(*inputs, rows, layer, causal=False, with_lse=with_lse)
+            out, lse = self.kernels.attend(call)
         if sinks is None or lse is None:
             return out
         # A sink takes its share of the weights of all keys once, so it is not passed to parts of a cascade.
         return (out * torch.sigmoid(lse - sinks)[..., None]).to(out.dtype)
 
     def _attend_cascade(
-        self,
-        inputs: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-        layer: LayerSpec,
-        metadata: FA3Metadata,
-        tree: TreeMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the attention over the sequence and the visible drafts, with its log-sum-exp."""
-        attend = self.kernels.attend
-        shared, lse = attend(
-            *inputs,
-            metadata,
-            layer,
-            causal=False,
-            schedule=_schedule_of(metadata),
-            with_lse=True,
-        )
-        own, own_lse = attend(*inputs, tree.drafts, layer, causal=False, with_lse=True)
-        assert lse is not None  # noqa: S101  with_lse is True
+        self, call: PageTableCall[KeyRows], drafts: KeyRows
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Return the attention over the sequence, which ``call`` has, and the visible drafts."""
+        shared, lse = self.kernels.attend(call)
+        own, own_lse = self.kernels.attend(replace(call, rows=drafts, schedule=None))
+        assert lse is not None  # noqa: S101  call.with_lse
         assert own_lse is not None  # noqa: S101
         return merge_states(shared, lse, own, own_lse), torch.logaddexp(lse, own_lse)
 

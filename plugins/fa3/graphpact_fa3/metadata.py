@@ -8,27 +8,18 @@ from dataclasses import dataclass, field
 import torch
 
 from graphpact import bounded
+from graphpact_kernels import PageTableRows
 
 
 @dataclass(slots=True, kw_only=True)
-class KeyRows:
-    """The index tensors of one kernel call: the queries of each row, and the keys that they see.
+class KeyRows(PageTableRows):
+    """The index tensors of one kernel call; the page table has 0, scratch, past the last page of a row.
 
     Args:
-        cu_seqlens_q: ``[rows + 1]`` int32: where each row's queries begin.
-        cache_seqlens: ``[rows]`` int32: keys of each row.
-        page_table: ``[rows, pages]`` int32: the pages of each row; 0, scratch, past its last.
-        page_size: KV slots in a page.
-        max_seqlen_q: Bound on the queries of a row.
-        max_seqlen_k: Bound on its keys.
+        max_seqlen_k: Bound on the keys of a row.
         is_ragged: Whether there may be queries past the last offset, which belong to no row.
     """
 
-    cu_seqlens_q: torch.Tensor
-    cache_seqlens: torch.Tensor
-    page_table: torch.Tensor
-    page_size: int
-    max_seqlen_q: int = bounded()
     max_seqlen_k: int = bounded()
     is_ragged: bool = False
 

@@ -22,8 +22,8 @@ from graphpact.errors import ConfigError
 from graphpact_conformance.world.lanes import CASES, Case, Config, Heads
 from graphpact_conformance.world.problems import Problem
 from graphpact_fa3 import FA3Backend, NativeKernels
-from graphpact_fa3.kernels import FlashAttention3, LibraryKernels, SglKernel, TorchVarlen
-from graphpact_kernels import page_table_attention
+from graphpact_fa3.native import FlashAttention3, LibraryKernels, SglKernel, TorchVarlen
+from graphpact_kernels import PageTableCall, PageTableRows, ScoreOptions, page_table_attention
 from oracle_kit import hold_to_oracle
 from support import thinned
 
@@ -154,22 +154,17 @@ class FakeFlashAttention(ModuleType):
             assert scheduler_metadata.shape == (size,)
         self.used.append(scheduler_metadata is not None)
         assert window_size == (-1, -1) or window_size[1] == 0
-        lse = q.new_empty(q.shape[:2], dtype=torch.float32)
-        out = page_table_attention(
-            q,
-            _flat(k_cache),
-            _flat(v_cache),
+        rows = PageTableRows(
             cu_seqlens_q=cu_seqlens_q,
             cache_seqlens=cache_seqlens,
             page_table=page_table,
             page_size=k_cache.shape[1],
             max_seqlen_q=max_seqlen_q,
-            scaling=softmax_scale,
-            causal=causal,
-            sliding_window=None if window_size[0] < 0 else window_size[0] + 1,
-            softcap=softcap or None,
-            lse=lse,
         )
+        options = ScoreOptions(softmax_scale, window_size[0] + 1, softcap, is_causal=causal)
+        call = PageTableCall(q, _flat(k_cache), _flat(v_cache), rows, options, with_lse=True)
+        out, lse = page_table_attention(call)
+        assert lse is not None
         unowned = _unowned_rows(q, cu_seqlens_q)
         out.masked_fill_(unowned[:, None, None], NAN)
         lse.masked_fill_(unowned[:, None], NAN)
@@ -184,18 +179,15 @@ def fake_varlen_attn(*args: Any, **kwargs: Any) -> torch.Tensor:
     assert a.enable_gqa == (a.query.shape[1] != a.key.shape[2])
     assert len(a.cu_seq_k) == len(a.cu_seq_q)
     assert a.max_k >= a.block_table.shape[1]
-    out = page_table_attention(
-        a.query,
-        _flat(a.key),
-        _flat(a.value),
+    rows = PageTableRows(
         cu_seqlens_q=a.cu_seq_q,
         cache_seqlens=a.seqused_k,
         page_table=a.block_table,
         page_size=a.key.shape[1],
         max_seqlen_q=a.max_q,
-        scaling=a.scale,
-        sliding_window=None if a.window_size[0] < 0 else a.window_size[0] + 1,
     )
+    options = ScoreOptions(a.scale, a.window_size[0] + 1)
+    out, _ = page_table_attention(PageTableCall(a.query, _flat(a.key), _flat(a.value), rows, options))
     return out.masked_fill_(_unowned_rows(a.query, a.cu_seq_q)[:, None, None], NAN)
 
 

@@ -7,6 +7,7 @@ Does not: attend; see `graphpact_flashinfer.kernels`.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -28,7 +29,15 @@ from graphpact_flashinfer.kernels import CompiledKernels, FlashInferKernels, Por
 from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, PlanArguments
 from graphpact_flashinfer.native import NativeKernels
 from graphpact_flashinfer.rows import Rows, num_rows
-from graphpact_kernels import fill_paged_indices, first_page, pack_tree_mask, write_indptr, write_kv_cache
+from graphpact_kernels import (
+    AttendCall,
+    ScoreOptions,
+    fill_paged_indices,
+    first_page,
+    pack_tree_mask,
+    write_indptr,
+    write_kv_cache,
+)
 
 
 class FlashInferBackend(AttentionBackend):
@@ -128,26 +137,23 @@ class FlashInferBackend(AttentionBackend):
         is_own = view.forward_mode.is_ragged and not buffers.in_graph
         counted = Rows.of(view, page_size) if is_own else None
         qo_indptr = buffers(_name("qo_indptr"))[: num_rows(view) + 1]
+        max_q_len = self._max_q_len(view, shape, counted)
 
-        def indices(window: int | None) -> PagedIndices:
-            tensors = self._bind_set(view, window, buffers)
+        def indices(window: int | None) -> dict[str, Any]:
+            """Return the fields of a set of indices."""
+            tensors = {"qo_indptr": qo_indptr, **self._bind_set(view, window, buffers)}
             arguments = self._arguments(view, window, page_size)
-            plan = self.kernels.make_plan(
-                _name("", window), arguments, buffers, {"qo_indptr": qo_indptr, **tensors}
-            )
+            plan = self.kernels.make_plan(_name("", window), arguments, buffers, tensors)
             most = self._max_kv_len(view, shape, window)
             if counted is not None:
                 most = max(counted.within(window, page_size).num_kv, default=1)
-            return PagedIndices(**tensors, plan=plan, max_kv_len=most)
+            numbers = {"page_size": page_size, "max_q_len": max_q_len, "max_kv_len": most}
+            return {**tensors, **numbers, "plan": plan}
 
-        full = indices(None)
         return FlashInferMetadata(
-            **{name: getattr(full, name) for name in PagedIndices.__slots__},
+            **indices(None),
             out_cache_loc=view.out_cache_loc,
-            qo_indptr=qo_indptr,
-            page_size=page_size,
-            windows={window: indices(window) for window in self._windows},
-            max_q_len=self._max_q_len(view, shape, counted),
+            windows={window: PagedIndices(**indices(window)) for window in self._windows},
         )
 
     def _bind_set(self, view: ForwardBatch, window: int | None, buffers: Buffers) -> dict[str, torch.Tensor]:
@@ -218,9 +224,9 @@ class FlashInferBackend(AttentionBackend):
         else:
             # Uniform as at capture, for any number of accepted drafts (SGLang PR 19807).
             torch.arange(0, view.num_tokens + width, width, out=metadata.qo_indptr)
-        self._fill_set(view, metadata, metadata, None, requests, lens, num_q)
+        self._fill_set(view, metadata, None, requests, lens, num_q)
         for window, indices in metadata.windows.items():
-            self._fill_set(view, metadata, indices, window, requests, lens, num_q)
+            self._fill_set(view, indices, window, requests, lens, num_q)
 
     def _fill_ragged_queries(self, view: ForwardBatch, metadata: FlashInferMetadata) -> torch.Tensor:
         """Fill ``qo_indptr`` of an extend; return ``[bs + 1]`` query counts, with the fake request's last."""
@@ -233,7 +239,6 @@ class FlashInferBackend(AttentionBackend):
     def _fill_set(
         self,
         view: ForwardBatch,
-        metadata: FlashInferMetadata,
         indices: PagedIndices,
         window: int | None,
         requests: torch.Tensor,
@@ -241,7 +246,7 @@ class FlashInferBackend(AttentionBackend):
         num_q: torch.Tensor | int,
     ) -> None:
         """Fill one set of indices: the pages that the last ``num_q`` of ``lens`` tokens see."""
-        size = metadata.page_size
+        size = indices.page_size
         fill_paged_indices(
             self.context.req_to_token,
             requests,
@@ -273,20 +278,14 @@ class FlashInferBackend(AttentionBackend):
     def plan_metadata(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
         """Make every plan again, from the host lengths."""
         rows = Rows.of(view, metadata.page_size)
-        self._plan(view, metadata, None, rows, metadata.page_size)
+        self._plan(view, metadata, None, rows)
         for window, indices in metadata.windows.items():
-            self._plan(view, indices, window, rows, metadata.page_size)
+            self._plan(view, indices, window, rows)
 
-    def _plan(
-        self,
-        view: ForwardBatch,
-        indices: PagedIndices,
-        window: int | None,
-        rows: Rows,
-        page_size: int,
-    ) -> None:
-        indices.plan.arguments = self._arguments(view, window, page_size)
-        self.kernels.plan(indices.plan, rows.within(window, page_size), self.driver)
+    def _plan(self, view: ForwardBatch, indices: PagedIndices, window: int | None, rows: Rows) -> None:
+        size = indices.page_size
+        indices.plan.arguments = self._arguments(view, window, size)
+        self.kernels.plan(indices.plan, rows.within(window, size), self.driver)
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -307,7 +306,7 @@ class FlashInferBackend(AttentionBackend):
             write_kv_cache(*new, k_cache, v_cache, where, compiled=self.kernels.compiled)
         window = layer.sliding_window
         indices = metadata if window is None else metadata.windows[window]
-        return self.kernels.attend(q, k_cache, v_cache, layer, metadata, indices)
+        return self.kernels.attend(AttendCall(q, k_cache, v_cache, indices, ScoreOptions.of(layer)))
 
 
 def _most_keys(limits: Limits) -> int:

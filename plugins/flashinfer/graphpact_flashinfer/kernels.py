@@ -1,6 +1,6 @@
 """The kernel providers of the ``flashinfer`` backend: their interface, and graphpact's own.
 
-    portable   torch alone, on any device; a plan is two small tensors
+    portable   torch only, on any device; a plan is two small tensors
     compiled   the same in C++, on a CPU
     native     FlashInfer's wrappers, on a CUDA device; see `graphpact_flashinfer.native`
 
@@ -16,12 +16,12 @@ from typing import Any, ClassVar
 
 import torch
 
-from graphpact import BackendContext, GraphSlot, LayerSpec, Limits, metadata_slot
+from graphpact import BackendContext, GraphSlot, Limits, metadata_slot
 from graphpact.attention import Buffers, KernelName, KernelProvider
 from graphpact.graphs import Event, GraphDriver
-from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, Plan, PlanArguments
+from graphpact_flashinfer.metadata import PagedIndices, Plan, PlanArguments
 from graphpact_flashinfer.rows import Rows
-from graphpact_kernels import paged_attention
+from graphpact_kernels import AttendCall, paged_attention
 from graphpact_kernels.compiled import CompiledProvider
 
 _SMALLEST_CHUNK = 16
@@ -66,16 +66,8 @@ class FlashInferKernels(KernelProvider, abc.ABC):
         """
 
     @abc.abstractmethod
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        layer: LayerSpec,
-        metadata: FlashInferMetadata,
-        indices: PagedIndices,
-    ) -> torch.Tensor:
-        """Return ``[T, num_q_heads, v_head_dim]``."""
+    def attend(self, call: AttendCall[PagedIndices]) -> torch.Tensor:
+        """Return ``[T, num_q_heads, v_head_dim]``: the attention of a layer with the plan of its indices."""
 
 
 @dataclass(slots=True)
@@ -176,38 +168,12 @@ class PortableKernels(FlashInferKernels):
         driver.copy_async(staged.target[:count], staged.source[:count])
         staged.copied.record()
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        layer: LayerSpec,
-        metadata: FlashInferMetadata,
-        indices: PagedIndices,
-    ) -> torch.Tensor:
+    def attend(self, call: AttendCall[PagedIndices]) -> torch.Tensor:
         """Call `graphpact_kernels.paged_attention`."""
-        plan = indices.plan
+        plan = call.rows.plan
         assert isinstance(plan, PortablePlan)  # noqa: S101  make_plan returned it
         return paged_attention(
-            q,
-            k_cache,
-            v_cache,
-            qo_indptr=metadata.qo_indptr,
-            kv_indptr=indices.kv_indptr,
-            kv_indices=indices.kv_indices,
-            kv_last_page_len=indices.kv_last_page_len,
-            page_size=metadata.page_size,
-            max_q_len=metadata.max_q_len,
-            max_kv_len=indices.max_kv_len,
-            scaling=layer.scaling,
-            sliding_window=layer.sliding_window,
-            softcap=layer.softcap,
-            sinks=layer.sinks,
-            mask=indices.mask,
-            mask_indptr=indices.mask_indptr,
-            o_indptr=plan.o_indptr,
-            kv_chunk_size=plan.kv_chunk_size,
-            compiled=self.compiled,
+            call, o_indptr=plan.o_indptr, kv_chunk_size=plan.kv_chunk_size, compiled=self.compiled
         )
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from graphpact import bounded
+from graphpact_kernels import PagedRows
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,26 +53,14 @@ class Plan:
 
 
 @dataclass(slots=True, kw_only=True)
-class PagedIndices:
-    """One set of indices: the pages of every request that its layers read.
+class PagedIndices(PagedRows):
+    """One set of indices: the pages of every row that its layers read, with the queries of all sets.
 
     Args:
-        kv_indptr: ``[rows + 1]`` int32: where each request's pages begin in ``kv_indices``.
-        kv_indices: ``[capacity]`` int32: page numbers, read up to ``kv_indptr[-1]``.
-        kv_last_page_len: ``[rows]`` int32: keys in each request's last page, 1 to the page size.
         plan: How the kernel splits the work.
-        mask: ``[capacity]`` uint8: packed bits, which keys each query sees; None with the causal rule.
-        mask_indptr: ``[rows + 1]`` int32: where each request's bytes begin in ``mask``.
-        max_kv_len: Bound on the keys of a request.
     """
 
-    kv_indptr: torch.Tensor
-    kv_indices: torch.Tensor
-    kv_last_page_len: torch.Tensor
     plan: Plan
-    mask: torch.Tensor | None = None
-    mask_indptr: torch.Tensor | None = None
-    max_kv_len: int = bounded()
 
 
 @dataclass(slots=True, kw_only=True)
@@ -84,14 +72,8 @@ class FlashInferMetadata(PagedIndices):
 
     Args:
         out_cache_loc: ``[T]`` int64: KV slot of each new token; 0 is scratch.
-        qo_indptr: ``[rows + 1]`` int32: where each request's queries begin.
         windows: The sets of indices of layers with a sliding window, by its length.
-        max_q_len: Bound on the queries of a request.
-        page_size: KV slots in a page of the indices.
     """
 
     out_cache_loc: torch.Tensor
-    qo_indptr: torch.Tensor
-    page_size: int
     windows: dict[int, PagedIndices] = field(default_factory=dict)
-    max_q_len: int = bounded()

@@ -28,21 +28,18 @@ from graphpact import (
     Capabilities,
     ForwardMode,
     GraphSlot,
-    LayerSpec,
     Limits,
     metadata_slot,
 )
 from graphpact.attention import Buffers, GraphSupport, HeadLayout
 from graphpact.graphs import Event, GraphDriver
 from graphpact_flashinfer.kernels import FlashInferKernels
-from graphpact_flashinfer.metadata import FlashInferMetadata, PagedIndices, Plan, PlanArguments
+from graphpact_flashinfer.metadata import PagedIndices, Plan, PlanArguments
 from graphpact_flashinfer.rows import Rows
+from graphpact_kernels import AttendCall
 
 _FLOAT_WORKSPACE = "flashinfer.float_workspace"
-_FLOAT_BYTES, _INT_BYTES = (
-    128 * 2**20,
-    8 * 2**20,
-)  # the sizes that FlashInfer recommends and allocates itself
+_FLOAT_BYTES, _INT_BYTES = 128 * 2**20, 8 * 2**20  # as FlashInfer recommends and allocates itself
 
 
 @dataclass(slots=True)
@@ -244,22 +241,12 @@ class NativeKernels(FlashInferKernels):
             return driver.event()
         return torch.cuda.Event() if self.context.device.type == "cuda" else Event()
 
-    def attend(
-        self,
-        q: torch.Tensor,
-        k_cache: torch.Tensor,
-        v_cache: torch.Tensor,
-        layer: LayerSpec,
-        metadata: FlashInferMetadata,
-        indices: PagedIndices,
-    ) -> torch.Tensor:
-        """Run the wrapper of this set of indices on the paged cache."""
-        del layer  # the plan was made for it
-        plan, size = indices.plan, metadata.page_size
+    def attend(self, call: AttendCall[PagedIndices]) -> torch.Tensor:
+        """Run the wrapper of this set of indices on the paged cache; the plan was made for the layer."""
+        plan, size = call.rows.plan, call.rows.page_size
         assert isinstance(plan, NativePlan)  # noqa: S101  make_plan returned it
-        pages = (
-            k_cache.view(-1, size, *k_cache.shape[1:]),
-            v_cache.view(-1, size, *v_cache.shape[1:]),
+        caches = call.k_cache, call.v_cache
+        out: torch.Tensor = plan.wrapper.run(
+            call.q, tuple(cache.view(-1, size, *cache.shape[1:]) for cache in caches)
         )
-        out: torch.Tensor = plan.wrapper.run(q, pages)
         return out

@@ -10,7 +10,14 @@ import functools
 import torch
 
 from graphpact.errors import KernelRefusal
-from graphpact_kernels import define_kernel, may_read, page_table_attention
+from graphpact_kernels import (
+    PageTableCall,
+    PageTableRows,
+    ScoreOptions,
+    define_kernel,
+    may_read,
+    page_table_attention,
+)
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
@@ -81,19 +88,15 @@ def _attend_latents(
     _check(q, kv_cache, block_tables, seq_lens, cum_seq_lens_q, max_q_len, is_uniform)
     page_size = kv_cache.shape[1]
     latents = kv_cache.view(-1, 1, kv_cache.shape[2])
-    page_table_attention(
-        q,
-        latents,
-        latents[..., : out.shape[2]],
+    rows = PageTableRows(
         cu_seqlens_q=cum_seq_lens_q,
         cache_seqlens=seq_lens,
         page_table=block_tables[:, : -(-max_seq_len // page_size)],
         page_size=page_size,
         max_seqlen_q=max_q_len,
-        scaling=bmm1_scale,
-        out=out,
-        compiled=compiled,
     )
+    call = PageTableCall(q, latents, latents[..., : out.shape[2]], rows, ScoreOptions(bmm1_scale))
+    page_table_attention(call, out=out, compiled=compiled)
 
 
 _ARGUMENTS = (
