@@ -15,7 +15,7 @@ from compiling import compiler  # noqa: F401  a fixture
 from graphpact import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact.shapes import GraphShape
-from graphpact_cpu_graph import native
+from graphpact_cpu_graph import shared_library
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_tape import code
@@ -86,7 +86,7 @@ def test_a_long_run_keeps_nothing(
     def refuse(*_: object) -> None:
         raise AssertionError("something is compiled in a step")
 
-    monkeypatch.setattr(native, "compiled", refuse)
+    monkeypatch.setattr(shared_library, "compiled", refuse)
     monkeypatch.setattr(code, "Code", refuse)
     before = held(engine)
     run(engine, steps, seed=2)

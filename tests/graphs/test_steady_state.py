@@ -8,7 +8,7 @@ import torch
 
 from compiling import compiler  # noqa: F401  a fixture
 from graphpact.graphs import GraphDriver
-from graphpact_cpu_graph import native
+from graphpact_cpu_graph import shared_library
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_tape import code
 from graphpact_tape.tape import TapeDriver
@@ -67,7 +67,7 @@ def test_replays_hold_and_compile_nothing_new(name: str, monkeypatch: pytest.Mon
     def refuse(*_: object) -> None:
         raise AssertionError("something is compiled in a replay")
 
-    monkeypatch.setattr(native, "compiled", refuse)
+    monkeypatch.setattr(shared_library, "compiled", refuse)
     monkeypatch.setattr(code, "Code", refuse)
     generator = torch.Generator().manual_seed(1)
     counts = []
@@ -81,7 +81,7 @@ def test_replays_hold_and_compile_nothing_new(name: str, monkeypatch: pytest.Mon
         if step in (200, STEPS - 1):
             gc.collect()
             counts.append((decode.holders(), sum(isinstance(o, torch.Tensor) for o in gc.get_objects())))
-            counts[-1] += (len(native._loaded), sum(g.pool_nbytes for g in graphs.values()))
+            counts[-1] += (len(shared_library._loaded), sum(g.pool_nbytes for g in graphs.values()))
     assert counts[0] == counts[1]
 
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from graphpact.errors import GraphpactError
-from graphpact_cpu_graph import keys, native
+from graphpact_cpu_graph import keys, shared_library
 from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cpu_graph.pieces import outliving_of
@@ -33,22 +33,22 @@ def region(x: torch.Tensor) -> torch.Tensor:
 def entries(compiler: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return the folder of entries of an empty cache; no program is loaded yet."""
     monkeypatch.setenv("GRAPHPACT_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(native, "_loaded", {})
+    monkeypatch.setattr(shared_library, "_loaded", {})
     return tmp_path / "inductor"
 
 
 def replays(monkeypatch: pytest.MonkeyPatch) -> int:
     """Capture in a process that has loaded nothing, check a replay, and return how often it compiled."""
     builds = []
-    build = native._library
+    build = shared_library._library
 
     def counted(*args: Any) -> Path | None:
         builds.append(args)
         return build(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(native, "_loaded", {})
-        patch.setattr(native, "_library", counted)
+        patch.setattr(shared_library, "_loaded", {})
+        patch.setattr(shared_library, "_library", counted)
         x = torch.ones(5)
         graph = InductorDriver(CPU).capture(lambda: region(x))
         for value in (2.0, -0.5):
@@ -71,7 +71,7 @@ def test_what_is_compiled_is_announced(
     """A compilation is said on stderr, with where its result is kept; a kept graph needs no word."""
     said = []
     for _ in range(2):
-        monkeypatch.setattr(waiting, "_told", set())
+        monkeypatch.setattr(waiting, "_written", set())
         replays(monkeypatch)
         said.append(capsys.readouterr().err)
     assert said[0].startswith("compiling graphs, each once for this machine; seconds to a minute each: ")
@@ -144,7 +144,7 @@ def test_an_entry_that_stays_in_the_way_is_not_run(
     monkeypatch.setattr(cache, "_delete", refuse)
     with caplog.at_level(logging.WARNING):
         assert replays(monkeypatch) == 1
-    (looked_up, kept) = [r.getMessage() for r in caplog.records if r.name == native.__name__]
+    (looked_up, kept) = [r.getMessage() for r in caplog.records if r.name == shared_library.__name__]
     assert "is not looked up" in looked_up
     assert f"remove {entry} as its owner or as root" in kept
 
@@ -162,7 +162,7 @@ def test_torch_does_not_compile_where_others_can_write(
     else:
         os.chown(scratch, 54321, 54321)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(scratch))
-    monkeypatch.setattr(native, "_library", None)  # it is not called
+    monkeypatch.setattr(shared_library, "_library", None)  # it is not called
     with pytest.raises(GraphpactError, match=f"{scratch} (belongs to|can be written by)") as told:
         InductorDriver(CPU).capture(lambda: region(torch.ones(5)))
     assert "TORCHINDUCTOR_CACHE_DIR" in str(told.value.hint)
@@ -179,7 +179,7 @@ def key(fn: Callable[..., Any], *inputs: torch.Tensor) -> str:
     (segment,) = recording.segments
     (outliving,) = outliving_of([segment], recording.outputs)
     graph = SegmentGraph.of(segment, outliving)
-    return keys.key_of(graph.graph, graph.finish(), native.OPTIONS)
+    return keys.key_of(graph.graph, graph.finish(), shared_library.OPTIONS)
 
 
 def ones(*shape: int, **options: Any) -> torch.Tensor:
@@ -244,7 +244,7 @@ def test_another_world_has_another_key(change: str, monkeypatch: pytest.MonkeyPa
     if change == "machine":
         monkeypatch.setattr(keys, "_machine", lambda: ("another CPU",))
     if change == "options":
-        monkeypatch.setattr(native, "OPTIONS", {**native.OPTIONS, "fallback_random": False})
+        monkeypatch.setattr(shared_library, "OPTIONS", {**shared_library.OPTIONS, "fallback_random": False})
     assert REGIONS["plain"]() != before
 
 
@@ -258,7 +258,7 @@ def test_a_graph_without_a_cpp_program_runs_as_torch_compiles_it(
         if what == "an error":
             raise NotImplementedError("an argument that C++ has no name for")
 
-    monkeypatch.setattr(native, "_library", unable)
+    monkeypatch.setattr(shared_library, "_library", unable)
     x = torch.ones(5)
     with caplog.at_level(logging.WARNING):
         graph = InductorDriver(CPU).capture(lambda: region(x))

@@ -1,12 +1,12 @@
 """Compile a graph to one shared library, and call it without the layers around it.
 
 Torch's inductor writes a C++ program: fused kernels, and the calls of torch's own kernels between them. It
-is called with the inputs of the graph and nothing is checked at the call, because a replay has the tensors of
-its capture. What torch would put around it (guards, copies of inputs, outputs, its own caches) has nothing to
-do: the inputs are distinct memory, written in place, and there are no outputs.
+is called with the inputs of the graph. The call checks nothing, because a replay has the tensors of its
+capture. Torch's guards, copies of inputs and caches have nothing to do: the inputs are distinct memory,
+written in place, and there are no outputs.
 
-A graph of which inductor can make no such program is compiled with its Python program instead, which is
-slower to call, and is not kept on disk.
+If inductor cannot make such a program, its Python program runs the graph. That is slower to call, and it is
+not kept on disk.
 
 Does not: freeze weights. They are inputs, read in every replay.
 """
@@ -66,11 +66,12 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
             with announced(what):
                 library = _library(module, inputs)
             fault = "it has other inputs, outputs or constants"
-        except Exception as error:  # noqa: BLE001  of any kind: it is tried in another way
+        except Exception as error:  # noqa: BLE001  whatever failed, the Python program is left
             library, fault = None, _first_line(error)
         if library is None:
             _log.warning(
-                "a region runs as inductor's Python program, there is no C++ program of it: %s", fault
+                "a region runs as inductor's Python program, which is slower to call; no C++ program: %s",
+                fault,
             )
             return _python_program(module, inputs)
         entry = _load_kept(key, library)
@@ -79,14 +80,14 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
 
 
 def _check_lists(module: fx.GraphModule) -> None:
-    """Raise if a call returns a list of one tensor: inductor's C++ programs take the list for the tensor."""
+    """Raise if a call returns a list of one tensor, which inductor's C++ programs treat as the tensor."""
     for node in module.graph.nodes:
         if node.meta.get(LIST_OF_ONE):
             raise NotImplementedError(f"{node.target} returns a list of one tensor")
 
 
 def _call(entry: Callable[[Any], object], inputs: list[torch.Tensor]) -> None:
-    # As inductor's programs do. While a region is recorded, the function refuses the call.
+    # As inductor's own programs do. The function refuses calls while a region is recorded.
     entry(torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs))  # noqa: SLF001
 
 
@@ -117,7 +118,7 @@ def _load_kept(key: str, library: Path) -> Callable[[Any], object]:
 
 
 def _require_own_scratch() -> None:
-    """Check the folder in which torch compiles: it loads a library that lies there already.
+    """Check the folder in which torch compiles, because torch loads a library that it finds there.
 
     Raises:
         GraphpactError: Other users can change it.
@@ -140,7 +141,7 @@ def _load(key: str, path: str) -> Callable[[Any], object]:
 
 
 def _library(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Path | None:
-    """Compile ``module`` to a library; None if its program is not one library with these inputs alone."""
+    """Compile ``module`` to a library; return None if that has other inputs, outputs or constants."""
     from torch._functorch import config as functorch_config  # noqa: PLC0415  heavy to import
     from torch._inductor import compile_fx, config  # noqa: PLC0415  heavy to import
 
