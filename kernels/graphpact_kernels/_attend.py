@@ -30,8 +30,8 @@ class Keys:
     Args:
         slots: ``[bs, nk]``, ``nk`` at least 1: KV slot of each key; past a request's length any slot that the
             request owns, or scratch.
-        lens: ``[bs]``: keys of each request; its last query is at the position of the last one.
-        planned: ``[bs]``: how many of them a plan covers; None for all. The others are not attended.
+        lens: ``[bs]``: keys of each request; its last query is at the position of its last key.
+        planned: ``[bs]``: how many of its keys a plan covers, or None for all. The others are not attended.
     """
 
     slots: torch.Tensor
@@ -91,7 +91,7 @@ class LayoutCache:
         self._last: list[tuple[Hashable, torch.Tensor, StepLayout]] = []
 
     def find(self, numbers: Hashable, pages: torch.Tensor, make: Callable[[], StepLayout]) -> StepLayout:
-        """Return the layout of ``numbers`` and ``pages``; make it if it is not cached."""
+        """Return the layout of ``numbers`` and ``pages``; if it is not cached, ``make`` it."""
         for its_numbers, its_pages, layout in self._last:
             if its_numbers == numbers and torch.equal(its_pages, pages):
                 return layout
@@ -121,7 +121,7 @@ Mask = Callable[[int], torch.Tensor]
 def own_slots(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
     """Return ``slots`` with every entry past a request's length replaced by its first slot, or by scratch.
 
-    Such keys get weight zero. They must not be in unowned memory even so: NaN times zero is NaN.
+    Such keys get weight zero, but they must not lie in unowned memory: NaN times zero is NaN.
     """
     column = torch.arange(slots.shape[1], device=slots.device)
     first = torch.where(lens[:, None] > 0, slots[:, :1], 0)

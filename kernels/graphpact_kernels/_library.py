@@ -37,7 +37,7 @@ def define_kernel(
         schema: A torch schema, such as ``"double(Tensor x, Tensor(a!) out) -> ()"``.
         function: The implementation.
         namespace: The plugin's own namespace, such as the name of its package.
-        on_cuda: Another implementation, for tensors of a CUDA device.
+        on_cuda: Another implementation, for CUDA tensors; None for ``function``.
 
     Raises:
         ValueError: The schema marks no argument as written.
@@ -51,7 +51,7 @@ def define_kernel(
 def declare_compiled(schema: str) -> Callable[..., Any]:
     """Declare the compiled form of a portable kernel, operator ``graphpact_compiled::<schema>``; return it.
 
-    Its implementation comes with the library that `graphpact_kernels.compiled.load` loads.
+    The library that `graphpact_kernels.compiled.load` loads has its implementation.
     """
     return _declare(schema, "graphpact_compiled")
 
@@ -59,7 +59,7 @@ def declare_compiled(schema: str) -> Callable[..., Any]:
 def define_forms(
     schema: str, function: Callable[..., Any], *, on_cuda: Callable[..., Any] | None = None
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Define a kernel with a compiled form; return the portable one and that: an index is ``compiled``.
+    """Define a kernel with a compiled form, and return both operators: index the pair by ``compiled``.
 
     Args:
         schema: See `define_kernel`.

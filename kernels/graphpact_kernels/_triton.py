@@ -1,6 +1,6 @@
-"""Whether a kernel has its Triton form on this machine, and why not.
+"""Choose between the Triton form and the portable form of a kernel, for CUDA tensors.
 
-Does not: import Triton before a kernel is called with tensors of a GPU.
+Does not: import Triton before a kernel is called with CUDA tensors.
 """
 
 import functools
@@ -21,7 +21,7 @@ _log = logging.getLogger(__name__)
 def missing() -> str | None:
     """Return why Triton cannot compile kernels here, or None if nothing is known to be missing.
 
-    Triton builds a small launcher for each process's GPU driver, in C.
+    Triton compiles a small launcher in C, so it needs a compiler and Python's headers.
     """
     if importlib.util.find_spec("triton") is None:
         return "triton is not installed: `pip install 'graphpact-kernels[triton]'`"

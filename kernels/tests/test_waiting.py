@@ -17,9 +17,9 @@ WAIT = "import time; from graphpact_kernels.compiled.waiting import announced\n"
 
 
 @pytest.fixture(autouse=True)
-def nothing_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each test begin with nothing said."""
-    monkeypatch.setattr(waiting, "_told", set())
+    monkeypatch.setattr(waiting, "_written", set())
 
 
 def test_elsewhere_one_plain_line_comes_first_and_once(capsys: pytest.CaptureFixture[str]) -> None:

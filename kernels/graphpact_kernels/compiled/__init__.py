@@ -1,15 +1,15 @@
 """Compiled kernels for a CPU: C++ with the schemas, arguments and checks of the portable kernels.
 
     attend.h          attention over the pages of requests: tiles, blocks of keys, vectors, threads
-    index.h           what kernels that read and that fill index tensors share
-    attention.cpp     its index tensors: FlashInfer's, and FlashAttention's page table; their checks
+    index.h           shared by the kernels that read index tensors and those that fill them
+    attention.cpp     attention over FlashInfer's index tensors and over a page table, with their checks
     indices.cpp       index tensors of a step
     linear.cpp        the product of a few rows with a weight
     paged_cache.cpp   writes to a paged KV cache
     build             builds the library once, with torch's extension builder, and loads it
     cache             compiled libraries on disk, of these kernels and of compiled graphs
     ownership         folders and files that other users cannot have changed
-    waiting           what is said while something is compiled
+    waiting           the message while something is compiled
 
 The functions of `graphpact_kernels` call them with ``compiled=True``; the portable form of `linear` is
 torch's own. `CompiledProvider` makes them a provider of a backend.
@@ -22,7 +22,7 @@ from typing import ClassVar
 import torch
 
 from graphpact import BackendContext
-from graphpact.attention import KernelProvider
+from graphpact.attention import KernelName, KernelProvider
 from graphpact_kernels._library import declare_compiled
 from graphpact_kernels.compiled.build import load, missing, multiplies_pairs
 from graphpact_kernels.compiled.cache import LibraryCache, OpenLibrary, cache_folder
@@ -47,7 +47,7 @@ linear = declare_compiled("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(
 
 ``x`` is ``[rows, in_features]``, ``weight`` ``[out_features, in_features]`` as checkpoints have it, ``bias``
 ``[out_features]`` or None, ``out`` ``[rows, out_features]``; all float32, or bfloat16 with sums in float32;
-weight and out dense. `load` has to be called before."""
+weight and out dense. Call `load` first."""
 
 _MOST_ROWS = {torch.float32: 64, torch.bfloat16: 4}
 _MOST_ROWS_IN_PAIRS = {**_MOST_ROWS, torch.bfloat16: 16}
@@ -56,19 +56,21 @@ _MOST_ROWS_IN_PAIRS = {**_MOST_ROWS, torch.bfloat16: 16}
 def is_faster(rows: int, dtype: torch.dtype) -> bool:
     """Return whether `linear` is faster than torch's product for ``rows`` rows, where it was measured.
 
-    Torch multiplies by MKL or oneDNN, made for many rows. Few rows take the time of reading the weight.
+    Torch multiplies by MKL or oneDNN, which are made for many rows. With few rows, reading the weight takes
+    most of the time.
     """
     most = _MOST_ROWS_IN_PAIRS if multiplies_pairs() else _MOST_ROWS
     return rows <= most.get(dtype, 0)
 
 
 class CompiledProvider(KernelProvider):
-    """Base class of the providers ``compiled``: they run on a CPU, where a C++ compiler is.
+    """Base class of the providers ``compiled``: kernels in C++, for a CPU and a machine with a compiler.
 
     The kernels are built when a model is first served; later, and in other processes, they are loaded. A
-    subclass names it before the portable provider, and sets the name.
+    subclass inherits from it first, then from the portable provider.
     """
 
+    name: ClassVar[KernelName] = "compiled"
     compiled: ClassVar[bool] = True
     """Whether the provider's kernels are the C++ ones; False for the other providers of a backend."""
 

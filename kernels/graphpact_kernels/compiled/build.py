@@ -32,7 +32,7 @@ _HEADERS, _SOURCES = (
     ("attend.h", "index.h"),
     ("attention.cpp", "indices.cpp", "linear.cpp", "paged_cache.cpp"),
 )
-_SECONDS, _USUAL = 600, 120  # the most that a build may take, and takes where other work runs
+_SECONDS, _USUAL = 600, 120  # the limit of a build, and what it takes at most on a busy machine
 
 _FLAGS = ("-O3", "-fopenmp", "-fno-math-errno")
 _FLAGS_OF = {

@@ -6,14 +6,14 @@ entry ``KIND/KEY/`` has the library, ``library.so``, and ``library.json`` with i
 An entry is written to a temporary folder and moved to its place in one step. Entries that were not used for
 `DAYS` days are removed when a new one is kept. Nothing is unpickled.
 
-A library is code, so what is loaded is what was checked: the folder, the entry and its files are such as no
-other user can have changed (`graphpact_kernels.compiled.ownership` says when), the file is hashed when it is
-open, and it is loaded through its descriptor. An entry that is incomplete, has changed, is of another kind or
-belongs to another user is removed, with a warning. One that cannot be removed is an error, because it would
-stay in the way.
+A library is code, so what is loaded is what was checked: no other user can have changed the folder, the
+entry and its files (see `graphpact_kernels.compiled.ownership`); the file is hashed while it is open, and
+loaded through its descriptor. An entry that is incomplete, has changed, is of another kind or belongs to
+another user is removed, with a warning. If it cannot be removed, that is an error, because it would stay in
+the way.
 
 Does not: build, or load; keep libraries on a platform without ``/proc/self/fd``, where an open file has no
-path to load it from; find a change that was made together with its hash, by this user.
+path to load it from; detect a change that this user made together with its hash.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ from graphpact_kernels.compiled.ownership import fault_of, open_own_file, own_fo
 _log = logging.getLogger(__name__)
 
 DAYS = 90
-"""How long an entry is kept that nobody uses."""
+"""Days after which an unused entry is removed."""
 
 _FORMAT = 2
 _LIBRARY, _FACTS = "library.so", "library.json"
@@ -156,7 +156,7 @@ class LibraryCache:
 
     @contextlib.contextmanager
     def building(self, key: str, seconds: float) -> Iterator[None]:
-        """Let one process at a time build the library of a key: hold its lock. A wait is announced.
+        """Hold the lock of a key, so that one process at a time builds its library. A wait is logged.
 
         Args:
             key: The key.
@@ -253,7 +253,7 @@ class OpenLibrary:
     """A library that was checked and stays open: a context that closes it.
 
     Attributes:
-        place: Where it lies, for messages.
+        place: Its path in the cache, for messages.
         file: The open file.
     """
 
@@ -267,11 +267,11 @@ class OpenLibrary:
         self.file.close()
 
     def path(self) -> str:
-        """Return a path from which the open file can be loaded, another one in each call.
+        """Return a path from which the open file can be loaded; each call returns a different one.
 
-        The dynamic linker does not open a path again that it has loaded from, and numbers of descriptors
-        recur. So the path has a number: binary, a slash for 0 and a slash and a dot for 1, which change
-        nothing.
+        The dynamic linker does not open a path from which it has loaded before, and descriptors are reused.
+        So each path contains the number of the load, in binary, written as ``/`` and ``/.``, which do not
+        change where a path leads.
         """
         number = f"{next(_loads):b}".replace("0", "/").replace("1", "/.")
         return f"{_DESCRIPTORS}{number}/{self.file.fileno()}"

@@ -1,6 +1,6 @@
-"""`announced`: says on stderr what a process waits for while it compiles.
+"""`announced`: writes to stderr what a process waits for while it compiles.
 
-Does not: log; whoever waits a minute reads the line, whatever handlers there are.
+Does not: log. A person who waits a minute must see the line, whatever the handlers of logs are.
 """
 
 import contextlib
@@ -11,18 +11,19 @@ from collections.abc import Iterator
 
 _TICK = 1.0  # seconds between two updates of a progress line
 
-_told: set[str] = set()
+_written: set[str] = set()
+"""What this process has written as plain lines."""
 
 
 @contextlib.contextmanager
 def announced(what: str) -> Iterator[None]:
-    """Return a context that says ``what`` is waited for, on stderr, from its start.
+    """Return a context that writes ``what`` to stderr when it is entered.
 
     On a terminal it is a progress line, with the seconds that have passed. Elsewhere, and under a progress
-    bar of the caller's, it is one plain line, which is written once in a process.
+    bar of the caller, it is one plain line, which is written once in a process.
 
     Args:
-        what: What is done, how long it takes, and whether it is done again.
+        what: What is done, how long it takes, and whether it will be done again.
     """
     stream = sys.stderr
     if stream is None or stream.closed:
@@ -30,8 +31,8 @@ def announced(what: str) -> Iterator[None]:
         return
     is_own = stream is sys.__stderr__  # else of a progress bar, or of a test
     if not (is_own and stream.isatty()):
-        if what not in _told:
-            _told.add(what)
+        if what not in _written:
+            _written.add(what)
             _write(f"{what}\n")
         yield
         return
@@ -53,7 +54,7 @@ def announced(what: str) -> Iterator[None]:
 
 
 def _write(text: str) -> None:
-    """Write to stderr; a broken one ends no build."""
+    """Write to stderr; if that fails, the build goes on."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()

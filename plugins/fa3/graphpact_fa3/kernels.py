@@ -70,5 +70,3 @@ class PortableKernels(FA3Kernels):
 
 class CompiledKernels(CompiledProvider, PortableKernels):
     """The portable kernels' compiled form, on a CPU."""
-
-    name = "compiled"

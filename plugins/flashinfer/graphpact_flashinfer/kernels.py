@@ -180,8 +180,6 @@ class PortableKernels(FlashInferKernels):
 class CompiledKernels(CompiledProvider, PortableKernels):
     """The portable kernels' compiled form, on a CPU."""
 
-    name = "compiled"
-
 
 def max_chunks(num_requests: int) -> int:
     """Return the most chunks of a plan for ``num_requests`` rows: the fixed size of the grid."""

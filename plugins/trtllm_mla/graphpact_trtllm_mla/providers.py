@@ -62,7 +62,6 @@ class PortableKernels(KernelProvider):
 class CompiledKernels(CompiledProvider, PortableKernels):
     """The portable kernels with attention in C++, on a CPU."""
 
-    name = "compiled"
     _attend = attend_latents_compiled
 
 
