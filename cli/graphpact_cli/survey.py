@@ -123,7 +123,6 @@ def _by_device(unavailable: Callable[[Any], str | None]) -> dict[str, str | None
     """Return for each device of this machine why something cannot run there, or None if it can."""
     import torch  # noqa: PLC0415  slow
 
-
     devices = ("cpu", *(f"cuda:{number}" for number in range(torch.cuda.device_count())))
     return {device: why_unavailable(unavailable, torch.device(device)) for device in devices}
 

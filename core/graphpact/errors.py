@@ -223,8 +223,6 @@ class EngineError(GraphpactError):
     """The engine broke one of its own rules: a defect of graphpact or of a plugin."""
 
 
-
-
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """Return the known word nearest to ``word``, or None."""
     close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.5)
