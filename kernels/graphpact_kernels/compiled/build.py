@@ -2,7 +2,7 @@
 
 The library is kept under a key of all that it depends on: sources, flags, compiler, torch, and the vector
 instructions of the CPU. So a change of one of them builds another library, and machines that share a home
-directory do not take each other's. A build runs in a process of its own, and a lock lets one process build
+directory do not take each other's. A build runs in its own process, and a lock lets one process build
 while the others wait.
 
 Does not: decide who uses the kernels, see `graphpact_kernels.compiled`; keep libraries, see

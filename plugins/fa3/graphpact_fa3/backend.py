@@ -106,8 +106,8 @@ class FA3Backend(AttentionBackend):
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> FA3Metadata:
         """Return the metadata of ``shape``; its tensors are slices of the declared slots.
 
-        The bounds of a graph hold for every replay. An eager step has bounds of its own, from the host
-        lengths, because the work of a GPU grows with them.
+        The bounds of a graph hold for every replay. The bounds of an eager step come from its host lengths,
+        because the work of a GPU grows with them.
 
         Raises:
             EngineError: A ragged batch lacks its lengths.

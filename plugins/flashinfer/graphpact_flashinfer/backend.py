@@ -1,6 +1,6 @@
 """`FlashInferBackend`: FlashInfer's index tensors, filled by one function at capture, replay and eager steps.
 
-Index tensors and masks are computed on the device alone, so a graph can record that work. Plans are made on
+Index tensors and masks are computed on the device only, so a graph can record that work. Plans are made on
 the host before every replay, from host lengths.
 
 Does not: attend; see `graphpact_flashinfer.kernels`.
@@ -130,7 +130,7 @@ class FlashInferBackend(AttentionBackend):
     ) -> FlashInferMetadata:
         """Return the metadata of ``shape``; its tensors are slices of the declared slots.
 
-        The bounds hold for every batch of the shape. An eager extend has bounds of its own, from the host
+        The bounds hold for every batch of the shape. The bounds of an eager extend come from its host
         lengths, because the work of a GPU grows with them.
         """
         page_size = 1 if view.is_branched else self.context.limits.page_size
@@ -315,7 +315,7 @@ def _most_keys(limits: Limits) -> int:
 
 
 def _name(name: str, window: int | None = None) -> str:
-    """Return the name of a slot; each window has slots of its own."""
+    """Return the name of a slot; each window has its own slots."""
     return f"flashinfer.{name}" if window is None else f"flashinfer.window{window}.{name}"
 
 

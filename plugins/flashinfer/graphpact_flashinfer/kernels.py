@@ -46,7 +46,7 @@ class FlashInferKernels(KernelProvider, abc.ABC):
         buffers: Buffers,
         tensors: Mapping[str, torch.Tensor],
     ) -> Plan:
-        """Return a plan for ``arguments``, in memory of its own; `plan` fills it.
+        """Return a plan for ``arguments`` in its own memory; `plan` fills it.
 
         Args:
             prefix: The prefix of the set's slot names.
@@ -154,7 +154,7 @@ class PortableKernels(FlashInferKernels):
             size *= 2
         numbers = [size, *itertools.accumulate(chunks, initial=0)]
         staged = self._staged.get(plan.kv_chunk_size.data_ptr())
-        if staged is None or driver is None:  # a plan of an eager step has memory of its own
+        if staged is None or driver is None:  # a plan of an eager step has its own memory
             copy = torch.Tensor.copy_ if driver is None else driver.copy_async
             made = torch.tensor(numbers, dtype=torch.int32)
             copy(plan.kv_chunk_size, made[:1])

@@ -29,7 +29,7 @@ class FakeRequest:
 
     @classmethod
     def of(cls, static_num_tokens: int, num_tokens: int, page_size: int) -> "FakeRequest":
-        """Return the fake request for a batch of ``num_tokens`` tokens, from host numbers alone."""
+        """Return the fake request for a batch of ``num_tokens`` tokens, from host numbers only."""
         pad = static_num_tokens - num_tokens
         return cls(pad, pad, -(-pad // page_size))
 

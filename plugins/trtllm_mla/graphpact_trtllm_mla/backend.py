@@ -75,8 +75,8 @@ class TRTLLMMLABackend(AttentionBackend):
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> TRTLLMMLAMetadata:
         """Return the metadata of ``shape``; its tensors are slices of the declared slots.
 
-        The bounds of a graph hold for every batch of its shape. An eager batch has bounds of its own, from
-        the host lengths.
+        The bounds of a graph hold for every batch of its shape. The bounds of an eager batch come
+        from its host lengths.
         """
         max_q, max_k = view.tokens_per_request, self.context.limits.max_context_len
         if shape.mode.is_ragged:

@@ -23,7 +23,7 @@ _RAGGED = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
 
 
 class PortableKernels(KernelProvider):
-    """graphpact's own kernels: torch alone, on any device, for any head_dim."""
+    """graphpact's own kernels: torch only, on any device, for any head_dim."""
 
     name: ClassVar[KernelName] = "portable"
     has_workspace = False
