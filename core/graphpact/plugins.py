@@ -25,11 +25,12 @@ from graphpact._version import CONTRACT_VERSION
 from graphpact.errors import (
     AmbiguousPluginError,
     ConfigError,
+    GraphpactError,
     RejectedPluginError,
     UnknownPluginError,
     did_you_mean,
 )
-from graphpact.plugin_calls import describe_error
+from graphpact.plugin_calls import call, describe_error
 
 if TYPE_CHECKING:  # these import torch, and a scan reads metadata only
     from graphpact.attention import AttentionBackend
@@ -253,15 +254,11 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
 
 
 def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
-    stage = "importing"
     try:
-        cls = entry_point.load()
-        stage = "checking"
-        reason = _fault(cls, info)
-    except KeyboardInterrupt:
-        raise
-    except BaseException as error:  # noqa: BLE001  SystemExit; the panics of Rust extensions
-        reason = f"{stage} {info.target} raised {describe_error(error)}; {info.disabling}"
+        cls = call(f"importing {info.target}", entry_point.load)
+        reason = call(f"checking {info.target}", _fault, cls, info)
+    except GraphpactError as error:
+        return Rejected(info, f"{error.message}; {info.disabling}")
     return Loaded(info, cls) if reason is None else Rejected(info, reason)
 
 
