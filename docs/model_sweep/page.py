@@ -1,8 +1,11 @@
 """The page of the sweep's results, ``docs/models.md``: written, and read again.
 
+Architectures with one verdict and one reason share a row, so that the table fits a screen.
+
 Does not: run anything.
 """
 
+import re
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -33,7 +36,7 @@ Every causal architecture of {version}, as a small random model, held against tr
 Decode is *captured*, or *eager* where the model's own code does what a graph cannot hold. A capture of it
 fails with the reason below; `--set lanes.decode.runner=eager` runs the model.
 
-| architecture | verdict | decode | reason |
+| verdict | decode | reason | architectures |
 |---|---|---|---|
 """
 
@@ -49,20 +52,35 @@ def render(results: Iterable[Result]) -> str:
         lengths=", ".join(map(str, sorted(PROMPT_LENGTHS))),
         new=NEW_TOKENS,
     )
-    return text + "".join(map(row, results))
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for result in results:
+        groups.setdefault(_cells(result), []).append(f"`{result.case}`")
+
+    def place(group: tuple[str, ...]) -> tuple[int, int, tuple[str, ...]]:
+        return get_args(Verdict).index(group[0]), -len(groups[group]), group
+
+    rows = (f"| {' | '.join(group)} | {', '.join(groups[group])} |\n" for group in sorted(groups, key=place))
+    return text + "".join(rows)
 
 
 def row(result: Result) -> str:
     """Return the line of one result."""
-    reason = result.reason.replace("|", r"\|")
-    return f"| {result.case} | {result.verdict} | {result.decode} | {reason} |\n"
+    return f"| {' | '.join((result.case, *_cells(result)))} |\n"
 
 
 def rows(page: str) -> dict[str, str]:
-    """Return the lines of a page's table by case."""
-    lines = page.splitlines(keepends=True)
-    table = lines[lines.index("|---|---|---|---|\n") + 1 :]
-    return {line.split(" | ")[0].removeprefix("| "): line for line in table}
+    """Return the line of each result of a page, as `row` writes it, by case."""
+    lines = page.splitlines()
+    found = {}
+    for line in lines[lines.index("|---|---|---|---|") + 1 :]:
+        *group, cases = line.removeprefix("| ").removesuffix(" |").split(" | ")
+        for case in re.findall("`(.*?)`", cases):
+            found[case] = f"| {' | '.join((case, *group))} |\n"
+    return dict(sorted(found.items()))
+
+
+def _cells(result: Result) -> tuple[str, ...]:
+    return result.verdict, result.decode, result.reason.replace("|", r"\|")
 
 
 def is_of_this_version(page: str) -> bool:
