@@ -14,7 +14,7 @@ from graphpact_cli.console import data, note, print_table
 from graphpact_conformance.targets import Options
 from peers import other_checks, sglang_checks, vllm_checks
 from peers.job import COLUMNS, as_json, is_as_known, run, table
-from peers.page import PAGE, with_verdicts
+from peers.page import FINDINGS, PAGE, findings, with_verdicts
 
 ENGINES = {"vllm": vllm_checks, "sglang": sglang_checks, "other": other_checks}
 """Modules with ``rows()``."""
@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--engine", choices=[*ENGINES], help="builders of this engine alone")
     parser.add_argument("--size", choices=("quick", "normal", "thorough"), default="quick")
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the verdicts as JSON")
-    parser.add_argument("--page", action="store_true", help="write the verdicts into docs/peers.md")
+    parser.add_argument("--page", action="store_true", help="write docs/peers.md and build/peers.md")
     asked = parser.parse_args(arguments)
     try:
         engines = [ENGINES[asked.engine]] if asked.engine else [*ENGINES.values()]
@@ -45,6 +45,8 @@ def main(arguments: list[str]) -> int:
         asked.results.write_text(as_json(found), encoding="utf-8")
     if asked.page:
         PAGE.write_text(with_verdicts(PAGE.read_text(encoding="utf-8"), found), encoding="utf-8")
+        FINDINGS.parent.mkdir(exist_ok=True)
+        FINDINGS.write_text(findings(found), encoding="utf-8")
     return int(not is_as_known(found))
 
 

@@ -1,6 +1,7 @@
-"""The parts of ``docs/peers.md`` that a run writes, one for each engine, and one for other wheels.
+"""The parts of ``docs/peers.md`` that a run writes, and ``build/peers.md`` with each finding.
 
-A part is a table of builders, and each finding with its reason. A run of one part leaves the others.
+A part is the table of an engine's builders, or of other wheels. A run of one part leaves the others. The
+findings, each with its reason, are too many for the page.
 
 Does not: write the text around it.
 """
@@ -11,8 +12,11 @@ from pathlib import Path
 from graphpact_conformance.results import Finding
 from peers.job import Verdict, cut
 
-PAGE = Path(__file__).parents[2] / "docs" / "peers.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/peers.md"
+FINDINGS = ROOT / "build/peers.md"
 BEGIN, END = "<!-- a run writes this: {} -->\n", "<!-- /a run writes this: {} -->\n"
+_TITLE = "# Findings in released builders\n\nWritten by `make peers`; `docs/peers.md` has all builders.\n"
 _SAID = {True: "yes", False: "**no**", None: "unknown"}
 
 
@@ -32,6 +36,19 @@ def with_verdicts(page: str, found: Sequence[Verdict]) -> str:
     return page
 
 
+def findings(found: Sequence[Verdict]) -> str:
+    """Return the text of `FINDINGS`: each finding of a run with its reason, and the stand-ins called."""
+    lines = [_TITLE]
+    for verdict in found:
+        if verdict.findings or verdict.stand_ins:
+            title = verdict.row.engine if verdict.row.part else verdict.row.place
+            lines.append(f"\n## {title}: `{verdict.row.name}`\n\n")
+            lines += (_bullet(verdict, finding) for finding in verdict.findings)
+            if verdict.stand_ins:
+                lines.append(f"- Stand-ins called: `{verdict.stand_ins}`.\n")
+    return "".join(lines)
+
+
 def _lines(found: Sequence[Verdict]) -> Iterator[str]:
     yield "| builder | version | lanes with graphs | conformant | rules, or why it is not run |\n"
     yield "|---|---|---|---|---|\n"
@@ -43,13 +60,6 @@ def _lines(found: Sequence[Verdict]) -> Iterator[str]:
         rules = sorted({finding.rule or "no rule" for finding in verdict.findings})
         lanes, said = f"{verdict.replayed} of {verdict.lanes}", _SAID[verdict.conformant]
         yield f"| `{row.name}` | {row.engine} | {lanes} | {said} | {', '.join(rules) or verdict.fault} |\n"
-    for verdict in found:
-        if verdict.findings or verdict.stand_ins:
-            title = verdict.row.engine if verdict.row.part else verdict.row.place
-            yield f"\n### {title}: `{verdict.row.name}`\n\n"
-            yield from (_bullet(verdict, finding) for finding in verdict.findings)
-            if verdict.stand_ins:
-                yield f"- Stand-ins called: `{verdict.stand_ins}`.\n"
 
 
 def _bullet(verdict: Verdict, finding: Finding) -> str:

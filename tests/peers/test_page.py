@@ -15,7 +15,7 @@ from peers import (
     vllm_checks,
 )
 from peers.job import Known, Verdict, verdicts
-from peers.page import BEGIN, END, PAGE, with_verdicts
+from peers.page import BEGIN, END, PAGE, findings, with_verdicts
 from peers.test_job import FRESH, report, result, row
 
 
@@ -30,10 +30,18 @@ def test_a_run_writes_its_part_of_the_page_alone() -> None:
     assert "old" not in written
     assert "| `a` | ours 1.0 | 1 of 1 | **no** | GP01 |\n" in written
     assert "| `b` | ours 1.0 | | not run | it needs a GPU |\n" in written
+    assert with_verdicts(written, found) == with_verdicts(page, found)
+
+
+def test_each_finding_stands_in_the_file_of_findings_with_its_reason() -> None:
+    """A finding has its builder's heading, what was expected, and why it is so, or that nobody knows yet."""
+    found = [*verdicts([row("a", (FRESH,))], report("a", result(Outcome.FAIL, "seq_lens", "block_table")))]
+    written = findings([*found, Verdict(row("b", not_run="it needs a GPU"))])
+    assert "\n## ours: `a`\n" in written
     assert f"`seq_lens`: expected 1 2; actual {'x' * 97}...; batch decode. {FRESH.why}\n" in written
     assert "`block_table`: expected 1 2" in written
     assert written.count("Not looked into yet.") == 1
-    assert with_verdicts(written, found) == with_verdicts(page, found)
+    assert "`b`" not in written
 
 
 def test_rows_of_several_engines_may_share_a_part() -> None:
@@ -42,8 +50,8 @@ def test_rows_of_several_engines_may_share_a_part() -> None:
     (found,) = verdicts([row("a", (FRESH,))], report("a", result(Outcome.FAIL, "seq_lens")))
     written = with_verdicts(page, [replace(found, row=replace(found.row, part="others"))])
     assert "| `a` | ours 1.0 | 1 of 1 | **no** | GP01 |\n" in written
-    assert "\n### ours 1.0: `a`\n" in written
     assert "old" not in written
+    assert "\n## ours 1.0: `a`\n" in findings([replace(found, row=replace(found.row, part="others"))])
 
 
 def test_an_engine_without_a_part_of_the_page_is_named() -> None:
@@ -53,7 +61,7 @@ def test_an_engine_without_a_part_of_the_page_is_named() -> None:
 
 
 def test_the_page_has_each_builder_and_each_reason() -> None:
-    """A row of the tables, and a finding that was looked into, stand on the page; nothing is left open."""
+    """Each builder has a row, with the rule of each finding that was looked into, or why it is not run."""
     page = PAGE.read_text(encoding="utf-8")
     vllm = {name: builder.absent for name, builder in vllm_builders.BUILDERS.items()}
     sglang = {name: sglang_checks.NOT_RUN.get(name, "") for name in sglang_adapted.ADAPTED}
@@ -64,9 +72,7 @@ def test_the_page_has_each_builder_and_each_reason() -> None:
     assert other_checks.KNOWN.keys() <= others.keys()
     for name, engine in others.items():
         assert f"| `{name}` | {engine} | " in page
-        assert name not in other_checks.KNOWN or f"\n### {engine}: `{name}`\n" in page
-        assert all(known.why in page for known in other_checks.KNOWN.get(name, ()))
-    assert "Not looked into yet." not in page
+        _assert_named(page, engine, name, other_checks.KNOWN.get(name, ()))
     assert "unknown |" not in page
 
 
@@ -78,5 +84,12 @@ def _assert_shown(
         assert why in page
     assert known.keys() <= not_run.keys()
     for name, each in known.items():
-        assert f"\n### {engine.partition(' ')[0]}: `{name}`\n" in page
-        assert all(known.why in page for known in each)
+        _assert_named(page, engine, name, each)
+
+
+def _assert_named(page: str, engine: str, name: str, known: tuple[Known, ...]) -> None:
+    """Assert that the last cell of a builder's row has the rules of its findings, and no other."""
+    (row,) = [line for line in page.splitlines() if line.startswith(f"| `{name}` | {engine} | ")]
+    if "| not run |" not in row:
+        rules = row.rstrip(" |").split(" | ")[4] if "| yes |" not in row else ""
+        assert set(filter(None, rules.split(", "))) == {each.rule or "no rule" for each in known}, row
