@@ -1,15 +1,15 @@
-"""Write the reference: ``docs/reference/``, ``docs/configuration.md``, parts of other pages, and schemas.
+"""Write what pages have from the code: ``docs/configuration.md``, parts of other pages, and schemas.
 
-The schemas are those of ``results.json`` and of `graphpact bench --json`; `api` writes the pages of
-``docs/reference/``. The parts are the acts of ``docs/graphs.md``, the rules of ``docs/conformance.md``, and
-on every page what stands between ``<!-- include WHAT -->`` and ``<!-- /include -->``: source code, the files
-of a package, the contracts of imports, the slots of lanes (see `INCLUDES`). Run it after a change of the
-configuration, of ``graph_acts.toml``, of `graphpact_conformance.results`, of `graphpact_bench.report`, of
-the rules and their stories, of the step, of the core's modules, of the slots of drafts, or of the import
-contracts; with ``--museum``, which takes minutes, after a change of the museum or of the suite's experiments,
-for ``docs/museum.md``. Tests hold the files to what this script would write.
+The schemas are those of ``results.json`` and of `graphpact bench --json`. The parts are the acts of
+``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what stands between
+``<!-- include WHAT -->`` and ``<!-- /include -->``: source code, the modules of a package, the contracts of
+imports, the slots of lanes (see `INCLUDES`). Run it after a change of the configuration, of
+``graph_acts.toml``, of `graphpact_conformance.results`, of `graphpact_bench.report`, of the rules and their
+stories, of the step, of modules, of the slots of drafts, or of the import contracts; with ``--museum``, which
+takes minutes, after a change of the museum or of the suite's experiments, for ``docs/museum.md`` and
+``build/museum.md``. Tests hold the pages to what this script would write.
 
-Does not: build a site.
+Does not: build a site, or write the reference of names: `make docs` reads that from the source.
 """
 
 import ast
@@ -50,6 +50,7 @@ PAGES = sorted(
 """Every page: the README, those of `docs`, and the READMEs of distributions and examples."""
 SCHEMA = ROOT / "conformance/graphpact_conformance/results.schema.json"
 BENCH_SCHEMA = ROOT / "benchmarks/graphpact_bench/report.schema.json"
+MUSEUM_DETAILS = ROOT / "build/museum.md"
 _WRITTEN = "<!-- from here on written by docs/reference.py from graph_acts.toml -->\n"
 _RULES, _END_OF_RULES = "<!-- rules -->\n", "<!-- /rules -->"
 _INCLUDE = re.compile(r"(<!-- include (\w+) (.*?) -->\n).*?(<!-- /include -->)", re.DOTALL)
@@ -153,12 +154,14 @@ def _file(path: str) -> str:
 
 
 def _modules(folder: str) -> str:
-    """Return a table of the modules of a package: the first line of each docstring."""
+    """Return a table of a package: the first line of the docstring of each module and each folder."""
     rows = ["| file | holds |", "|---|---|"]
-    for path in sorted((ROOT / folder).rglob("*.py"), key=lambda p: (len(p.parts), p)):
+    root = ROOT / folder
+    for path in [*sorted(root.glob("*.py")), *sorted(root.glob("*/__init__.py"))]:
         told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
         line = told.partition("\n")[0].replace("``", "`").replace("|", "\\|")
-        rows.append(f"| `{path.relative_to(ROOT / folder)}` | {line} |")
+        name = path.name if path.parent == root else f"{path.parent.name}/"
+        rows.append(f"| `{name}` | {line} |")
     return "\n".join(rows) + "\n"
 
 
@@ -201,19 +204,19 @@ _MUSEUM = """\
 
 Each exhibit is a real bug of a real engine, planted by a small edit in a plugin that is otherwise right. The
 suite has to catch it under its own rule; other rules may fire as well. Each right plugin in another style has
-to pass. Written by `python docs/reference.py --museum`; `graphpact museum` does it anew and says more.
+to pass. `python docs/reference.py --museum` runs all of them and writes this page, and `build/museum.md` with
+every exhibit, its thread, and the rules that fire. `graphpact museum --list` names them without a run.
 
 """
 
 
 def museum(told: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page of the museum.
+    """Return the page of the museum: what was caught, by rule.
 
     Args:
         told: Of every visit, in the order of the museum, what `graphpact museum --json` writes.
     """
-    exhibits = [t for t in told if t["rule"] is not None]
-    variants = [t for t in told if t["rule"] is None]
+    exhibits, variants = _split(told)
     caught, passed = (sum(t["is_right"] for t in group) for group in (exhibits, variants))
     several = [t for t in exhibits if len(_broken(t)) > 1]
     lines = [
@@ -227,7 +230,29 @@ def museum(told: Sequence[Mapping[str, Any]]) -> str:
             f" exhibit's own rule in {sum(_begins_right(t) for t in several)}."
         ),
         "",
-        "## Exhibits by rules",
+        "| rule | caught | an exhibit | what is planted in it | thread |",
+        "|---|---|---|---|---|",
+    ]
+    for rule in RULES.values():
+        of_rule = [t for t in exhibits if t["rule"] == rule.id]
+        first, count = of_rule[0], f"{sum(t['is_right'] for t in of_rule)} of {len(of_rule)}"
+        lines.append(f"| {rule} | {count} | `{first['name']}` | {first['what']} | {first['thread']} |")
+    lines += ["", "| right plugins of | pass |", "|---|---|"]
+    for base in dict.fromkeys(t["base"] for t in variants):
+        of_base = [t["is_right"] for t in variants if t["base"] == base]
+        lines.append(f"| {base} | {sum(of_base)} of {len(of_base)} |")
+    return _MUSEUM + "\n".join(lines) + "\n"
+
+
+def museum_details(told: Sequence[Mapping[str, Any]]) -> str:
+    """Return the text of ``build/museum.md``: the matrix of rules, every exhibit, every right plugin.
+
+    Args:
+        told: As `museum` takes it.
+    """
+    exhibits, variants = _split(told)
+    lines = [
+        "# Every exhibit",
         "",
         "● its own rule, ○ another rule that fires too.",
         "",
@@ -253,7 +278,12 @@ def museum(told: Sequence[Mapping[str, Any]]) -> str:
         lines.append("")
     lines += ["## Right plugins in other styles", "", "| variant | of | style |", "|---|---|---|"]
     lines += [f"| `{t['name']}` | {t['base']} | {t['what']} |" for t in variants]
-    return _MUSEUM + "\n".join(lines) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def _split(told: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Return the visits of exhibits, and those of right plugins."""
+    return [t for t in told if t["rule"] is not None], [t for t in told if t["rule"] is None]
 
 
 def _broken(told: Mapping[str, Any]) -> list[str]:
@@ -335,13 +365,11 @@ def _toml(value: object) -> str:
 
 
 if __name__ == "__main__":
-    import api
-
-    for path, text in api.write().items():
-        path.parent.mkdir(exist_ok=True)
-        path.write_text(text, encoding="utf-8")
     if "--museum" in sys.argv[1:]:
-        (DOCS / "museum.md").write_text(museum(_visit_museum()), encoding="utf-8")
+        told = _visit_museum()
+        (DOCS / "museum.md").write_text(museum(told), encoding="utf-8")
+        MUSEUM_DETAILS.parent.mkdir(exist_ok=True)
+        MUSEUM_DETAILS.write_text(museum_details(told), encoding="utf-8")
     (DOCS / "configuration.md").write_text(configuration(), encoding="utf-8")
     SCHEMA.write_text(results_schema(), encoding="utf-8")
     BENCH_SCHEMA.write_text(BenchReport.schema_text(), encoding="utf-8")

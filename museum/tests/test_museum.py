@@ -101,16 +101,30 @@ def test_every_exhibit_names_a_public_thread() -> None:
 
 @pytest.mark.sweep
 def test_the_page_is_what_the_museum_shows(visits: dict[str, Visit]) -> None:
-    """docs/museum.md is what `docs/reference.py --museum` writes, except for the marks of other rules."""
+    """docs/museum.md is what `docs/reference.py --museum` writes; the details have every exhibit, caught."""
     told = [describe(visits[piece.name]) for piece in (*EXHIBITS, *VARIANTS)]
     page = (ROOT / "docs/museum.md").read_text(encoding="utf-8")
-    assert _own_marks(page) == _own_marks(load_reference().museum(told))
+    reference = load_reference()
+    assert _own_rules(page) == _own_rules(reference.museum(told))
+    details = reference.museum_details(told)
+    assert details.count("●") == len(EXHIBITS) + 1  # one in the legend
+    assert all(f"\n| `{piece.name}` | " in details for piece in (*EXHIBITS, *VARIANTS))
 
 
-def _own_marks(page: str) -> str:
-    """Return the page without the marks of further rules that fire, which a quick visit does not check."""
-    page = re.sub(r"^Of \d+ that break.*$", "", page, flags=re.MULTILINE)
-    return page.replace("| ○ ", "|  ")
+def _own_rules(page: str) -> str:
+    """Return the page without the count of further rules that fire, which a quick visit does not check."""
+    return re.sub(r"^Of \d+ that break.*$", "", page, flags=re.MULTILINE)
+
+
+def test_the_page_counts_the_exhibits_that_are_there() -> None:
+    """docs/museum.md has, of each rule, as many exhibits as there are, and the first with its thread."""
+    page = (ROOT / "docs/museum.md").read_text(encoding="utf-8")
+    for rule in RULES.values():
+        (first, *others) = [exhibit for exhibit in EXHIBITS if exhibit.rule == rule.id]
+        count = len(others) + 1
+        assert (
+            f"\n| {rule} | {count} of {count} | `{first.name}` | {first.planted} | {first.thread} |\n" in page
+        )
 
 
 # -- the command -----------------------------------------------------------------------------------
