@@ -6,7 +6,7 @@
     timing         interleaving, median and quartiles, the check for equal tokens
     report         tables for the terminal, JSON and pictures
     machine        the hardware and the versions that a report names
-    ways           what is compared: the engine's lanes, transformers, torch.compile, llama.cpp
+    ways           what is compared: the engine's lanes, transformers, torch.compile
     repeated_step  one decode step that can be repeated, for the modules that measure parts of it
     *              one module for each measurement, named as on the command line
 

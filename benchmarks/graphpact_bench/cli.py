@@ -2,7 +2,7 @@
 
     graphpact bench                              the parts of a step, and decode beside other ways
     graphpact bench fill decode --json out.json  two measurements, and a file
-    graphpact bench widths --model-shape 768x12  a model of your own
+    graphpact bench decode --model-shape 768x12  a model of your own
     graphpact bench all                          everything; takes long
 
 Does not: measure; each measurement is a module of this package.
@@ -54,22 +54,11 @@ MEASUREMENTS = {
     "checks": Measurement("what pact, verification and observers cost", _MODEL, is_first=True),
     "prefill": Measurement("prompts end to end, beside other ways", _WAYS),
     "capture": Measurement("time and memory of a capture, by shape", _WAYS | _BATCH),
-    "widths": Measurement("decode steps by model width, beside the matrix products", _WAYS | _BATCH),
-    "products": Measurement(
-        "products of a few rows with a weight: the compiled kernel against torch's",
-        _BATCH | {"--dtype", "--model-shape"},
-    ),
     "speculation": Measurement("decoding with drafts, against plain decoding", _BATCH),
-    "mixed-load": Measurement(
-        "latency while long prompts arrive", frozenset({"--chunk", "--prefill-runner"})
-    ),
-    "long-run": Measurement(
-        "how decode step times vary while requests come and go, and why", _WAYS - _DEVICE
-    ),
 }
-"""Every measurement, in the order in which they run; the module has the name, with underscores."""
+"""Every measurement, in the order in which they run; the module has the name."""
 ALL = "all"
-FIRST_WAYS = ("eager", "tape", "cpu_graph", "cuda", "generate", "generate-static", "llama.cpp")
+FIRST_WAYS = ("eager", "tape", "cpu_graph", "cuda", "generate", "generate-static")
 """The ways that `graphpact bench` compares if no measurement is named: they are ready within a minute."""
 
 
@@ -132,18 +121,6 @@ def bench(
             autocompletion=lambda incomplete: _complete(WAYS, incomplete),
         ),
     ] = None,
-    chunk: Annotated[
-        int | None,
-        typer.Option("--chunk", min=1, help="mixed-load: prompt tokens of a chunk; default 1/6 prompt."),
-    ] = None,
-    prefill_runner: Annotated[
-        str | None,
-        typer.Option(
-            "--prefill-runner",
-            metavar="NAME",
-            help="mixed-load: the runner of the prefill lane; default eager.",
-        ),
-    ] = None,
     json_file: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE", help="Write JSON to FILE; `-`: to stdout, without tables."),
@@ -164,11 +141,7 @@ def bench(
     - `checks`: what pact, verification, observers and a strict lane cost
     - `prefill`: prompts end to end, beside other ways
     - `capture`: time and memory of a capture, by shape
-    - `widths`: decode steps by model width, beside the matrix products alone, on cold weights
-    - `products`: products of a few rows with a weight, compiled and torch's
     - `speculation`: decoding with drafts, against plain decoding
-    - `mixed-load`: latency while long prompts arrive
-    - `long-run`: how 2,000 decode steps vary while requests come and go, and what the slowest are
     - `all`: everything; takes long
 
     Whole steps are compared with other ways to run the same model:
@@ -178,7 +151,6 @@ def bench(
     - `generate`, `generate-static`: generate of transformers, with a growing or a static cache
     - `compile`, `generate-compiled`: the same, the model compiled by torch.compile
     - `continuous`: continuous batching of transformers
-    - `llama.cpp`: llama.cpp on the same weights
 
     Ways that are compared write the same greedy tokens before anything is timed; a difference ends the run
     with both rows. They take turns in one process. Tables have the median, the quartiles and the best.
@@ -191,8 +163,6 @@ def bench(
         "--model-shape": model_shape,
         "--batch": batch,
         "--way": way,
-        "--chunk": chunk,
-        "--prefill-runner": prefill_runner,
     }
     names = choose(what or [], [option for option, value in given.items() if value])
     ways = tuple(way or (() if what else FIRST_WAYS))
@@ -273,8 +243,6 @@ def make_options(
         shapes=tuple(map(parse_shape, given["--model-shape"] or ())),
         batch_sizes=tuple(given["--batch"] or ()),
         ways=ways,
-        chunk=given["--chunk"],
-        prefill_runner=given["--prefill-runner"] or "eager",
         say=note if sys.stderr.isatty() else lambda _: None,
     )
 
@@ -330,7 +298,7 @@ def _tables(name: str, options: "BenchOptions") -> "Iterator[Table]":
     takes = MEASUREMENTS[name].takes
     if options.dtype != "float32" and "--dtype" not in takes:
         options = replace(options, dtype="float32")
-    module = importlib.import_module(f"graphpact_bench.{name.replace('-', '_')}")
+    module = importlib.import_module(f"graphpact_bench.{name}")
     try:
         yield from module.measure(options)
     except UnavailableWayError as error:

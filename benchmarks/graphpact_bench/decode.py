@@ -1,4 +1,4 @@
-"""Decode steps end to end: the engine's lanes, transformers, torch.compile, llama.cpp.
+"""Decode steps end to end: the engine's lanes, transformers, torch.compile.
 
 A step is everything from one token to the next: scheduling, forward pass, sampling, and the bookkeeping of
 each side. Prefill is not included.

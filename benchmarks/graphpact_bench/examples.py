@@ -1,4 +1,4 @@
-"""Where the examples of the repository are: two measurements use their trained models.
+"""Where the examples of the repository are: one measurement uses their trained models.
 
 Does not: download anything.
 """

@@ -13,9 +13,8 @@ import torch
 from graphpact_bench.report import Machine
 from graphpact_cli.distributions import installed_versions
 
-_OTHERS = ("torch", "transformers", "llama-cpp-python", "gguf")
+_OTHERS = ("torch", "transformers")
 _CACHES = Path("/sys/devices/system/cpu/cpu0/cache")
-_CACHE = 32 * 2**20  # the last level, where the system does not say its size
 
 
 def describe_machine(device: torch.device) -> Machine:
@@ -63,14 +62,6 @@ def cache_bytes() -> int | None:
         if digits.isdecimal():
             sizes.append(int(digits) * factor)
     return max(sizes, default=None)
-
-
-def cold_copies(nbytes: int) -> int:
-    """Return how many copies of weights of ``nbytes`` are four times the last-level cache: at least one.
-
-    Work that reads one copy after another has every weight from memory.
-    """
-    return max(1, -(-4 * (cache_bytes() or _CACHE) // nbytes))
 
 
 def _versions_of_others() -> dict[str, str]:

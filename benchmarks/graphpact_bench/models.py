@@ -42,27 +42,6 @@ class ModelShape:
     def __str__(self) -> str:
         return f"{self.width}x{self.layers}"
 
-    @property
-    def matrices(self) -> list[tuple[int, int]]:
-        """The (outputs, inputs) of every matrix product of a step, in the order of the step."""
-        head_dim = self.width // self.heads
-        keys, mlp = self.kv_heads * head_dim, self.intermediate
-        layer = [
-            (self.width, self.width),
-            (keys, self.width),
-            (keys, self.width),
-            (self.width, self.width),
-            (mlp, self.width),
-            (mlp, self.width),
-            (self.width, mlp),
-        ]
-        return [*layer * self.layers, (self.vocab, self.width)]
-
-    @property
-    def num_weights(self) -> int:
-        """The number of weights that the matrix products of a step read."""
-        return sum(outputs * inputs for outputs, inputs in self.matrices)
-
 
 BYTES = ModelShape(width=128, layers=4, heads=4, kv_heads=4, intermediate=344)
 """The model of the documented tables: 4 layers, 128 wide, over 256 byte tokens."""
@@ -74,7 +53,7 @@ PRESETS: Mapping[str, ModelShape] = {
     "1024x8": ModelShape(width=1024, layers=8, heads=16, kv_heads=8, intermediate=2752),
     "2048x4": ModelShape(width=2048, layers=4, heads=32, kv_heads=8, intermediate=5504),
 }
-"""The shapes of `graphpact bench widths`. ``576x30`` has 135 million parameters."""
+"""Shapes by name. ``576x30`` has 135 million parameters."""
 
 
 def parse_shape(text: str) -> ModelShape:

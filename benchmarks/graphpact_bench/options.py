@@ -31,8 +31,6 @@ class BenchOptions:
         shapes: The shapes of the models; empty: the measurement's own.
         batch_sizes: Requests at a time; empty: the measurement's own.
         ways: The names of the ways to compare; empty: the measurement's own.
-        chunk: Prompt tokens of a chunk of the mixed load; None: a sixth of a prompt.
-        prefill_runner: The runner of the prefill lane of the mixed load.
         say: Prints one line about what is measured now.
     """
 
@@ -42,8 +40,6 @@ class BenchOptions:
     shapes: tuple[ModelShape, ...] = ()
     batch_sizes: tuple[int, ...] = ()
     ways: tuple[str, ...] = ()
-    chunk: int | None = None
-    prefill_runner: str = "eager"
     say: Callable[[str], None] = lambda _: None
 
     @property

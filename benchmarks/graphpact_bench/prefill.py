@@ -1,4 +1,4 @@
-"""A prompt in one step: broken and split graphs, compiled lanes, transformers, llama.cpp.
+"""A prompt in one step: broken and split graphs, compiled lanes, transformers.
 
 A prompt of each length is read whole, in a graph of exactly its tokens and with the longest padding that the
 captured counts leave. The time is that until the first token: scheduling, forward pass, sampling.
@@ -60,7 +60,7 @@ GRAPHS: Mapping[str, tuple[str, str]] = {
     for name in ("breakable", "piecewise")
 }
 """The runner and the driver of the prefill lane, for each way through graphs."""
-OTHERS = ("generate", "generate-static", "compile", "generate-compiled", "continuous", "llama.cpp")
+OTHERS = ("generate", "generate-static", "compile", "generate-compiled", "continuous")
 """The ways of `graphpact_bench.ways` that are compared too."""
 _COMPILING = {COMPILED, *(name for name in GRAPHS if name.endswith("inductor"))}
 

@@ -128,13 +128,11 @@ class Race:
         written: The timed rounds of each way, by name.
         failed: Why a way of other software could not run, by name.
         ties: How many prompts a way continued differently after a tie, by name; see `Agreement`.
-        beside: The seconds of what was timed beside the ways, by name.
     """
 
     written: dict[str, list[Written]]
     failed: dict[str, str]
     ties: dict[str, int]
-    beside: dict[str, list[float]]
 
     def steps(self, name: str) -> list[float]:
         """Return the seconds of every decode step of a way."""
@@ -206,7 +204,6 @@ def race(
     rounds: int,
     *,
     is_tie: Callable[[list[int], int, int], bool] | None = None,
-    beside: Mapping[str, Callable[[], Sequence[float]]] | None = None,
 ) -> Race:
     """Let every way continue the prompts: once for the check and the warm-up, and then timed, in turns.
 
@@ -216,13 +213,12 @@ def race(
         count: Tokens to generate for each.
         rounds: Timed rounds of each way.
         is_tie: See `Agreement`.
-        beside: What is timed in each round beside the ways: each returns seconds.
 
     Raises:
         DifferentTokensError: A way writes other tokens than the first, before or while it is timed.
     """
     agreement = Agreement(prompts, ways[0].write(prompts, count).tokens, ways[0].name, is_tie)
-    result = Race({ways[0].name: []}, {}, {ways[0].name: 0}, {name: [] for name in beside or {}})
+    result = Race({ways[0].name: []}, {}, {ways[0].name: 0})
     for way in ways[1:]:
         try:
             written = way.write(prompts, count)
@@ -234,14 +230,10 @@ def race(
         result.ties[way.name] = agreement.require(way.name, written.tokens)
         result.written[way.name] = []
     running = [way for way in ways if way.name in result.written]
-    for run in (beside or {}).values():
-        run()
     for turn in range(rounds):
         for way in running:
             if way.rounds is None or turn < way.rounds:
                 written = way.write(prompts, count)
                 agreement.require(way.name, written.tokens)
                 result.written[way.name].append(written)
-        for name, run in (beside or {}).items():
-            result.beside[name] += run()
     return result

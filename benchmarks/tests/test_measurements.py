@@ -1,7 +1,6 @@
 """Every measurement runs with --quick through the command; counts are right, times are not checked."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,11 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_kernels import needs_compiled
 from compiling import compiler  # noqa: F401  a fixture
-from graphpact_bench import cli, examples, products
+from graphpact_bench import cli, examples
 from graphpact_bench.report import BenchReport
-from graphpact_bench.ways import gguf_file
 from graphpact_bench.ways.base import WaySetting
 from graphpact_bench.ways.engines import EngineWay
 from graphpact_bench.ways.table import WAYS
@@ -38,12 +35,6 @@ def bench(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Bench:
         return report.model_dump()["tables"], capsys.readouterr().out
 
     return run
-
-
-@pytest.fixture(autouse=True)
-def no_llama(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Leave llama.cpp out: it may be installed or not; one test has it."""
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
 
 
 @pytest.fixture(params=[pytest.param(None, marks=pytest.mark.sweep), "no C++ compiler here"])
@@ -118,9 +109,7 @@ def test_every_way_decodes_the_same_tokens(fault: str | None, bench: Bench) -> N
     (table,), out = bench("decode", "--quick", "--model-shape", SHAPE, *named)
     ways = [way for way in WAYS if way in PLAIN or (way in COMPILING and fault is None)]
     assert column(table, "batch", "way") == [(size, way) for size in (1, 2) for way in ways]
-    missing = {"llama.cpp": 'llama_cpp is not installed; pip install "graphpact-bench[llama]"'}
-    if fault is not None:
-        missing |= dict.fromkeys(COMPILING, fault)
+    missing = {} if fault is None else dict.fromkeys(COMPILING, fault)
     assert reasons(table) == missing
     for what, reason in missing.items():
         assert f"{what} is skipped: {reason}" in out.splitlines()
@@ -132,7 +121,7 @@ def test_a_quick_run_leaves_out_what_compiles(bench: Bench) -> None:
     """Without --way, nothing is compiled, and each way that would be has a line."""
     (table,), _ = bench("decode", "--quick", "--batch", "2")
     assert column(table, "batch", "way") == [(2, way) for way in PLAIN]
-    assert {*reasons(table)} == {*COMPILING, "llama.cpp"}
+    assert {*reasons(table)} == {*COMPILING}
 
 
 def test_a_way_that_writes_other_tokens_ends_the_run(
@@ -175,20 +164,7 @@ def test_in_bfloat16_a_difference_is_a_tie_or_an_error(bench: Bench, tmp_path: P
     assert judge([1, 2, 3], best, second)
 
 
-_NONE = ("--dtype", "--device", "--model-shape", "--batch", "--chunk", "--prefill-runner")
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_llama_cpp_writes_the_same_tokens(dtype: str, bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the GGUF file of a model with grouped heads; and not if its rows are in another order."""
-    monkeypatch.undo()
-    pytest.importorskip("llama_cpp", reason="the extra graphpact-bench[llama] is not installed")
-    pytest.importorskip("gguf", reason="the extra graphpact-bench[llama] is not installed")
-    arguments = ("decode", "--quick", "--model-shape", SHAPE, "--way", "llama.cpp", "--dtype", dtype)
-    (table,), _ = bench(*arguments)
-    assert column(table, "batch", "way") == [(s, w) for s in (1, 2) for w in ("eager", "llama.cpp")]
-    monkeypatch.setattr(gguf_file, "in_pairs", lambda weight, heads: weight)
-    assert main(["bench", *arguments]) == 1
+_NONE = ("--dtype", "--device", "--model-shape", "--batch")
 
 
 def test_checks_are_measured_from_the_pact_to_a_strict_lane(bench: Bench) -> None:
@@ -243,40 +219,6 @@ def test_every_captured_shape_has_its_time_and_its_memory(bench: Bench) -> None:
     assert {*reasons(table)} == {"cpu_graph", "breakable-inductor", "piecewise-inductor"}
 
 
-@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.sweep)])
-def test_a_sweep_of_widths_has_the_matrix_products_beside_each_model(
-    dtype: str, bench: Bench, tmp_path: Path
-) -> None:
-    """Every model and batch size has its ways and its limit, and a step's bandwidth follows from its time."""
-    shapes = ["64x1", "32x2:heads=2,intermediate=97"]
-    options = [option for shape in shapes for option in ("--model-shape", shape)]
-    picture = ("--plot", str(tmp_path / "out.svg"))
-    small = ("--batch", "1", "--way", "tape", "--dtype", dtype)
-    tables, _ = bench("widths", "--quick", *options, *small, *picture)
-    ways = ["eager", "tape", "matrix products, cold", "matrix products, warm", "weights read, cold"]
-    for table, model in zip(tables, ("64x1", "32x2"), strict=True):
-        assert column(table, "model", "batch", "way") == [(model, 1, way) for way in ways]
-    assert (tmp_path / "out.svg").read_text(encoding="utf-8").count("<!-- weights MiB -->") == 1
-    for row in (row for table in tables for row in table["rows"]):
-        moved = row["gb_per_s"] * 1e9 * row["step_ms"] * 1e-3
-        assert moved == pytest.approx(row["weights_mib"] * 2**20)
-        assert (row["x_limit"] == 1) is (row["way"] == "matrix products, cold")
-
-
-def test_a_mixed_load_is_the_same_for_every_way_to_schedule(bench: Bench) -> None:
-    """Every way generates the same tokens, and is compared with whole prompts in each time."""
-    (table,), out = bench("mixed-load", "--quick", "--chunk", "8")
-    assert "2 requests decode; 2 prompts of 40 tokens" in table["title"]
-    assert "prefill runner eager" in table["title"]
-    assert "chunks of 8" in out
-    ways = ["whole prompts", "chunks", "chunks, mixed"]
-    times = ["first token", "between tokens", "the whole load"]
-    assert column(table, "time", "way") == [(time, way) for time in times for way in ways]
-    for at, row in enumerate(table["rows"][:6]):
-        assert 0 < row["median_ms"] <= row["p95_ms"] <= row["max_ms"]
-        assert (row["x_median"] == row["x_p95"] == row["x_max"] == 1) or at % 3
-
-
 @pytest.mark.sweep
 def test_every_way_to_draft_is_measured_on_equal_tokens(bench: Bench) -> None:
     """All drafts give the tokens of plain decoding; a row's factors belong together; a loss has a reason."""
@@ -303,37 +245,15 @@ def test_every_way_to_draft_is_measured_on_equal_tokens(bench: Bench) -> None:
         assert any(line.startswith(reason) for line in out.splitlines()) is (drafts and row["x_plain"] < 1)
 
 
-@pytest.mark.parametrize("name", ["speculation", "mixed-load"])
 def test_without_the_examples_a_measurement_is_skipped(
-    name: str, bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Where the package is installed without the repository, the reason is on stdout and in the JSON."""
     monkeypatch.setattr(examples, "_HERE", tmp_path)
-    (table,), out = bench(name, "--quick")
+    (table,), out = bench("speculation", "--quick")
     assert table["rows"] == []
-    assert "installed without them" in reasons(table)[name]
-    assert f"{name} is skipped: its model is among the examples" in out
-
-
-@needs_compiled
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_products_are_measured_by_weight_and_rows(dtype: str, bench: Bench) -> None:
-    """Each weight of a model has a row for each number of rows, which says what `cpu_graph` takes."""
-    sizes = ("--model-shape", SHAPE, "--batch", "2", "--batch", "65")
-    (table,), _ = bench("products", "--quick", "--dtype", dtype, *sizes)
-    weights = ["64 x 64", "32 x 64", "96 x 64", "64 x 96", "256 x 64"]
-    taken = {2: "compiled", 65: "torch"}
-    assert column(table, "weight", "rows", "taken") == [(w, n, taken[n]) for w in weights for n in taken]
-
-
-@needs_compiled
-def test_products_that_differ_are_not_timed(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A kernel that leaves out the last input ends the run with the difference."""
-    right = products.linear
-    monkeypatch.setattr(
-        products, "linear", lambda x, w, bias, out: right(x[:, :-1], w[:, :-1].contiguous(), bias, out)
-    )
-    assert main(["bench", "products", "--quick"]) == 1
+    assert "installed without them" in reasons(table)["speculation"]
+    assert "speculation is skipped: its model is among the examples" in out
 
 
 @pytest.mark.sweep

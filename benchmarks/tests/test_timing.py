@@ -88,23 +88,17 @@ def test_a_way_with_fewer_prompts_is_not_the_same() -> None:
 
 
 def test_ways_take_turns_and_a_slow_one_has_fewer_rounds() -> None:
-    """Every way is called once for the check, and then in turn; what is beside them comes last in a round."""
+    """Every way is called once for the check, and then in turn."""
     diary: list[str] = []
-
-    def beside() -> list[float]:
-        diary.append("limit")
-        return [2.0, 3.0]
-
     ways = [Counting("eager", diary), Counting("strict", diary, rounds=1), Counting("tape", diary)]
-    raced = race(ways, PROMPTS, 3, rounds=3, beside={"limit": beside})
-    warm_up = ["eager", "strict", "tape", "limit"]
-    assert diary == [*warm_up, *warm_up, *["eager", "tape", "limit"] * 2]
+    raced = race(ways, PROMPTS, 3, rounds=3)
+    warm_up = ["eager", "strict", "tape"]
+    assert diary == [*warm_up, *warm_up, *["eager", "tape"] * 2]
     assert {name: raced.steps(name) for name in raced.written} == {
         "eager": [1.0] * 6,
         "strict": [1.0] * 2,
         "tape": [1.0] * 6,
     }
-    assert raced.beside == {"limit": [2.0, 3.0] * 3}
 
 
 def test_other_software_that_fails_is_left_out_with_its_error() -> None:

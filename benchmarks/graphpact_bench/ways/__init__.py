@@ -4,7 +4,6 @@
     engines              graphpact's engine: eager, tape, tape-strict, cpu_graph, cuda
     generate             `generate` of transformers: growing cache, static cache, compiled by torch.compile
     continuous_batching  the continuous batching of transformers
-    llama_cpp            llama.cpp, on the same weights as a GGUF file that `gguf_file` writes
     table                the names, and how each way is built
 
 Does not: time anything.

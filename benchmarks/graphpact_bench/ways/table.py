@@ -1,6 +1,6 @@
 """The names of the ways, and how each is built.
 
-Does not: import transformers or llama.cpp; the module of a way does, when it is built.
+Does not: import transformers; the module of a way does, when it is built.
 """
 
 import importlib
@@ -51,7 +51,6 @@ WAYS = {
         "generate, static cache, compiled", "generate:static_compiled", compiles=True
     ),
     "continuous": WayKind("continuous batching of transformers", "continuous_batching:continuous"),
-    "llama.cpp": WayKind("llama.cpp on the same weights", "llama_cpp:llama_cpp", devices=_CPU),
 }
 """Every way, in the order of tables; the first is the one whose tokens the others must write."""
 
