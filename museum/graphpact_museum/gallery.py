@@ -4,12 +4,10 @@ Does not: contain an exhibit.
 """
 
 import gc
-import multiprocessing
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from typing import Any
 
@@ -20,6 +18,9 @@ from graphpact.errors import GraphpactError
 from graphpact.graphs import GraphDriver
 from graphpact.plugins import Kind, PluginCatalog
 from graphpact.runners import GraphRunner
+from graphpact_cli import children
+from graphpact_cli.child import Parent
+from graphpact_cli.children import Ending, Task
 from graphpact_conformance.drivers.examine import examine_lane as examine_driver_lane
 from graphpact_conformance.drivers.examine import lanes_of_driver
 from graphpact_conformance.experiments import EXPERIMENTS
@@ -163,34 +164,56 @@ def visit_all(
             visits.append(visit(piece, quick=quick))
             report(visits[-1])
         return visits
-    context = multiprocessing.get_context("spawn")
-    done: dict[str, Visit] = {}
-    by_name = {piece.name: piece for piece in pieces}
-    with ProcessPoolExecutor(workers, mp_context=context, initializer=_as_a_worker) as pool:
-        futures = [pool.submit(_visit_named, piece.name, quick) for piece in pieces]
-        for future in as_completed(futures):
-            name, findings, lanes, missing, errors = future.result()
-            done[name] = Visit(by_name[name], findings, lanes, missing, errors)
-            report(done[name])
-    return [done[piece.name] for piece in pieces]
+    tasks = [_VisitTask(piece, report, quick=quick) for piece in pieces]
+    bases = {piece.base for piece in pieces}
+    plugins = [info.target.partition(":")[0] for info in PluginCatalog.scan().infos() if info.name in bases]
+    children.prepare(["graphpact_museum.collection", *plugins])
+    children.run(tasks, workers)
+    return [task.visit for task in tasks]
 
 
-def _as_a_worker() -> None:
-    torch.set_num_threads(1)
-    gc.freeze()
+class _VisitTask(Task):
+    """The task that visits one piece.
+
+    Attributes:
+        visit: The visit.
+    """
+
+    work = f"{__name__}:send_visit"
+    limit = 1800.0
+
+    def __init__(self, piece: Exhibit | Variant, report: Callable[[Visit], None], *, quick: bool) -> None:
+        self._report, self._quick = report, quick
+        self.visit = Visit(piece)
+
+    def arguments(self) -> tuple[str, bool]:
+        """Return the arguments of `send_visit`."""
+        return self.visit.piece.name, self._quick
+
+    def hears(self, found: dict[str, Any]) -> None:
+        """Keep what was found."""
+        self.visit = replace(self.visit, **found)
+
+    def ends(self, ending: Ending) -> bool:
+        """Report the visit; a process that ended with a fault is an error."""
+        if ending.fault:
+            said = "\n".join([ending.fault, *ending.frames, ending.stderr])
+            self.visit = replace(self.visit, errors=(*self.visit.errors, said))
+        self._report(self.visit)
+        return False
 
 
-def _visit_named(
-    name: str,
-    quick: bool,  # noqa: FBT001  a pool calls by position
-) -> tuple[str, dict[str | None, Finding], tuple[str, ...], str | None, tuple[str, ...]]:
-    """Visit a piece by its name, and return the parts of the visit that can be pickled."""
+def send_visit(parent: Parent, name: str, quick: bool) -> None:  # noqa: FBT001  arguments of a task
+    """Visit a piece and send what was found: the work of a child process."""
     from graphpact_museum.collection import EXHIBITS, VARIANTS  # noqa: PLC0415  they import us
 
+    torch.set_num_threads(1)
+    gc.freeze()
     pieces: list[Exhibit | Variant] = [*EXHIBITS, *VARIANTS]
     piece = next(p for p in pieces if p.name == name)
+    parent.begins(name)
     seen = visit(piece, quick=quick)
-    return name, seen.findings, seen.lanes, seen.missing, seen.errors
+    parent.send({at.name: getattr(seen, at.name) for at in fields(seen) if at.name != "piece"})
 
 
 @cache
