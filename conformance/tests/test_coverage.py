@@ -1,7 +1,6 @@
 """What a run draws: the page counts it from a run, and each dimension of scale shows bugs of its own."""
 
 import re
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -11,13 +10,9 @@ import pytest
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance import suite
 from graphpact_conformance.results import Outcome, Result
-from graphpact_conformance.suite import examine_lane
 from graphpact_conformance.targets import Options, Size, Target
 from graphpact_conformance.world.coverage import joined
 from graphpact_conformance.world.lanes import combinations
-from graphpact_museum.collection import EXHIBITS
-from graphpact_museum.exhibit import Exhibit
-from graphpact_museum.gallery import OPTIONS, planted, right_class
 
 PAGE = Path(__file__).parents[2] / "docs/conformance.md"
 SIZES: tuple[Size, ...] = ("quick", "normal", "thorough")
@@ -69,27 +64,3 @@ def test_longer_runs_draw_no_less() -> None:
     assert quick.keys() == normal.keys() == thorough.keys()
     assert len(quick) > 12
     assert all(quick[name] <= normal[name] <= thorough[name] for name in quick)
-
-
-ALONE = [exhibit for exhibit in EXHIBITS if exhibit.values]
-"""Exhibits that need unusual values."""
-
-
-def test_each_dimension_of_scale_has_two_exhibits_of_its_own() -> None:
-    """Each unusual value exposes two exhibits or more; a page of one slot, one, beside one of many rows.
-
-    Drafts of one step and of many tokens expose one each, beside those of wide drafts.
-    """
-    count = Counter(value for exhibit in ALONE for value in exhibit.values)
-    assert count.keys() == {"tall", "long", "mixed", "high", "wide", "broad", "fields", "page1", "single"}
-    assert min(number for value, number in count.items() if value not in ("page1", "single", "broad")) >= 2
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("exhibit", ALONE, ids=lambda exhibit: exhibit.name)
-def test_a_bug_of_a_dimension_shows_in_its_lanes_alone(exhibit: Exhibit) -> None:
-    """The bug breaks no rule in the same lanes without the unusual values."""
-    with planted(replace(exhibit, values=()), right_class(exhibit.base)) as plans:
-        assert plans
-        broken = [r for plan in plans for r in examine_lane(plan, OPTIONS) if r.findings]
-    assert not broken

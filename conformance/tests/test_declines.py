@@ -36,8 +36,6 @@ from graphpact_conformance.world.problems import (
     of_size,
     steady,
 )
-from graphpact_museum.collection import VARIANTS
-from graphpact_museum.gallery import planted, right_class
 
 LONG = EagerReason("acme_long", "a request is longer than the tier")
 OPTIONS = Options(size="quick", examples=1, shrink=False)
@@ -265,18 +263,3 @@ def test_a_reason_that_depends_on_a_ranks_own_requests_breaks_a_rule(when: Calla
     found = results_of(Alone, "ranks_agree")["GP17"]
     assert found.outcome is Outcome.FAIL
     assert "global_num_tokens_cpu" in str(found.findings[0].help)
-
-
-# -- whole runners -----------------------------------------------------------------------------------
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", ["graphs-of-short-contexts", "graphs-of-whole-prompts"])
-def test_a_right_runner_that_declines_keeps_every_rule(name: str) -> None:
-    """Every rule passes, and none is left out, for a runner with a tier of lengths or of whole prompts."""
-    variant = next(v for v in VARIANTS if v.name == name)
-    with planted(variant, right_class(variant.base)) as plans:
-        assert plans
-        for plan in plans:
-            results = [*examine_lane(plan, OPTIONS)]
-            assert [r for r in results if r.outcome is not Outcome.PASS] == []

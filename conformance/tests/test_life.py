@@ -1,4 +1,4 @@
-"""What an engine does in its life, and whom it serves: experiments, each with the bugs that only it shows."""
+"""Batches of the experiments about what an engine does in its life, and about whom it serves."""
 
 from collections import Counter
 from collections.abc import Callable
@@ -16,126 +16,16 @@ from graphpact_conformance.experiments.kinds import MOST, of_default_sizes, of_o
 from graphpact_conformance.experiments.look_alikes import look_alikes, with_look_alike
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.targets import Options
 from graphpact_conformance.world.lanes import CASES, DRAFT_WIDTH, Config, configs_of
 from graphpact_conformance.world.problems import draw, edges, least_prefix, of_size, sequences
-from graphpact_museum import life, requests
-from graphpact_museum.collection import EXHIBITS
-from graphpact_museum.exhibit import Exhibit
-from graphpact_museum.gallery import OPTIONS, planted, right_class
 
-SHOWN_BY = {
-    "captured_again": ("trtllm-returns-tensors-of-the-first-capture", "trtllm-capacity-of-the-step-before"),
-    "rewritten_memory": (
-        *("fa3-sinks-copied-at-construction", "flashinfer-sinks-cast-at-capture"),
-        *("decode-runner-compares-tensors-by-identity", "verify-runner-keeps-rows-of-the-same-tensor"),
-        "decode-runner-returns-a-slot",
-    ),
-    "beside_other_lanes": (
-        *("trtllm-falls-back-after-a-prefill-capture", "fa3-prefill-capture-writes-the-class"),
-        *("flashinfer-prefill-step-writes-the-class", "flashinfer-plans-once-for-all-lanes"),
-        *("decode-runner-fills-once-for-all-lanes", "verify-runner-shares-its-output-buffer"),
-    ),
-    "survives_eager_activity": ("flashinfer-keeps-sixteen-sizes", "fa3-keeps-twelve-sizes"),
-    "answers_replayed": (
-        *("fa3-skips-requests-of-the-fill-length", "decode-runner-masks-token-0-at-position-0"),
-        "extend-runner-takes-no-rows-of-fresh-prompts",
-    ),
-    "padding": (
-        *("reference-prefetches-scratch-in-full-batches", "reference-scales-by-scratch-in-full-batches"),
-    ),
-    "graph_choice": (
-        *("decode-runner-takes-chunks-of-one-token", "verify-runner-takes-chunks-of-its-width"),
-        *("decode-runner-lacks-one-more-than-a-multiple", "decode-runner-takes-one-size-more-above-8"),
-    ),
-}
-"""The exhibits of these rooms, by the experiment that shows each. The first of each is no sweep."""
-ROOMS = (*life.EXHIBITS, *requests.EXHIBITS)
+QUICK = Options(size="quick", examples=1, shrink=False)
 CONFIGS = [
     config
     for config in configs_of(ReferenceBackend.capabilities, cases=CASES)
     if config.page_size == 16 and config.heads.name == "gqa" and config.case.mode is not ForwardMode.IDLE
 ]
-
-
-def findings_of(exhibit: Exhibit, shown_by: str, *, alone: bool) -> set[str | None]:
-    """Return the rules that one experiment finds broken in an exhibit, or all others do."""
-    chosen = [e for e in EXPERIMENTS if (e.name == shown_by) is alone]
-    with planted(exhibit, right_class(exhibit.base)) as plans:
-        results = [r for plan in plans for r in examine_lane(plan, OPTIONS, experiments=chosen)]
-    return {finding.rule for result in results for finding in result.findings}
-
-
-def named(name: str) -> Exhibit:
-    """Return the exhibit whose name begins with ``name``."""
-    (exhibit,) = [e for e in ROOMS if e.name.startswith(name)]
-    return exhibit
-
-
-SHOWN = [
-    pytest.param(by, name, marks=[pytest.mark.sweep] if at else [], id=name)
-    for by, names in SHOWN_BY.items()
-    for at, name in enumerate(names)
-]
-
-
-@pytest.mark.parametrize(("by", "name"), SHOWN)
-def test_an_experiment_shows_its_exhibits(by: str, name: str) -> None:
-    """The experiment alone finds the exhibit, under the exhibit's rule."""
-    exhibit = named(name)
-    assert exhibit.rule in findings_of(exhibit, by, alone=True)
-
-
-SEEN_BY_OTHERS = {
-    "decode-runner-returns-a-slot",
-    "flashinfer-plans-once-for-all-lanes",
-    "decode-runner-fills-once-for-all-lanes",
-}
-"""Exhibits that other experiments see too: they step several lanes of a class, or read outputs late."""
-OF_LIFE = [
-    (by, name)
-    for by in ("captured_again", "rewritten_memory", "beside_other_lanes")
-    for name in SHOWN_BY[by]
-    if name not in SEEN_BY_OTHERS
-]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(("by", "name"), OF_LIFE)
-def test_no_other_experiment_shows_an_exhibit_of_life(by: str, name: str) -> None:
-    """Without the experiment, the suite does not find the exhibit under its rule."""
-    exhibit = named(name)
-    assert exhibit.rule not in findings_of(exhibit, by, alone=False)
-
-
-def test_every_exhibit_of_these_rooms_has_its_experiment() -> None:
-    """Each experiment shows two exhibits or more, and each exhibit of the rooms is shown by one."""
-    shown = [named(name) for names in SHOWN_BY.values() for name in names]
-    assert Counter(e.name for e in shown) == Counter(e.name for e in ROOMS)
-    assert min(map(len, SHOWN_BY.values())) >= 2
-    assert {*SHOWN_BY} <= {e.name for e in EXPERIMENTS}
-
-
-# -- light lanes -------------------------------------------------------------------------------------
-
-
-def test_a_light_lane_names_the_rule_of_a_wrong_output() -> None:
-    """A stale plan in a lane in which only outputs are compared is told as GP09, with the field."""
-    (exhibit,) = [e for e in EXHIBITS if e.name == "flashinfer-window-not-planned"]
-    with planted(exhibit, right_class(exhibit.base)) as plans:
-        results = [*examine_lane(replace(plans[0], is_full=False), OPTIONS)]
-    found = {f.rule: f for result in results for f in result.findings}
-    assert found["GP09"].field
-    assert "unwritten_and_stale" in next(r.check for r in results if r.rule == "GP09")
-
-
-def test_a_light_lane_without_findings_runs_no_more() -> None:
-    """The experiments that name rules do not run in a light lane of a right plugin."""
-    (exhibit,) = [e for e in EXHIBITS if e.name == "flashinfer-window-not-planned"]
-    right = replace(exhibit, make=lambda base: base)
-    with planted(right, right_class(exhibit.base)) as plans:
-        results = [*examine_lane(replace(plans[0], is_full=False), OPTIONS)]
-    assert not any(result.findings for result in results)
-    assert not any("unwritten_and_stale" in result.check for result in results)
 
 
 # -- requests that look like padding -----------------------------------------------------------------
@@ -224,10 +114,12 @@ def test_a_bug_of_few_lengths_is_found_with_its_field(
             return fresh
 
     (plan,) = plan_lanes(
-        OfFewLengths, ReferenceRunner, replace(OPTIONS, lanes=("decode-page16-gqa-float32",))
+        OfFewLengths,
+        ReferenceRunner,
+        replace(QUICK, lanes=("decode-page16-gqa-float32",)),
     )
     replayed = [e for e in EXPERIMENTS if e.name == "answers_replayed"]
-    found = [f for r in examine_lane(plan, OPTIONS, experiments=replayed) for f in r.findings]
+    found = [f for r in examine_lane(plan, QUICK, experiments=replayed) for f in r.findings]
     named = [f for f in found if f.rule in ("GP02", "GP07")]
     assert named
     assert all("metadata.last" in str(f.field) for f in named)

@@ -29,9 +29,6 @@ from graphpact_conformance.world.lanes import CONTEXT, VOCAB, Config, cases_of, 
 from graphpact_conformance.world.problems import draw
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
-from graphpact_museum.collection import EXHIBITS
-from graphpact_museum.exhibit import Exhibit
-from graphpact_museum.gallery import right_class
 from graphpact_speculative import EagleDraftExtendRunner, EagleDraftRunner, FrozenKvMtpRunner
 
 RUNNERS = (EagleDraftRunner, EagleDraftExtendRunner, FrozenKvMtpRunner)
@@ -234,40 +231,6 @@ def test_a_backend_with_another_number_of_keys_is_found(
 ) -> None:
     """A backend without a step's offset, or with one on frozen KV, has a wrong result below the runner."""
     assert wrong_eagerly(runner, plain(runner, kind), backend=backend)
-
-
-RUNS = {
-    "draft_decode": EagleDraftRunner,
-    "draft_decode_tree": EagleDraftRunner,
-    "draft_extend": EagleDraftExtendRunner,
-}
-MISALIGNED = ("GP02", "GP03", "GP07", "GP09", "GP10")
-"""Rules about inputs of a replay that differ from those of its capture; they are checked in pairs too."""
-QUICK = ("flashinfer-first-step-planned", "trtllm-mla-packed-queries")
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    "exhibit",
-    [
-        pytest.param(e, id=e.name, marks=[pytest.mark.sweep] * (e.name not in QUICK))
-        for e in EXHIBITS
-        if e.site == "backend" and e.rule in MISALIGNED and e.lanes[0] in RUNS
-        if "single" not in e.values  # EAGLE takes a single draft from the extend, without attention
-    ],
-)
-def test_a_bug_of_a_backend_is_found_below_a_draft_runner(exhibit: Exhibit) -> None:
-    """A stale plan of a draft step or a packed stride is found under its rule, whatever runner records it."""
-    options = Options(size="quick", examples=1, shrink=False, only=frozenset({exhibit.rule}))
-    backend, runner = exhibit.make(right_class(exhibit.base)), RUNS[exhibit.lanes[0]]
-    with exhibit.around():
-        (plan,) = (
-            p
-            for p in plan_lanes(backend, runner, options, is_pair=True, values=exhibit.values)
-            if str(p.lane.config.case) in exhibit.lanes
-        )
-        (result,) = examine_lane(replace(plan, is_full=True), options)
-    assert (result.rule, result.outcome) == (exhibit.rule, Outcome.FAIL)
 
 
 # -- outputs of any name -----------------------------------------------------------------------------

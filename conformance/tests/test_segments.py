@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from graphpact.attention import AttentionBackend
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
-from graphpact.runners import GraphRunner
 from graphpact.shapes import CaptureSizes, GraphShape
 from graphpact_conformance import suite
 from graphpact_conformance.experiments.base import differences
@@ -23,8 +22,7 @@ from graphpact_conformance.lane.reference import (
     SegmentsRunner,
 )
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.results import Outcome
-from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.suite import plan_lanes
 from graphpact_conformance.suite.target import unsupported
 from graphpact_conformance.targets import Options, Target
 from graphpact_conformance.world.lanes import (
@@ -43,9 +41,6 @@ from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
 from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
-from graphpact_museum.collection import EXHIBITS, VARIANTS
-from graphpact_museum.exhibit import Exhibit, Variant
-from graphpact_museum.gallery import right_class, visit
 from graphpact_trtllm_mla import TRTLLMMLABackend
 from support import ListedCatalog
 
@@ -102,66 +97,7 @@ def test_metadata_of_eager_calls_is_that_of_the_declared_rows(
             assert int(step.leaves["metadata.qo_indptr"].value[-1]) == step.shape.num_tokens
 
 
-IN_BACKENDS = [e for e in EXHIBITS if e.site == "backend" and str(SEGMENTS) in e.lanes]
-BELOW_BOTH = pytest.mark.parametrize(
-    "runner", [BreakableCudaGraphRunner, pytest.param(PiecewiseCudaGraphRunner, marks=pytest.mark.sweep)]
-)
-
-
-@BELOW_BOTH
-@pytest.mark.parametrize(
-    "exhibit",
-    [
-        pytest.param(e, id=e.name, marks=[pytest.mark.sweep] * (e.rule not in ("GP05", "GP10")))
-        for e in IN_BACKENDS
-    ],
-)
-def test_a_bug_of_eager_metadata_is_found_below_a_prefill_runner(
-    exhibit: Exhibit, runner: type[GraphRunner]
-) -> None:
-    """What the suite finds in a backend alone it finds in the pair too, under the same rule."""
-    options = replace(QUICK, only=frozenset({exhibit.rule}))
-    backend = exhibit.make(right_class(exhibit.base))
-    plan, *_ = plan_lanes(backend, runner, options, is_pair=True)
-    (result,) = examine_lane(replace(plan, is_full=True), options)
-    assert (result.rule, result.outcome) == (exhibit.rule, Outcome.FAIL)
-
-
-@BELOW_BOTH
-@pytest.mark.parametrize(
-    "variant",
-    [
-        pytest.param(v, id=v.name, marks=[pytest.mark.sweep] * v.name.endswith("live-tokens"))
-        for v in VARIANTS
-        if v.name.startswith("upgraded-metadata")
-    ],
-)
-def test_metadata_that_is_upgraded_in_every_step_passes_below_a_prefill_runner(
-    variant: Variant, runner: type[GraphRunner]
-) -> None:
-    """A backend that makes its metadata full in each step has no finding, with live and with padded rows."""
-    backend = variant.make(right_class(variant.base))
-    plan, *_ = plan_lanes(backend, runner, QUICK, is_pair=True)
-    results = [*examine_lane(replace(plan, is_full=True), QUICK)]
-    assert {r.outcome for r in results} == {Outcome.PASS}, [r.findings for r in results]
-
-
 # -- runners whose attention leaves the graphs -------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param("breakable-cuts-rows-as-captured", marks=pytest.mark.sweep),
-        "breakable-leaves-results-in-the-workspace",
-        "breakable-keeps-embeddings",
-    ],
-)
-def test_a_bug_between_segments_is_found(name: str) -> None:
-    """Counts of the capture, overwritten results and stale embeddings are found under their own rules."""
-    (exhibit,) = (e for e in EXHIBITS if e.name == name)
-    seen = visit(exhibit, replace(QUICK, only=frozenset({exhibit.rule})))
-    assert seen.is_right, seen
 
 
 def test_a_runner_is_checked_below_live_and_padded_metadata() -> None:

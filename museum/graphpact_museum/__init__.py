@@ -17,11 +17,22 @@
     variants   correct plugins in other styles
     right_drivers   correct graph drivers in other styles
 
-`exhibit` defines exhibits and variants, `edits` has edits for several rooms, `collection` lists all of them,
-`gallery` runs the suite on them.
+`exhibit` declares exhibits and variants, `edits` has the ways to edit a plugin, `collection` lists all of
+them, `gallery` runs the suite on them.
 
 The suite must catch every exhibit under its own rule, and pass every variant. A rule without an exhibit is
 not trusted.
 
 Does not: check plugins; the museum checks the suite. Nor import a room, so that the command's help is quick.
 """
+
+ROOMS = (
+    *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
+    *("requests", "segments", "scale", "fields", "tasks", "variants", "right_drivers"),
+)
+"""The modules and packages of exhibits and variants."""
+
+
+def room_of(module: str) -> str:
+    """Return the room of a module, by its full name."""
+    return module.split(".")[1]

@@ -4,7 +4,6 @@ Does not: contain exhibits; see `graphpact_museum`.
 """
 
 import contextlib
-import importlib
 import json
 import os
 import sys
@@ -17,16 +16,11 @@ from graphpact.errors import UsageError, did_you_mean
 from graphpact_cli.console import data, note, print_table, talk
 from graphpact_conformance.cli.check import complete_rule
 from graphpact_conformance.rules import RULES, find_rule
+from graphpact_museum import ROOMS, room_of
 
 if TYPE_CHECKING:
     from graphpact_museum.exhibit import Exhibit, Variant
     from graphpact_museum.gallery import Visit
-
-ROOMS = (
-    *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    *("requests", "segments", "scale", "fields", "tasks", "variants", "right_drivers"),
-)
-"""The modules of `graphpact_museum` with exhibits or variants."""
 
 
 def museum(
@@ -152,6 +146,13 @@ def print_matrix(visits: Sequence["Visit"]) -> None:
 def _choose(names: Sequence[str], rules: set[str], rooms: Sequence[str]) -> list["Exhibit | Variant"]:
     from graphpact_museum.collection import EXHIBITS, VARIANTS  # noqa: PLC0415  all the suite needs
 
+    for room in rooms:
+        if room not in ROOMS:
+            near = did_you_mean(room, ROOMS)
+            raise UsageError(
+                f"the museum has no room {room!r}; its rooms are {', '.join(ROOMS)}",
+                hint=f"did you mean {near!r}?" if near else "`graphpact museum --help` lists them",
+            )
     pieces: list[Exhibit | Variant] = [*EXHIBITS, *VARIANTS]
     there = {piece.name: piece for piece in pieces}
     for name in names:
@@ -163,28 +164,10 @@ def _choose(names: Sequence[str], rules: set[str], rooms: Sequence[str]) -> list
             )
     chosen = [there[name] for name in names] or [*there.values()]
     if rooms:
-        inside = {name for room in rooms for name in _names_in(room)}
-        chosen = [piece for piece in chosen if piece.name in inside]
+        chosen = [piece for piece in chosen if room_of(piece.module) in rooms]
     if rules:
         chosen = [piece for piece in chosen if getattr(piece, "rule", None) in rules]
     return chosen
-
-
-def _names_in(room: str) -> set[str]:
-    """Return the names of the exhibits or variants of a room.
-
-    Raises:
-        UsageError: The room is unknown.
-    """
-    if room not in ROOMS:
-        near = did_you_mean(room, ROOMS)
-        raise UsageError(
-            f"the museum has no room {room!r}; its rooms are {', '.join(ROOMS)}",
-            hint=f"did you mean {near!r}?" if near else "`graphpact museum --help` lists them",
-        )
-    module = importlib.import_module(f"graphpact_museum.{room}")
-    pieces = [*getattr(module, "EXHIBITS", ()), *getattr(module, "VARIANTS", ())]
-    return {piece.name for piece in pieces}
 
 
 def _run(

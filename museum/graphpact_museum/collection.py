@@ -1,39 +1,19 @@
-"""All exhibits and all variants: what the rooms of the museum have.
+"""All exhibits and all variants.
 
-Does not: define one.
+Does not: declare one; see `graphpact_museum.exhibit`.
 """
 
-from graphpact_museum import (
-    bindings,
-    drafts,
-    drivers,
-    fields,
-    life,
-    memory,
-    padding,
-    plans,
-    recordings,
-    requests,
-    right_drivers,
-    runners,
-    scale,
-    segments,
-    tasks,
-    variants,
-)
-from graphpact_museum.exhibit import Exhibit, Variant
+import importlib
 
-_ROOMS = (
-    *(bindings, recordings, plans, padding, memory, runners, drafts, drivers, life, requests, segments),
-    *(scale, fields, tasks),
-)
+from graphpact_museum import ROOMS
+from graphpact_museum.exhibit import Exhibit, Variant, declared
 
-EXHIBITS: tuple[Exhibit, ...] = tuple(
-    sorted(
-        (exhibit for room in _ROOMS for exhibit in room.EXHIBITS),
-        key=lambda exhibit: (exhibit.rule, exhibit.name),
-    )
+for _room in ROOMS:
+    importlib.import_module(f"graphpact_museum.{_room}")
+
+EXHIBITS = tuple(
+    sorted((piece for piece in declared if isinstance(piece, Exhibit)), key=lambda e: (e.rule, e.name))
 )
-"""Every exhibit, by its rule."""
-VARIANTS: tuple[Variant, ...] = (*variants.VARIANTS, *segments.VARIANTS, *right_drivers.VARIANTS)
-"""Every variant."""
+"""Every exhibit, by its rule and its name."""
+VARIANTS = tuple(sorted((piece for piece in declared if isinstance(piece, Variant)), key=lambda v: v.name))
+"""Every variant, by its name."""

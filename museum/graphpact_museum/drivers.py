@@ -6,84 +6,22 @@ Does not: plant bugs in plugins that run on a driver.
 """
 
 import contextlib
-import functools
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any, Self
 from unittest.mock import patch
 
 import torch
 from torch.utils import _pytree as pytree
 
 from graphpact.errors import ReplayError
-from graphpact.graphs import EagerCall, Event, Graph, GraphDriver, Stream, TaskKey
+from graphpact.graphs import EagerCall, Stream, TaskKey
 from graphpact.graphs.driver import NONE_REBOUND
 from graphpact.tensors import storage_id
-from graphpact_museum.exhibit import Exhibit, Make
+from graphpact_museum.edits.drivers import RecordedRegion, edits_graphs, tensors_in
+from graphpact_museum.edits.override import override, overrides
+from graphpact_museum.exhibit import exhibit
 
 __tracebackhide__ = True  # these are drivers: errors name the line of their caller
-
-_Region: TypeAlias = Callable[[], Any]
-_Replay: TypeAlias = Callable[[], None]
-
-# -- edits -------------------------------------------------------------------------------------------
-
-
-def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Return the tensors in a tree of containers."""
-    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def edits_graphs(edit: Callable[[Any, Any, _Region], None]) -> Make:
-    """Return a factory of drivers whose graphs are edited: ``edit(driver, graph, region)``."""
-
-    def make(base: type[Any]) -> type[Any]:
-        class EditsGraphs(base):  # type: ignore[misc]
-            """A driver that edits its graphs."""
-
-            def capture(self, fn: _Region, *, warmup: int = 1) -> Graph:
-                """Capture, and edit the graph."""
-                graph: Graph = super().capture(fn, warmup=warmup)
-                edit(self, graph, fn)
-                return graph
-
-        return EditsGraphs
-
-    return make
-
-
-def _replays(edit: Callable[[Any, _Replay, _Region], None]) -> Make:
-    """Return a factory of drivers with an edited replay: ``edit(graph, replay, region)`` is called for it."""
-
-    def install(_: Any, graph: Any, region: _Region) -> None:
-        graph.replay = functools.partial(edit, graph, graph.replay, region)
-
-    return edits_graphs(install)
-
-
-def _recordings(
-    before: Callable[[Any], object] = lambda _: None, after: Callable[[Any, Any], object] = lambda *_: None
-) -> Make:
-    """Return a factory of drivers that edit a recorder before it records, and the recording afterwards.
-
-    Args:
-        before: Called with the recorder.
-        after: Called with the recorder and the recording.
-    """
-
-    def make(base: type[Any]) -> type[Any]:
-        class EditsRecordings(base):  # type: ignore[misc]
-            """A driver that edits its recordings."""
-
-            def record(self, recorder: Any, fn: _Region) -> Any:
-                """Record, with the edits."""
-                before(recorder)
-                recording = super().record(recorder, fn)
-                after(recorder, recording)
-                return recording
-
-        return EditsRecordings
-
-    return make
 
 
 def _eager_calls(recording: Any) -> list[EagerCall]:
@@ -93,14 +31,25 @@ def _eager_calls(recording: Any) -> list[EagerCall]:
 # -- replays -----------------------------------------------------------------------------------------
 
 
-def _runs_the_region(graph: Any, replay: _Replay, region: _Region) -> None:
-    del graph
-    replay()
-    region()
+@exhibit("GP10", "alibaba/rtp-llm#1360", on="tape", lanes="fast")
+@overrides("capture")
+def driver_reruns_the_region(_: Any, right: Any, fn: RecordedRegion, **more: Any) -> Any:
+    """A replay runs the Python of the region too: its work and its side effects happen twice."""
+    graph = right(fn, **more)
+    replay = graph.replay
+
+    def replays() -> None:
+        replay()
+        fn()
+
+    graph.replay = replays
+    return graph
 
 
-def _moves_outputs(driver: Any, graph: Any, region: _Region) -> None:
-    del driver, region
+@exhibit("GP01", "vllm-project/vllm#13353", on="tape", lanes="fast")
+@edits_graphs
+def driver_moves_outputs(_: Any, graph: Any) -> None:
+    """Every replay gives its outputs as new tensors."""
     recorded, replay, release = [graph.outputs], graph.replay, graph.release
 
     def replays() -> None:
@@ -114,22 +63,33 @@ def _moves_outputs(driver: Any, graph: Any, region: _Region) -> None:
     graph.replay, graph.release = replays, releases
 
 
-def _rewinds_random_numbers(graph: Any, replay: _Replay, region: _Region) -> None:
-    del region
-    if not hasattr(graph, "seeded"):
-        graph.seeded = torch.get_rng_state()
-    torch.set_rng_state(graph.seeded)
-    replay()
+@exhibit("GP08", "NVIDIA/Megatron-LM#5697", on="tape", lanes="fast")
+@edits_graphs
+def driver_repeats_random_numbers(_: Any, graph: Any) -> None:
+    """Seed and offset of the random generator are frozen: every replay draws the same numbers."""
+    replay = graph.replay
+
+    def replays() -> None:
+        if not hasattr(graph, "seeded"):
+            graph.seeded = torch.get_rng_state()
+        torch.set_rng_state(graph.seeded)
+        replay()
+
+    graph.replay = replays
 
 
-def _lists_half_of_the_externals(driver: Any, graph: Any, region: _Region) -> None:
-    del driver, region
+@exhibit("GP14", "ggml-org/llama.cpp#26771", on="tape", lanes="fast")
+@edits_graphs
+def driver_hides_what_it_reads(_: Any, graph: Any) -> None:
+    """The list of external tensors, which their owner keeps in place, has half of them."""
     whole = graph.external_tensors
     graph.external_tensors = lambda: whole()[: (len(whole()) + 1) // 2]
 
 
-def _accepts_replays_after_release(driver: Any, graph: Any, region: _Region) -> None:
-    del driver, region
+@exhibit("GP14", "gittensor-ai-lab/sparkinfer#147", on="tape", lanes="fast")
+@edits_graphs
+def driver_replays_what_was_released(_: Any, graph: Any) -> None:
+    """A released graph accepts a replay and does nothing: its old outputs look new."""
     release = graph.release
 
     def then_replays_nothing() -> None:
@@ -142,11 +102,18 @@ def _accepts_replays_after_release(driver: Any, graph: Any, region: _Region) -> 
 # -- recordings --------------------------------------------------------------------------------------
 
 
-def _keeps_host_numbers_by_reference(recorder: Any) -> None:
+@exhibit("GP08", "Dao-AILab/flash-attention#1164", on="tape", lanes=("fast", "strict"))
+@overrides("record")
+def driver_rereads_host_numbers(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
+    """A host number in a tensor is recorded by reference: each replay reads it anew."""
     recorder.kept = lambda tensor: tensor
+    return right(recorder, fn)
 
 
-def _copies_strided_inputs(recorder: Any) -> None:
+@exhibit("GP07", "vllm-project/vllm#25743", on="tape", lanes="fast")
+@overrides("record")
+def driver_copies_strided_inputs(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
+    """The record holds a contiguous copy of a strided view that was taken outside of the region."""
     held = recorder.held
 
     def compact(tensor: torch.Tensor) -> Any:
@@ -154,15 +121,24 @@ def _copies_strided_inputs(recorder: Any) -> None:
         return held(tensor if is_own or tensor.is_contiguous() else tensor.contiguous())
 
     recorder.held = compact
+    return right(recorder, fn)
 
 
-def _answers_eager_calls_from_the_capture(recorder: Any, recording: Any) -> None:
-    del recorder
+@exhibit("GP10", "sgl-project/sglang#26742", on="tape", lanes="fast")
+@overrides("record")
+def driver_calls_eagerly_once(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
+    """An eager call between two segments runs at capture; replays use its result of then."""
+    recording = right(recorder, fn)
     for call in _eager_calls(recording):
         call.fn = lambda *_, result=call.result: result
+    return recording
 
 
-def _reuses_arguments_of_eager_calls(recorder: Any, recording: Any) -> None:
+@exhibit("GP14", "sgl-project/sglang#22218", on="tape", lanes="fast")
+@overrides("record")
+def driver_reuses_eager_arguments(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
+    """The memory of an eager call's arguments is reused after the call, although a later segment reads it."""
+    recording = right(recorder, fn)
     for call in _eager_calls(recording):
         own = [t for t in tensors_in(call.args) if storage_id(t) in recorder.allocated]
 
@@ -173,67 +149,80 @@ def _reuses_arguments_of_eager_calls(recorder: Any, recording: Any) -> None:
             return result
 
         call.fn = and_reuse
+    return recording
 
 
-def _lets_the_host_read(base: type[Any]) -> type[Any]:
-    class Reads(base):  # type: ignore[misc]
-        """A driver that records regions which read device tensors on the host."""
-
-        def record(self, recorder: Any, fn: _Region) -> Any:
-            """Record, and refuse no host read."""
-            with patch.multiple("graphpact_tape.host", READS={}, reads_on_host=lambda *_: False):
-                return super().record(recorder, fn)
-
-    return Reads
+@overrides("record")
+def _lets_the_host_read(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
+    with patch.multiple("graphpact_tape.host", READS={}, reads_on_host=lambda *_: False):
+        return right(recorder, fn)
 
 
-def _believes_every_schema(recorder: Any, recording: Any) -> None:
-    """Drop the calls that return no new memory and whose schema marks no write."""
-    del recorder
+@exhibit("GP20", "vllm-project/vllm#22758", on="tape", lanes="fast")
+def driver_lets_the_host_read(base: type[Any]) -> type[Any]:
+    """A region reads device tensors on the host, and the graph is kept."""
+    return _lets_the_host_read(base)
+
+
+@exhibit("GP20", "vllm-project/vllm#40807", on="tape", lanes="strict")
+def strict_driver_lets_the_host_read(base: type[Any]) -> type[Any]:
+    """The strict mode refuses no host read in a region."""
+    return _lets_the_host_read(base)
+
+
+@exhibit("GP10", "thu-ml/SageAttention#371", on="tape", lanes=("fast", "strict"))
+@overrides("record")
+def driver_believes_every_schema(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
+    """A call that returns nothing, and whose schema marks no write, is no part of the graph: what it wrote at
+    the capture is left.
+    """
+    recording = right(recorder, fn)
     for segment in recording.segments:
         segment.calls[:] = [
             call
             for call in segment.calls
             if call.op._schema.is_mutable or any(t is not None for t in call.made)  # noqa: SLF001
         ]
+    return recording
 
 
-def _keeps_the_python_of_operators(base: type[Any]) -> type[Any]:
-    class Keeps(base):  # type: ignore[misc]
-        """A driver that takes every operator for one kernel, whatever implements it."""
-
-        def record(self, recorder: Any, fn: _Region) -> Any:
-            """Record operators without a look at their implementation."""
-            with patch("graphpact_tape.host.python_implementation", lambda *_: None):
-                return super().record(recorder, fn)
-
-    return Keeps
+@exhibit("GP10", "vllm-project/vllm#44868", on="tape", lanes=("fast", "strict"))
+@overrides("record")
+def driver_keeps_the_python_of_operators(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
+    """An operator that Python implements is one node: each replay runs its Python again, on the current
+    step.
+    """
+    with patch("graphpact_tape.host.python_implementation", lambda *_: None):
+        return right(recorder, fn)
 
 
-def _leaves_its_writes(recorder: Any, recording: Any) -> None:
-    del recording
+@exhibit("GP19", "microsoft/onnxruntime#32243", on="tape", lanes="strict")
+@overrides("record")
+def strict_driver_keeps_its_writes(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
+    """The strict mode does not undo the writes of a capture, which a GPU does not run."""
+    recording = right(recorder, fn)
     recorder._undo.clear()  # noqa: SLF001  the museum edits insides
+    return recording
 
 
-def _keeps_the_work_of_failed_regions(base: type[Any]) -> type[Any]:
-    class Keeps(base):  # type: ignore[misc]
-        """A driver whose next graph begins with the work of a region that raised."""
+@exhibit("GP19", "ROCm/ATOM#2267", on="tape", lanes="fast")
+def driver_keeps_half_a_region(base: type[Any]) -> type[Any]:
+    """The work of a region that raised an error is recorded into the next graph."""
 
-        def __init__(self, *args: Any, **more: Any) -> None:
-            super().__init__(*args, **more)
-            self.left: list[Any] = []
+    def init(self: Any, right: Any, *args: Any, **more: Any) -> None:
+        right(*args, **more)
+        self.left = []
 
-        def record(self, recorder: Any, fn: _Region) -> Any:
-            """Record, after what is left."""
-            recorder.parts[0].calls.extend(self.left)
-            self.left = []
-            try:
-                return super().record(recorder, fn)
-            except KeyError:
-                self.left = [c for part in recorder.parts if hasattr(part, "calls") for c in part.calls]
-                raise
+    def record(self: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
+        recorder.parts[0].calls.extend(self.left)
+        self.left = []
+        try:
+            return right(recorder, fn)
+        except KeyError:
+            self.left = [c for part in recorder.parts if hasattr(part, "calls") for c in part.calls]
+            raise
 
-    return Keeps
+    return override(base, record, __init__=init)
 
 
 # -- streams -----------------------------------------------------------------------------------------
@@ -253,115 +242,115 @@ class _Side(Stream):
         self._driver.on_side = False
 
 
-def _runs_side_streams_last(base: type[Any]) -> type[Any]:
-    class Last(base):  # type: ignore[misc]
-        """A driver whose replays do the work of side streams after that of the main stream."""
+@exhibit("GP16", "local-inference-lab/vllm#617", on="tape", lanes="fast")
+def driver_runs_side_streams_last(base: type[Any]) -> type[Any]:
+    """A replay does the work of side streams last; the event that the main stream waits for is ignored."""
 
-        on_side = False
+    def stream(self: Any, _: Any) -> Stream:
+        return _Side(self)
 
-        def stream(self) -> Stream:
-            """Return a new stream."""
-            return _Side(self)
+    def record(self: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
+        add, on_side = recorder.add, []
 
-        def record(self, recorder: Any, fn: _Region) -> Any:
-            """Record, and order the work."""
-            add, on_side = recorder.add, []
+        def sorted_add(call: Any) -> None:
+            add(call)
+            if self.on_side:
+                on_side.append(recorder.parts[-1].calls.pop())
 
-            def sorted_add(call: Any) -> None:
-                add(call)
-                if self.on_side:
-                    on_side.append(recorder.parts[-1].calls.pop())
+        recorder.add = sorted_add
+        recording = right(recorder, fn)
+        recording.segments[-1].calls.extend(on_side)
+        return recording
 
-            recorder.add = sorted_add
-            recording = super().record(recorder, fn)
-            recording.segments[-1].calls.extend(on_side)
-            return recording
-
-    return Last
+    return override(base, stream, record, on_side=False)
 
 
-class _DelaysCopies(GraphDriver):
-    """A driver with asynchronous copies that something does not wait for.
+def _delays_copies(base: type[Any], *, at_replay: bool) -> type[Any]:
+    """Return a driver with asynchronous copies that something does not wait for.
 
-    Attributes:
+    Args:
+        base: The correct class.
         at_replay: Whether a replay does the copies, and no event waits for them. Otherwise waits of the host
             do them, and a replay does not wait.
     """
 
-    at_replay: ClassVar[bool]
+    def init(self: Any, right: Any, device: torch.device, *, strict: bool = False) -> None:
+        right(device, strict=strict)
+        self.delayed = []
 
-    def __init__(self, device: torch.device, *, strict: bool = False) -> None:
-        super().__init__(device, strict=strict)
-        self.delayed: list[tuple[torch.Tensor, torch.Tensor]] = []
-
-    def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy later; inside a region, record the copy."""
+    def copy_async(self: Any, right: Any, target: torch.Tensor, source: torch.Tensor) -> None:
         if self.is_capturing:
-            super().copy_async(target, source)
+            right(target, source)
         else:
             self.delayed.append((target, source))
 
-    def synchronize(self) -> None:
-        """Do the delayed copies."""
+    def synchronize(self: Any, _: Any) -> None:
         while self.delayed:
             target, source = self.delayed.pop(0)
             target.copy_(source)
 
-    def event(self) -> Event:
-        """Return an event that waits for the copies, or for nothing."""
-        event = super().event()
-        if not self.at_replay:
-            event.synchronize = self.synchronize  # type: ignore[method-assign]
-        return event
+    def event(self: Any, right: Any) -> Any:
+        made = right()
+        made.synchronize = self.synchronize
+        return made
 
-    def capture(self, fn: _Region, *, warmup: int = 1) -> Graph:
-        """Capture a graph; with ``at_replay`` its replay begins with the copies."""
-        graph: Any = super().capture(fn, warmup=warmup)  # type: ignore[safe-super]  # of the edited driver
+    def capture(self: Any, right: Any, fn: RecordedRegion, **more: Any) -> Any:
+        graph = right(fn, **more)
         replay = graph.replay
 
         def after_copies() -> None:
             self.synchronize()
             replay()
 
-        if self.at_replay:
-            graph.replay = after_copies
-        captured: Graph = graph
-        return captured
+        graph.replay = after_copies
+        return graph
+
+    return override(base, copy_async, synchronize, capture if at_replay else event, __init__=init)
 
 
-def _copies(*, at_replay: bool) -> Make:
-    """Return a factory of drivers that delay asynchronous copies; see `_DelaysCopies`."""
-    return lambda base: type("Delays", (_DelaysCopies, base), {"at_replay": at_replay})
+@exhibit("GP16", "sgl-project/sglang#19177", on="tape", lanes="fast")
+def driver_does_not_wait_for_copies(base: type[Any]) -> type[Any]:
+    """A replay does not wait for an asynchronous copy of its stream: it reads the old contents."""
+    return _delays_copies(base, at_replay=False)
+
+
+@exhibit("GP16", "vllm-project/vllm#47644", on="tape", lanes="fast")
+def driver_events_wait_for_nothing(base: type[Any]) -> type[Any]:
+    """A wait for the event after an asynchronous copy returns before the copy is done."""
+    return _delays_copies(base, at_replay=True)
 
 
 # -- strict modes ------------------------------------------------------------------------------------
 
 
-def _orders_nothing(base: type[Any]) -> type[Any]:
-    class Unordered(base):  # type: ignore[misc]
-        """A strict driver that checks no wait between streams."""
-
-        def __init__(self, *args: Any, **more: Any) -> None:
-            super().__init__(*args, **more)
-            if self._shared is not None:
-                self._shared.order.operation = lambda *_: None
-
-    return Unordered
+@exhibit("GP16", "vllm-project/vllm#24527", on="tape", lanes="strict")
+@overrides("__init__")
+def strict_driver_checks_no_waits(self: Any, right: Any, *args: Any, **more: Any) -> None:
+    """The strict mode accepts work of two streams on one memory without a wait between them."""
+    right(*args, **more)
+    if self._shared is not None:
+        self._shared.order.operation = lambda *_: None
 
 
-def _holds_what_it_reads(driver: Any, graph: Any, region: _Region) -> None:
-    del driver, region
+@exhibit("GP14", "flashinfer-ai/flashinfer#4399", on="tape", lanes="strict")
+@edits_graphs
+def strict_driver_holds_freed_memory(_: Any, graph: Any) -> None:
+    """The strict mode keeps every input alive, so that it cannot see that its owner freed it."""
     copied = {at for at, _ in graph._copied}  # noqa: SLF001  the museum edits insides
     graph.held = [t for at, t in enumerate(graph.external_tensors()) if at not in copied]
 
 
-def _spoils_nothing(driver: Any, graph: Any, region: _Region) -> None:
-    del driver, region
+@exhibit("GP15", "ROCm/aiter#5393", on="tape", lanes="strict")
+@edits_graphs
+def strict_driver_without_poison(_: Any, graph: Any) -> None:
+    """The strict mode poisons no memory of its pools."""
     graph.spoil = lambda: None
 
 
-def _spoils_itself_alone(driver: Any, graph: Any, region: _Region) -> None:
-    del region
+@exhibit("GP15", "pytorch/pytorch#148439", on="tape", lanes="strict")
+@edits_graphs
+def strict_driver_spares_other_outputs(driver: Any, graph: Any) -> None:
+    """A replay of the strict mode leaves the outputs of other graphs of its pool as they are."""
     spoil, replay = graph.spoil, graph.replay
 
     def replays() -> None:
@@ -378,350 +367,67 @@ def _spoils_itself_alone(driver: Any, graph: Any, region: _Region) -> None:
 # -- tasks -------------------------------------------------------------------------------------------
 
 
-def _updates_nothing(base: type[Any]) -> type[Any]:
-    class UpdatesNothing(base):  # type: ignore[misc]
-        """A driver whose tasks keep the arguments of the capture."""
-
-        def update_task(self, key: TaskKey, updated: Mapping[str, Any], **more: Any) -> None:
-            """Check the key, and update by the captured arguments."""
-            weights = {"weights": [1, 1]} if len(updated.get("weights", ())) > 1 else updated
-            super().update_task(key, weights, **more)
-
-    return UpdatesNothing
+@exhibit("GP21", "vllm-project/vllm-ascend#13058", on="tape", lanes="fast")
+@overrides("update_task")
+def driver_updates_no_task(_: Any, right: Any, key: TaskKey, updated: Mapping[str, Any], **more: Any) -> None:
+    """An update of a task leaves the arguments of the capture."""
+    weights = {"weights": [1, 1]} if len(updated.get("weights", ())) > 1 else updated
+    right(key, weights, **more)
 
 
-def _ignores_unknown_keys(base: type[Any]) -> type[Any]:
-    class IgnoresUnknownKeys(base):  # type: ignore[misc]
-        """A driver that ignores updates of tasks that it does not know."""
-
-        def update_task(self, key: TaskKey, updated: Mapping[str, Any], **more: Any) -> None:
-            """Update what is known."""
-            with contextlib.suppress(ReplayError):
-                super().update_task(key, updated, **more)
-
-    return IgnoresUnknownKeys
+@exhibit("GP21", "sgl-project/sglang#27371", on="tape", lanes="fast")
+@overrides("update_task")
+def driver_ignores_unknown_tasks(
+    _: Any, right: Any, key: TaskKey, updated: Mapping[str, Any], **more: Any
+) -> None:
+    """An update under a key that no capture gave to a task is ignored."""
+    with contextlib.suppress(ReplayError):
+        right(key, updated, **more)
 
 
-def _keeps_tables(base: type[Any]) -> type[Any]:
-    class KeepsTables(base):  # type: ignore[misc]
-        """A driver that rebinds a tensor to the address of the capture."""
+@exhibit("GP21", "vllm-project/vllm-ascend#16798", on="tape", lanes="fast")
+def driver_keeps_rebound_tensors(base: type[Any]) -> type[Any]:
+    """An update replaces the numbers of a task, and not the address of its table."""
 
-        def __init__(self, *args: Any, **options: Any) -> None:
-            super().__init__(*args, **options)
-            self.tables: dict[TaskKey, Mapping[str, torch.Tensor]] = {}
+    def init(self: Any, right: Any, *args: Any, **options: Any) -> None:
+        right(*args, **options)
+        self.tables = {}
 
-        def task(self, key: TaskKey, op: Any, args: Any, updated: Any, **more: Any) -> None:
-            """Record, and keep the tensors."""
-            self.tables[key] = more.get("rebound", {})
-            super().task(key, op, args, updated, **more)
+    def task(self: Any, right: Any, key: TaskKey, op: Any, args: Any, updated: Any, **more: Any) -> None:
+        self.tables[key] = more.get("rebound", {})
+        right(key, op, args, updated, **more)
 
-        def update_task(
-            self, key: TaskKey, updated: Any, *, rebound: Mapping[str, torch.Tensor] = NONE_REBOUND
-        ) -> None:
-            """Update by value alone."""
-            captured = self.tables.get(key, rebound)
-            super().update_task(key, updated, rebound={name: captured[name] for name in rebound})
+    def update_task(
+        self: Any,
+        right: Any,
+        key: TaskKey,
+        updated: Any,
+        *,
+        rebound: Mapping[str, torch.Tensor] = NONE_REBOUND,
+    ) -> None:
+        captured = self.tables.get(key, rebound)
+        right(key, updated, rebound={name: captured[name] for name in rebound})
 
-    return KeepsTables
-
-
-def _waits_for_nothing(base: type[Any]) -> type[Any]:
-    class WaitsForNothing(base):  # type: ignore[misc]
-        """A driver whose replay runs at its launch, whatever updates are to come."""
-
-        def task(self, *args: Any, waits: bool = False, **more: Any) -> None:
-            """Record a task that does not wait."""
-            del waits
-            super().task(*args, **more)
-
-    return WaitsForNothing
+    return override(base, task, update_task, __init__=init)
 
 
-def _counts_no_updates(base: type[Any]) -> type[Any]:
-    class CountsNoUpdates(base):  # type: ignore[misc]
-        """A strict driver that replays without updates."""
+@exhibit("GP21", "sgl-project/sglang#16498", on="tape", lanes="fast")
+@overrides("task")
+def driver_does_not_wait_for_updates(
+    _: Any, right: Any, *args: Any, waits: bool = False, **more: Any
+) -> None:
+    """A replay runs at its launch, with the arguments of the step before: the update comes from a thread
+    beside it.
+    """
+    del waits
+    right(*args, **more)
 
-        def __init__(self, device: torch.device, *, strict: bool = False) -> None:
-            super().__init__(device, strict=strict)
-            self._shared.tasks.begin_replay = lambda graph: graph and graph.updated.clear()
 
-    return CountsNoUpdates
-
-
-EXHIBITS = [
-    Exhibit(
-        name="driver-updates-no-task",
-        rule="GP21",
-        thread="vllm-project/vllm-ascend#13058",
-        planted="An update of a task leaves the arguments of the capture.",
-        base="tape",
-        lanes=("fast",),
-        make=_updates_nothing,
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-ignores-unknown-tasks",
-        rule="GP21",
-        thread="sgl-project/sglang#27371",
-        planted="An update under a key that no capture gave to a task is ignored.",
-        base="tape",
-        lanes=("fast",),
-        make=_ignores_unknown_keys,
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-keeps-rebound-tensors",
-        rule="GP21",
-        thread="vllm-project/vllm-ascend#16798",
-        planted="An update replaces the numbers of a task, and not the address of its table.",
-        base="tape",
-        lanes=("fast",),
-        make=_keeps_tables,
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-does-not-wait-for-updates",
-        rule="GP21",
-        thread="sgl-project/sglang#16498",
-        planted="A replay runs at its launch, with the arguments of the step before: the update comes from"
-        " a thread beside it.",
-        base="tape",
-        lanes=("fast",),
-        make=_waits_for_nothing,
-        site="driver",
-    ),
-    Exhibit(
-        name="strict-driver-misses-no-update",
-        rule="GP21",
-        thread="vllm-project/vllm-ascend#11408",
-        planted="The strict mode replays a graph whose tasks were not updated.",
-        base="tape",
-        lanes=("strict",),
-        make=_counts_no_updates,
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-reruns-the-region",
-        rule="GP10",
-        thread="alibaba/rtp-llm#1360",
-        planted="A replay runs the Python of the region too: its work and its side effects happen twice.",
-        base="tape",
-        lanes=("fast",),
-        make=_replays(_runs_the_region),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-believes-every-schema",
-        rule="GP10",
-        thread="thu-ml/SageAttention#371",
-        planted="A call that returns nothing, and whose schema marks no write, is no part of the graph: what"
-        " it wrote at the capture is left.",
-        base="tape",
-        lanes=("fast", "strict"),
-        make=_recordings(after=_believes_every_schema),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-keeps-the-python-of-operators",
-        rule="GP10",
-        thread="vllm-project/vllm#44868",
-        planted="An operator that Python implements is one node: each replay runs its Python again, on the"
-        " current step.",
-        base="tape",
-        lanes=("fast", "strict"),
-        make=_keeps_the_python_of_operators,
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-calls-eagerly-once",
-        rule="GP10",
-        thread="sgl-project/sglang#26742",
-        planted="An eager call between two segments runs at capture; replays use its result of then.",
-        base="tape",
-        lanes=("fast",),
-        make=_recordings(after=_answers_eager_calls_from_the_capture),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-rereads-host-numbers",
-        rule="GP08",
-        thread="Dao-AILab/flash-attention#1164",
-        planted="A host number in a tensor is recorded by reference: each replay reads it anew.",
-        base="tape",
-        lanes=("fast", "strict"),
-        make=_recordings(before=_keeps_host_numbers_by_reference),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-repeats-random-numbers",
-        rule="GP08",
-        thread="NVIDIA/Megatron-LM#5697",
-        planted="Seed and offset of the random generator are frozen: every replay draws the same numbers.",
-        base="tape",
-        lanes=("fast",),
-        make=_replays(_rewinds_random_numbers),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-moves-outputs",
-        rule="GP01",
-        thread="vllm-project/vllm#13353",
-        planted="Every replay gives its outputs as new tensors.",
-        base="tape",
-        lanes=("fast",),
-        make=edits_graphs(_moves_outputs),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-copies-strided-inputs",
-        rule="GP07",
-        thread="vllm-project/vllm#25743",
-        planted="The record holds a contiguous copy of a strided view that was taken outside of the region.",
-        base="tape",
-        lanes=("fast",),
-        make=_recordings(before=_copies_strided_inputs),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-reuses-eager-arguments",
-        rule="GP14",
-        thread="sgl-project/sglang#22218",
-        planted="The memory of an eager call's arguments is reused after the call, although a later segment"
-        " reads it.",
-        base="tape",
-        lanes=("fast",),
-        make=_recordings(after=_reuses_arguments_of_eager_calls),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-hides-what-it-reads",
-        rule="GP14",
-        thread="ggml-org/llama.cpp#26771",
-        planted="The list of external tensors, which their owner keeps in place, has half of them.",
-        base="tape",
-        lanes=("fast",),
-        make=edits_graphs(_lists_half_of_the_externals),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-replays-what-was-released",
-        rule="GP14",
-        thread="gittensor-ai-lab/sparkinfer#147",
-        planted="A released graph accepts a replay and does nothing: its old outputs look new.",
-        base="tape",
-        lanes=("fast",),
-        make=edits_graphs(_accepts_replays_after_release),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-runs-side-streams-last",
-        rule="GP16",
-        thread="local-inference-lab/vllm#617",
-        planted="A replay does the work of side streams last; the event that the main stream waits for is"
-        " ignored.",
-        base="tape",
-        lanes=("fast",),
-        make=_runs_side_streams_last,
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-does-not-wait-for-copies",
-        rule="GP16",
-        thread="sgl-project/sglang#19177",
-        planted="A replay does not wait for an asynchronous copy of its stream: it reads the old contents.",
-        base="tape",
-        lanes=("fast",),
-        make=_copies(at_replay=False),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-events-wait-for-nothing",
-        rule="GP16",
-        thread="vllm-project/vllm#47644",
-        planted="A wait for the event after an asynchronous copy returns before the copy is done.",
-        base="tape",
-        lanes=("fast",),
-        make=_copies(at_replay=True),
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-keeps-half-a-region",
-        rule="GP19",
-        thread="ROCm/ATOM#2267",
-        planted="The work of a region that raised an error is recorded into the next graph.",
-        base="tape",
-        lanes=("fast",),
-        make=_keeps_the_work_of_failed_regions,
-        site="driver",
-    ),
-    Exhibit(
-        name="driver-lets-the-host-read",
-        rule="GP20",
-        thread="vllm-project/vllm#22758",
-        planted="A region reads device tensors on the host, and the graph is kept.",
-        base="tape",
-        lanes=("fast",),
-        make=_lets_the_host_read,
-        site="driver",
-    ),
-    Exhibit(
-        name="strict-driver-lets-the-host-read",
-        rule="GP20",
-        thread="vllm-project/vllm#40807",
-        planted="The strict mode refuses no host read in a region.",
-        base="tape",
-        lanes=("strict",),
-        make=_lets_the_host_read,
-        site="driver",
-    ),
-    Exhibit(
-        name="strict-driver-keeps-its-writes",
-        rule="GP19",
-        thread="microsoft/onnxruntime#32243",
-        planted="The strict mode does not undo the writes of a capture, which a GPU does not run.",
-        base="tape",
-        lanes=("strict",),
-        make=_recordings(after=_leaves_its_writes),
-        site="driver",
-    ),
-    Exhibit(
-        name="strict-driver-holds-freed-memory",
-        rule="GP14",
-        thread="flashinfer-ai/flashinfer#4399",
-        planted="The strict mode keeps every input alive, so that it cannot see that its owner freed it.",
-        base="tape",
-        lanes=("strict",),
-        make=edits_graphs(_holds_what_it_reads),
-        site="driver",
-    ),
-    Exhibit(
-        name="strict-driver-without-poison",
-        rule="GP15",
-        thread="ROCm/aiter#5393",
-        planted="The strict mode poisons no memory of its pools.",
-        base="tape",
-        lanes=("strict",),
-        make=edits_graphs(_spoils_nothing),
-        site="driver",
-    ),
-    Exhibit(
-        name="strict-driver-spares-other-outputs",
-        rule="GP15",
-        thread="pytorch/pytorch#148439",
-        planted="A replay of the strict mode leaves the outputs of other graphs of its pool as they are.",
-        base="tape",
-        lanes=("strict",),
-        make=edits_graphs(_spoils_itself_alone),
-        site="driver",
-    ),
-    Exhibit(
-        name="strict-driver-checks-no-waits",
-        rule="GP16",
-        thread="vllm-project/vllm#24527",
-        planted="The strict mode accepts work of two streams on one memory without a wait between them.",
-        base="tape",
-        lanes=("strict",),
-        make=_orders_nothing,
-        site="driver",
-    ),
-]
+@exhibit("GP21", "vllm-project/vllm-ascend#11408", on="tape", lanes="strict")
+@overrides("__init__")
+def strict_driver_misses_no_update(
+    self: Any, right: Any, device: torch.device, *, strict: bool = False
+) -> None:
+    """The strict mode replays a graph whose tasks were not updated."""
+    right(device, strict=strict)
+    self._shared.tasks.begin_replay = lambda graph: graph and graph.updated.clear()

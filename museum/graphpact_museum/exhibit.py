@@ -1,4 +1,8 @@
-"""`Exhibit`: a real bug, planted by a small edit in a correct plugin. `Variant`: a correct plugin.
+"""`exhibit` declares a real bug, planted by an edit of a correct plugin; `variant` declares a correct plugin.
+
+Both decorate a function. Its name is the name of the exhibit or variant, and its docstring says what is
+planted, or what the style is. It takes the correct class and returns the edited one, or is an edit that a
+second decorator makes such a function of; see `graphpact_museum.edits`.
 
 Does not: run the suite; see `graphpact_museum.gallery`.
 """
@@ -6,16 +10,18 @@ Does not: run the suite; see `graphpact_museum.gallery`.
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 Make: TypeAlias = Callable[[type[Any]], type[Any]]
 """Makes an edited class from a correct one."""
 Around: TypeAlias = Callable[[], AbstractContextManager[object]]
 """Makes the context in which an edit is in place."""
-
-
-def _as_it_is(cls: type[Any]) -> type[Any]:
-    return cls
+_RUNNERS = frozenset(
+    {
+        *("reference_runner", "cuda_graph", "breakable_cuda_graph", "piecewise_cuda_graph", "cpu_graph"),
+        *("eagle_draft", "eagle_draft_extend", "frozen_kv_mtp"),
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,6 +44,7 @@ class Exhibit:
             `graphpact_conformance.world.lanes.valued`.
         site: The edited part: ``backend``, ``runner``, ``driver``, ``registry``, ``capture sizes`` or
             ``batch``.
+        module: The module that declares it.
     """
 
     name: str
@@ -46,10 +53,11 @@ class Exhibit:
     planted: str
     base: str
     lanes: tuple[str, ...]
-    make: Make = _as_it_is
-    around: Around = nullcontext
-    values: tuple[str, ...] = ()
-    site: str = "backend"
+    make: Make
+    around: Around
+    values: tuple[str, ...]
+    site: str
+    module: str
 
     @property
     def url(self) -> str:
@@ -68,6 +76,7 @@ class Variant:
         base: See `Exhibit`.
         lanes: See `Exhibit`.
         make: See `Exhibit`.
+        module: See `Exhibit`.
     """
 
     name: str
@@ -75,3 +84,90 @@ class Variant:
     base: str
     lanes: tuple[str, ...]
     make: Make
+    module: str
+
+
+declared: list[Exhibit | Variant] = []
+"""The exhibits and variants of all modules that were imported, in the order of their declaration."""
+_Edit = TypeVar("_Edit", bound=Callable[..., Any])
+
+
+def exhibit(
+    rule: str,
+    thread: str,
+    *,
+    on: str,
+    lanes: str | tuple[str, ...],
+    values: tuple[str, ...] = (),
+    site: str | None = None,
+    prefix: str | None = None,
+) -> Callable[[_Edit], _Edit]:
+    """Return a decorator that declares an `Exhibit`, and returns the function as it is.
+
+    A function may be decorated several times: the same bug in several plugins.
+
+    Args:
+        rule: See `Exhibit`.
+        thread: See `Exhibit`.
+        on: The name of the edited plugin: ``base`` of the `Exhibit`.
+        lanes: The name of one lane, or of several.
+        values: See `Exhibit`.
+        site: The edited part, where that is no plugin. The function then is ``around`` of the `Exhibit`.
+        prefix: What the name of the exhibit has before the name of the function.
+    """
+
+    def declare(edit: _Edit) -> _Edit:
+        made = Exhibit(
+            name=_name_of(edit, prefix),
+            rule=rule,
+            thread=thread,
+            planted=_sentence_of(edit),
+            base=on,
+            lanes=(lanes,) if isinstance(lanes, str) else lanes,
+            make=edit if site is None else _as_it_is,
+            around=nullcontext if site is None else edit,
+            values=values,
+            site=site or ("driver" if on == "tape" else "runner" if on in _RUNNERS else "backend"),
+            module=edit.__module__,
+        )
+        declared.append(made)
+        return edit
+
+    return declare
+
+
+def variant(*, on: str, lanes: str | tuple[str, ...], prefix: str | None = None) -> Callable[[Make], Make]:
+    """Return a decorator that declares a `Variant`, and returns the function as it is.
+
+    Args:
+        on: See `exhibit`.
+        lanes: See `exhibit`.
+        prefix: See `exhibit`.
+    """
+
+    def declare(make: Make) -> Make:
+        made = Variant(
+            name=_name_of(make, prefix),
+            style=_sentence_of(make),
+            base=on,
+            lanes=(lanes,) if isinstance(lanes, str) else lanes,
+            make=make,
+            module=make.__module__,
+        )
+        declared.append(made)
+        return make
+
+    return declare
+
+
+def _as_it_is(cls: type[Any]) -> type[Any]:
+    return cls
+
+
+def _name_of(edit: Callable[..., Any], prefix: str | None) -> str:
+    name = edit.__name__.replace("_", "-")
+    return name if prefix is None else f"{prefix}-{name}"
+
+
+def _sentence_of(edit: Callable[..., Any]) -> str:
+    return " ".join((edit.__doc__ or "").split())

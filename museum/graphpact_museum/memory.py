@@ -14,158 +14,81 @@ from typing import Any
 import torch
 
 from graphpact.buffers import GraphSlot, metadata_slot
-from graphpact.hookspecs import hookimpl
-from graphpact_museum.edits import Attended, Then, after_attention, there, workspace
-from graphpact_museum.exhibit import Exhibit, Make
+from graphpact_museum.edits.backends import Attended, Then, after_attention, there, with_slots, workspace
+from graphpact_museum.edits.override import made_by, override, overrides
+from graphpact_museum.exhibit import Make, exhibit
 
 # -- GP13: too small ---------------------------------------------------------------------------------
 
 
-def _sizes(resize: Callable[[Any, str, tuple[int, ...]], tuple[int, ...]]) -> Make:
-    """Return a factory of backends with slots of other shapes: ``resize(limits, name, shape)``."""
+def _resizes(name: str) -> Callable[[Callable[[Any, tuple[int, ...]], tuple[int, ...]]], Make]:
+    """Return a decorator of ``(limits, shape) -> shape``, which gives another shape of a slot."""
 
-    def make(base: type[Any]) -> type[Any]:
-        class Sizes(base):  # type: ignore[misc]
-            """A backend that sizes slots by another formula."""
+    def decorate(resize: Callable[[Any, tuple[int, ...]], tuple[int, ...]]) -> Make:
+        def declare_slots(_: Any, right: Any, limits: Any) -> list[GraphSlot]:
+            def resized(slot: GraphSlot) -> GraphSlot:
+                return replace(slot, shape_fn=lambda *counts: resize(limits, slot.shape_fn(*counts)))
 
-            def declare_slots(self, limits: Any) -> Sequence[GraphSlot]:
-                """Return the same slots, of other sizes."""
+            return [resized(slot) if slot.name == name else slot for slot in right(limits)]
 
-                def sized(slot: GraphSlot) -> GraphSlot:
-                    shape_fn = slot.shape_fn
-                    return replace(
-                        slot,
-                        shape_fn=lambda bs, tokens: resize(limits, slot.name, shape_fn(bs, tokens)),
-                    )
+        return made_by(resize, lambda base: override(base, declare_slots))
 
-                return [sized(slot) for slot in super().declare_slots(limits)]
-
-        return Sizes
-
-    return make
+    return decorate
 
 
-def _pages_without_drafts(limits: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if name != "fa3.page_table":
-        return shape
+@exhibit("GP13", "sgl-project/sglang#19016", on="fa3", lanes="target_verify")
+@_resizes("fa3.page_table")
+def fa3_page_table_without_draft_tokens(limits: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The page table has columns for whole pages of a sequence without its drafts."""
     return shape[0], (limits.max_context_len - limits.draft.num_draft_tokens) // limits.page_size
 
 
-def _pages_of_64_keys(limits: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return (shape[0], 64 // limits.page_size) if name == "fa3.page_table" else shape
+@exhibit("GP13", "predibase/lorax#363", on="fa3", lanes="extend")
+@_resizes("fa3.page_table")
+def fa3_page_table_of_a_fixed_length(limits: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The page table is made for a fixed length, 64, instead of the longest context."""
+    return shape[0], 64 // limits.page_size
 
 
-def _pages_of_real_requests(limits: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if name != "flashinfer.kv_indices":
-        return shape
+@exhibit("GP13", "sgl-project/sglang#31012", on="flashinfer", lanes="mixed")
+@_resizes("flashinfer.kv_indices")
+def flashinfer_kv_indices_without_the_fake_request(limits: Any, _: tuple[int, ...]) -> tuple[int, ...]:
+    """kv_indices has room for the pages of all requests, but not for those of the fake request."""
     return (limits.max_bs * limits.max_pages_per_request,)
 
 
-def _indices_of_one_branch(limits: Any, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    if name != "flashinfer.kv_indices":
-        return shape
+@exhibit("GP13", "sgl-project/sglang#19016", on="flashinfer", lanes="draft_decode_tree")
+@_resizes("flashinfer.kv_indices")
+def flashinfer_kv_indices_without_topk(limits: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """kv_indices lacks the factor topk, although every branch has its own indices."""
     return (shape[0] // limits.draft.topk,)
 
 
-def _clamps_keys(base: type[Any]) -> type[Any]:
-    class ClampsKeys(base):  # type: ignore[misc]
-        """Lengths end where a sequence without drafts does."""
-
-        def fill_metadata(self, view: Any, metadata: Any) -> None:
-            """Fill, and cut lengths to what the table was made for."""
-            super().fill_metadata(view, metadata)
-            limits = self.context.limits
-            metadata.seq_lens_k.clamp_(max=limits.max_context_len - limits.draft.num_draft_tokens)
-
-    return ClampsKeys
+@exhibit("GP13", "ModelTC/LightLLM#1583", on="trtllm_mla", lanes="target_verify")
+@overrides("fill_metadata")
+def trtllm_key_lengths_are_clamped(self: Any, right: Any, view: Any, metadata: Any) -> None:
+    """Lengths are clamped to a table without room for drafts, so the last keys are not read."""
+    right(view, metadata)
+    limits = self.context.limits
+    metadata.seq_lens_k.clamp_(max=limits.max_context_len - limits.draft.num_draft_tokens)
 
 
-def _clamps_tokens(backend: Any, call: Attended) -> torch.Tensor:
-    """Copy rows through a workspace with one draft less per request, clamped to its last row."""
+@exhibit("GP13", "ModelTC/LightLLM#1583", on="fa3", lanes="draft_extend")
+@after_attention
+def fa3_workspace_lacks_a_draft_token(backend: Any, call: Attended) -> torch.Tensor:
+    """A workspace has one row less per request, and indices past its end are clamped to the last row."""
     limits = backend.context.limits
     rows = limits.max_bs * (limits.draft.num_draft_tokens - 1)
     at = torch.arange(len(call.out), device=call.out.device).clamp_(max=rows - 1)
     return call.out[at]
 
 
-def _table_without_the_last_column(base: type[Any]) -> type[Any]:
-    class WithoutTheLastColumn(base):  # type: ignore[misc]
-        """The table ends before the last position, and what is past its end is taken from there."""
-
-        def fill_metadata(self, view: Any, metadata: Any) -> None:
-            """Fill, and let no token see the last position."""
-            super().fill_metadata(view, metadata)
-            metadata.last.clamp_(max=self.context.limits.max_context_len - 2)
-
-    return WithoutTheLastColumn
-
-
-_SIZES = [
-    Exhibit(
-        name="fa3-page-table-without-draft-tokens",
-        rule="GP13",
-        thread="sgl-project/sglang#19016",
-        planted="The page table has columns for whole pages of a sequence without its drafts.",
-        base="fa3",
-        lanes=("target_verify",),
-        make=_sizes(_pages_without_drafts),
-    ),
-    Exhibit(
-        name="fa3-page-table-of-a-fixed-length",
-        rule="GP13",
-        thread="predibase/lorax#363",
-        planted="The page table is made for a fixed length, 64, instead of the longest context.",
-        base="fa3",
-        lanes=("extend",),
-        make=_sizes(_pages_of_64_keys),
-    ),
-    Exhibit(
-        name="flashinfer-kv-indices-without-the-fake-request",
-        rule="GP13",
-        thread="sgl-project/sglang#31012",
-        planted="kv_indices has room for the pages of all requests, but not for those of the fake request.",
-        base="flashinfer",
-        lanes=("mixed",),
-        make=_sizes(_pages_of_real_requests),
-    ),
-    Exhibit(
-        name="flashinfer-kv-indices-without-topk",
-        rule="GP13",
-        thread="sgl-project/sglang#19016",
-        planted="kv_indices lacks the factor topk, although every branch has its own indices.",
-        base="flashinfer",
-        lanes=("draft_decode_tree",),
-        make=_sizes(_indices_of_one_branch),
-    ),
-    Exhibit(
-        name="trtllm-key-lengths-are-clamped",
-        rule="GP13",
-        thread="ModelTC/LightLLM#1583",
-        planted="Lengths are clamped to a table without room for drafts, so the last keys are not read.",
-        base="trtllm_mla",
-        lanes=("target_verify",),
-        make=_clamps_keys,
-    ),
-    Exhibit(
-        name="fa3-workspace-lacks-a-draft-token",
-        rule="GP13",
-        thread="ModelTC/LightLLM#1583",
-        planted="A workspace has one row less per request, and indices past its end are clamped to the last"
-        " row.",
-        base="fa3",
-        lanes=("draft_extend",),
-        make=after_attention(_clamps_tokens),
-    ),
-    Exhibit(
-        name="reference-table-without-the-last-column",
-        rule="GP13",
-        thread="sgl-project/sglang#19016",
-        planted="The table lacks its last column, and positions are clamped to the others.",
-        base="reference",
-        lanes=("decode",),
-        make=_table_without_the_last_column,
-    ),
-]
+@exhibit("GP13", "sgl-project/sglang#19016", on="reference", lanes="decode")
+@overrides("fill_metadata")
+def reference_table_without_the_last_column(self: Any, right: Any, view: Any, metadata: Any) -> None:
+    """The table lacks its last column, and positions are clamped to the others."""
+    right(view, metadata)
+    metadata.last.clamp_(max=self.context.limits.max_context_len - 2)
 
 
 # -- GP14: gone --------------------------------------------------------------------------------------
@@ -175,39 +98,25 @@ def _ones(backend: Any, rows: int) -> torch.Tensor:
     return torch.ones(rows, 1, 1, device=backend.context.device, dtype=backend.context.dtype)
 
 
-def _grows(backend: Any, call: Attended) -> torch.Tensor:
-    """Scale by a workspace, which is replaced where a step needs more than it has."""
-    if len(getattr(backend, "workspace", ())) < backend.needed:
-        backend.workspace = _ones(backend, backend.needed)
-    workspace: torch.Tensor = backend.workspace
-    return call.out * workspace[0]
-
-
 def _for_all_keys(scale: Then) -> Make:
-    """Return a factory of backends with a workspace of one element per key.
+    """Make an edit of backends with a workspace of one element per key.
 
     Args:
         scale: Scales by ``backend.workspace``, of at least ``backend.needed`` ones.
     """
 
-    def make(base: type[Any]) -> type[Any]:
-        class ForAllKeys(after_attention(scale)(base)):  # type: ignore[misc]
-            """Notes how much is needed."""
+    def allocate_metadata(self: Any, right: Any, view: Any, shape: Any, buffers: Any) -> Any:
+        self.needed = max(int(view.seq_lens_cpu.sum()), 1)
+        return right(view, shape, buffers)
 
-            needed = 1
-
-            def allocate_metadata(self, view: Any, shape: Any, buffers: Any) -> Any:
-                """Note it, and allocate."""
-                self.needed = max(int(view.seq_lens_cpu.sum()), 1)
-                return super().allocate_metadata(view, shape, buffers)
-
-        return ForAllKeys
-
-    return make
+    scaled = after_attention(scale)
+    return made_by(scale, lambda base: override(scaled(base), allocate_metadata, needed=1))
 
 
-def _of_each_size(backend: Any, call: Attended) -> torch.Tensor:
-    """Scale by a buffer that is made anew where the number of tokens is another."""
+@exhibit("GP14", "intel/llm-scaler#505", on="fa3", lanes="target_verify")
+@after_attention
+def fa3_buffers_by_size_are_flushed(backend: Any, call: Attended) -> torch.Tensor:
+    """A cache has one buffer per number of tokens, and drops all when it has too many."""
     known = vars(backend).setdefault("sized", {})
     if len(call.out) not in known and not getattr(backend.driver, "is_capturing", False):
         if len(known) >= 2:
@@ -217,13 +126,16 @@ def _of_each_size(backend: Any, call: Attended) -> torch.Tensor:
     return call.out * scale
 
 
-def _cached(base: type[Any]) -> type[Any]:
+@exhibit("GP14", "ROCm/aiter#5393", on="trtllm_mla", lanes="draft_decode")
+def trtllm_lru_cache_of_tensors(base: type[Any]) -> type[Any]:
+    """A tensor comes from a function under lru_cache(maxsize=2), which evicts it."""
+
     @functools.lru_cache(maxsize=2)
     def scale_of(rows: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.ones(rows, 1, 1, dtype=dtype)
 
-    class Cached(base):  # type: ignore[misc]
-        """Takes a tensor from a function with a small cache."""
+    class Cached(base):  # type: ignore[misc]  # in no `override`: the suite looks for caches in methods
+        """A backend with a cache in the closure of a method."""
 
         def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
             """Attend, and scale."""
@@ -232,29 +144,50 @@ def _cached(base: type[Any]) -> type[Any]:
     return Cached
 
 
-def _remakes_weights(base: type[Any]) -> type[Any]:
-    class RemakesWeights(base):  # type: ignore[misc]
-        """Lays out a weight again whenever metadata of an eager step is made."""
+@exhibit("GP14", "vllm-project/vllm-ascend#13902", on="flashinfer", lanes="target_verify_tree")
+def flashinfer_weights_are_laid_out_again(base: type[Any]) -> type[Any]:
+    """An eager step makes self.weight = weight.contiguous() again, in new memory."""
 
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self.loaded = torch.ones(4, 2, device=context.device, dtype=context.dtype)
-            self.weight = self.loaded.t().contiguous()
+    def init(self: Any, right: Any, context: Any) -> None:
+        right(context)
+        self.loaded = torch.ones(4, 2, device=context.device, dtype=context.dtype)
+        self.weight = self.loaded.t().contiguous()
 
-        def init_metadata_eager(self, batch: Any, **more: Any) -> Any:
-            """Lay out, and make metadata."""
-            self.weight = self.loaded.t().contiguous()
-            return super().init_metadata_eager(batch, **more)
+    def init_metadata_eager(self: Any, right: Any, batch: Any, **more: Any) -> Any:
+        self.weight = self.loaded.t().contiguous()
+        return right(batch, **more)
 
-        def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-            """Attend, and scale by the weight."""
-            return super().forward(q, k, v, layer, metadata) * self.weight[0, 0]
+    def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+        return right(q, k, v, layer, metadata) * self.weight[0, 0]
 
-    return RemakesWeights
+    return override(base, init_metadata_eager, forward, __init__=init)
 
 
-def _resizes(backend: Any, call: Attended) -> torch.Tensor:
-    """Scale by a workspace, which is resized in place where a step needs more than it has."""
+@exhibit("GP14", "PaddlePaddle/Paddle#78568", on="fa3", lanes="draft_extend")
+@after_attention
+def fa3_host_memory_of_a_copy_is_a_local(backend: Any, call: Attended) -> torch.Tensor:
+    """A recorded copy reads host memory that was a local variable."""
+    target = _ones(backend, 4)
+    if backend.driver is None:
+        return call.out * target[0]
+    backend.driver.copy_async(target, torch.ones(4, 1, 1, dtype=target.dtype))
+    return call.out * target[0]
+
+
+@exhibit("GP14", "flashinfer-ai/flashinfer#4399", on="flashinfer", lanes="decode")
+@_for_all_keys
+def flashinfer_workspace_grows_in_an_eager_step(backend: Any, call: Attended) -> torch.Tensor:
+    """A workspace is replaced by a larger one when an eager step has more keys."""
+    if len(getattr(backend, "workspace", ())) < backend.needed:
+        backend.workspace = _ones(backend, backend.needed)
+    workspace: torch.Tensor = backend.workspace
+    return call.out * workspace[0]
+
+
+@exhibit("GP14", "flashinfer-ai/flashinfer#4399", on="trtllm_mla", lanes="extend")
+@_for_all_keys
+def trtllm_workspace_is_resized(backend: Any, call: Attended) -> torch.Tensor:
+    """An eager step with more keys resizes a workspace in place, which moves its memory."""
     if not hasattr(backend, "workspace"):
         backend.workspace = _ones(backend, 1)
     if len(backend.workspace) < backend.needed:
@@ -263,78 +196,13 @@ def _resizes(backend: Any, call: Attended) -> torch.Tensor:
     return call.out * workspace[0]
 
 
-def _copies_from_a_local(backend: Any, call: Attended) -> torch.Tensor:
-    """Scale by a copy from host memory without a lasting reference."""
-    target = _ones(backend, 4)
-    if backend.driver is None:
-        return call.out * target[0]
-    backend.driver.copy_async(target, torch.ones(4, 1, 1, dtype=target.dtype))
-    return call.out * target[0]
-
-
-_LIVES = [
-    Exhibit(
-        name="flashinfer-workspace-grows-in-an-eager-step",
-        rule="GP14",
-        thread="flashinfer-ai/flashinfer#4399",
-        planted="A workspace is replaced by a larger one when an eager step has more keys.",
-        base="flashinfer",
-        lanes=("decode",),
-        make=_for_all_keys(_grows),
-    ),
-    Exhibit(
-        name="fa3-buffers-by-size-are-flushed",
-        rule="GP14",
-        thread="intel/llm-scaler#505",
-        planted="A cache has one buffer per number of tokens, and drops all when it has too many.",
-        base="fa3",
-        lanes=("target_verify",),
-        make=after_attention(_of_each_size),
-    ),
-    Exhibit(
-        name="trtllm-lru-cache-of-tensors",
-        rule="GP14",
-        thread="ROCm/aiter#5393",
-        planted="A tensor comes from a function under lru_cache(maxsize=2), which evicts it.",
-        base="trtllm_mla",
-        lanes=("draft_decode",),
-        make=_cached,
-    ),
-    Exhibit(
-        name="flashinfer-weights-are-laid-out-again",
-        rule="GP14",
-        thread="vllm-project/vllm-ascend#13902",
-        planted="An eager step makes self.weight = weight.contiguous() again, in new memory.",
-        base="flashinfer",
-        lanes=("target_verify_tree",),
-        make=_remakes_weights,
-    ),
-    Exhibit(
-        name="trtllm-workspace-is-resized",
-        rule="GP14",
-        thread="flashinfer-ai/flashinfer#4399",
-        planted="An eager step with more keys resizes a workspace in place, which moves its memory.",
-        base="trtllm_mla",
-        lanes=("extend",),
-        make=_for_all_keys(_resizes),
-    ),
-    Exhibit(
-        name="fa3-host-memory-of-a-copy-is-a-local",
-        rule="GP14",
-        thread="PaddlePaddle/Paddle#78568",
-        planted="A recorded copy reads host memory that was a local variable.",
-        base="fa3",
-        lanes=("draft_extend",),
-        make=after_attention(_copies_from_a_local),
-    ),
-]
-
-
 # -- GP15: another graph's ---------------------------------------------------------------------------
 
 
-def _cached_by_stream(backend: Any, call: Attended) -> torch.Tensor:
-    """Scale by a buffer that is cached for each stream: the first on the capturing one is a graph's own."""
+@exhibit("GP15", "ROCm/aiter#5393", on="flashinfer", lanes="decode")
+@after_attention
+def flashinfer_cache_by_stream(backend: Any, call: Attended) -> torch.Tensor:
+    """A buffer is cached by stream, so that the first capture allocates it in its own pool."""
     known = vars(backend).setdefault("by_stream", {})
     stream = getattr(backend.driver, "is_capturing", False)
     if stream not in known:
@@ -343,28 +211,24 @@ def _cached_by_stream(backend: Any, call: Attended) -> torch.Tensor:
     return call.out * scale[: len(call.out)]
 
 
-def _shares_between_graphs(base: type[Any]) -> type[Any]:
-    class SharesBetweenGraphs(base):  # type: ignore[misc]
-        """A backend whose metadata work uses the scratch tensor of the first recording."""
-
-        scratch: torch.Tensor | None = None
-
-        def fill_metadata(self, view: Any, metadata: Any) -> None:
-            """Fill by way of the scratch tensor."""
-            super().fill_metadata(view, metadata)
-            lens = metadata.cache_seqlens
-            if self.driver is None or not self.driver.is_capturing:
-                return
-            if self.scratch is None or len(self.scratch) < len(lens):
-                self.scratch = torch.zeros_like(lens)
-            self.scratch[: len(lens)].copy_(lens)
-            lens.copy_(self.scratch[: len(lens)])
-
-    return SharesBetweenGraphs
+@exhibit("GP15", "sgl-project/sglang#22930", on="fa3", lanes="target_verify")
+@overrides("fill_metadata", scratch=None)
+def fa3_scratch_of_the_first_capture(self: Any, right: Any, view: Any, metadata: Any) -> None:
+    """Recorded metadata work uses a scratch tensor that an earlier capture allocated."""
+    right(view, metadata)
+    lens = metadata.cache_seqlens
+    if self.driver is None or not self.driver.is_capturing:
+        return
+    if self.scratch is None or len(self.scratch) < len(lens):
+        self.scratch = torch.zeros_like(lens)
+    self.scratch[: len(lens)].copy_(lens)
+    lens.copy_(self.scratch[: len(lens)])
 
 
-def _reads_the_last_graph(backend: Any, call: Attended) -> torch.Tensor:
-    """Keep what a layer gave while it was recorded, for the next graph to begin with."""
+@exhibit("GP15", "sgl-project/sglang#22218", on="trtllm_mla", lanes="draft_extend")
+@after_attention
+def trtllm_begins_with_the_last_graph_s_output(backend: Any, call: Attended) -> torch.Tensor:
+    """A graph reads an intermediate tensor of the graph that was captured before it."""
     kept = vars(backend).setdefault("kept", {})
     if not getattr(backend.driver, "is_capturing", False):
         return call.out
@@ -373,60 +237,18 @@ def _reads_the_last_graph(backend: Any, call: Attended) -> torch.Tensor:
     return call.out if before is None else call.out + 0 * before[:1]
 
 
-def _output_buffer(base: type[Any]) -> type[Any]:
-    class OutputBuffer(base):  # type: ignore[misc]
-        """Returns rows of one buffer, the one that the first capture made."""
-
-        def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-            """Attend into the buffer of the layer."""
-            out = super().forward(q, k, v, layer, metadata)
-            if not getattr(self.driver, "is_capturing", False):
-                return out
-            buffers = self.outputs = getattr(self, "outputs", {})
-            buffer = buffers.setdefault((layer.layer_id, id(metadata) if not len(out) else 0), out)
-            return buffer[: len(out)].copy_(out) if len(buffer) >= len(out) else out
-
-    return OutputBuffer
-
-
-_OWNERS = [
-    Exhibit(
-        name="flashinfer-cache-by-stream",
-        rule="GP15",
-        thread="ROCm/aiter#5393",
-        planted="A buffer is cached by stream, so that the first capture allocates it in its own pool.",
-        base="flashinfer",
-        lanes=("decode",),
-        make=after_attention(_cached_by_stream),
-    ),
-    Exhibit(
-        name="fa3-scratch-of-the-first-capture",
-        rule="GP15",
-        thread="sgl-project/sglang#22930",
-        planted="Recorded metadata work uses a scratch tensor that an earlier capture allocated.",
-        base="fa3",
-        lanes=("target_verify",),
-        make=_shares_between_graphs,
-    ),
-    Exhibit(
-        name="trtllm-begins-with-the-last-graph-s-output",
-        rule="GP15",
-        thread="sgl-project/sglang#22218",
-        planted="A graph reads an intermediate tensor of the graph that was captured before it.",
-        base="trtllm_mla",
-        lanes=("draft_extend",),
-        make=after_attention(_reads_the_last_graph),
-    ),
-    Exhibit(
-        name="flashinfer-output-buffer-of-the-first-capture",
-        rule="GP15",
-        thread="sgl-project/sglang#22930",
-        planted="All graphs return rows of one output buffer, which the first capture allocated.",
-        base="flashinfer",
-        lanes=("draft_decode",),
-        make=_output_buffer,
-    ),
-]
+@exhibit("GP15", "sgl-project/sglang#22930", on="flashinfer", lanes="draft_decode")
+@overrides("forward")
+def flashinfer_output_buffer_of_the_first_capture(
+    self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any
+) -> Any:
+    """All graphs return rows of one output buffer, which the first capture allocated."""
+    out = right(q, k, v, layer, metadata)
+    if not getattr(self.driver, "is_capturing", False):
+        return out
+    buffers = self.outputs = getattr(self, "outputs", {})
+    buffer = buffers.setdefault((layer.layer_id, id(metadata) if not len(out) else 0), out)
+    return buffer[: len(out)].copy_(out) if len(buffer) >= len(out) else out
 
 
 # -- GP18: not armed ---------------------------------------------------------------------------------
@@ -437,8 +259,11 @@ def _semaphore(backend: Any) -> Sequence[GraphSlot]:
     return [workspace("semaphore", 1, dtype=torch.int32)]
 
 
-def _waits_for_zero(backend: Any, call: Attended) -> torch.Tensor:
-    """Attend where the counter is zero, and count; the host set it to zero when it was made."""
+@exhibit("GP18", "ROCm/aiter#4916", on="trtllm_mla", lanes="decode")
+@with_slots(_semaphore)
+@after_attention
+def trtllm_semaphore_is_not_re_armed(backend: Any, call: Attended) -> torch.Tensor:
+    """A counter that a kernel expects at zero is zeroed on the host, and by no graph."""
     counter = there(backend, "semaphore")
     if not getattr(backend.driver, "is_capturing", False):
         counter.zero_()
@@ -447,21 +272,20 @@ def _waits_for_zero(backend: Any, call: Attended) -> torch.Tensor:
     return out
 
 
-def _draws_by_itself(base: type[Any]) -> type[Any]:
-    class DrawsByItself(base):  # type: ignore[misc]
-        """Rounds at random, by a generator of its own."""
+@exhibit("GP18", "NVIDIA/Megatron-LM#5697", on="flashinfer", lanes="target_verify")
+def flashinfer_private_generator(base: type[Any]) -> type[Any]:
+    """Random numbers come from a generator that is not registered with the graph, and never change."""
 
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self.generator = torch.Generator(device=context.device).manual_seed(0)
+    def init(self: Any, right: Any, context: Any) -> None:
+        right(context)
+        self.generator = torch.Generator(device=context.device).manual_seed(0)
 
-        def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-            """Attend, and add less than rounding does."""
-            out = super().forward(q, k, v, layer, metadata)
-            noise = torch.rand(out.shape, generator=self.generator, device=out.device)
-            return out + 1e-7 * noise.to(out.dtype)
+    def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+        out = right(q, k, v, layer, metadata)
+        noise = torch.rand(out.shape, generator=self.generator, device=out.device)
+        return out + 1e-7 * noise.to(out.dtype)
 
-    return DrawsByItself
+    return override(base, forward, __init__=init)
 
 
 def _accumulators(backend: Any) -> Sequence[GraphSlot]:
@@ -470,21 +294,22 @@ def _accumulators(backend: Any) -> Sequence[GraphSlot]:
     return [workspace("sums", len(layers), most, *row, dtype=backend.context.dtype)]
 
 
+@with_slots(_accumulators)
+@after_attention
 def _accumulates(backend: Any, call: Attended) -> torch.Tensor:
     sums = there(backend, "sums")[call.layer.layer_id, : len(call.out)]
     return sums.add_(call.out).clone() if len(call.out) == len(sums) else call.out
 
 
-def _zeroes_on_the_host(base: type[Any]) -> type[Any]:
-    class ZeroesOnTheHost(after_attention(_accumulates, _accumulators)(base)):  # type: ignore[misc]
-        """Adds partial results to sums that hooks of capture and of eager steps set to zero."""
+@exhibit("GP18", "ROCm/aiter#4916", on="fa3", lanes="draft_extend")
+def fa3_sums_are_zeroed_by_the_host(base: type[Any]) -> type[Any]:
+    """Partial results are added to sums that the capture hook zeroes and the replay hook does not."""
 
-        def _make_metadata(self, *arguments: Any) -> Any:
-            """Set them to zero."""
-            there(self, "sums").zero_()
-            return super()._make_metadata(*arguments)
+    def _make_metadata(self: Any, right: Any, *arguments: Any) -> Any:
+        there(self, "sums").zero_()
+        return right(*arguments)
 
-    return ZeroesOnTheHost
+    return override(_accumulates(base), _make_metadata)
 
 
 def _flag(backend: Any) -> Sequence[GraphSlot]:
@@ -492,8 +317,11 @@ def _flag(backend: Any) -> Sequence[GraphSlot]:
     return [workspace("flag", 1, dtype=torch.int32), workspace("base", 1, value=0.0)]
 
 
-def _sets_a_flag(backend: Any, call: Attended) -> torch.Tensor:
-    """Set an offset if the flag is 0, and set the flag, which is never reset."""
+@exhibit("GP18", "ROCm/aiter#4916", on="fa3", lanes="mixed")
+@with_slots(_flag)
+@after_attention
+def fa3_flag_stays_up(backend: Any, call: Attended) -> torch.Tensor:
+    """A flag marks that an offset was set in this launch; flag and offset are never reset."""
     flag, base = there(backend, "flag"), there(backend, "base")
     if not getattr(backend.driver, "is_capturing", False):
         flag.zero_()
@@ -503,62 +331,13 @@ def _sets_a_flag(backend: Any, call: Attended) -> torch.Tensor:
     return (call.out - shift) + shift
 
 
-def _seeds(backend: Any, call: Attended) -> torch.Tensor:
-    """Round at random, by the device's generator, which the host seeds for each layer."""
+@exhibit("GP18", "pytorch/pytorch#172390", on="trtllm_mla", lanes="draft_extend")
+@after_attention
+def trtllm_host_seeds_in_the_region(backend: Any, call: Attended) -> torch.Tensor:
+    """The host seeds the generator while the graph is recorded, which a replay does not repeat."""
     del backend
     torch.manual_seed(17 + call.layer.layer_id)
     return call.out + 1e-7 * torch.rand_like(call.out)
-
-
-_STATES = [
-    Exhibit(
-        name="trtllm-semaphore-is-not-re-armed",
-        rule="GP18",
-        thread="ROCm/aiter#4916",
-        planted="A counter that a kernel expects at zero is zeroed on the host, and by no graph.",
-        base="trtllm_mla",
-        lanes=("decode",),
-        make=after_attention(_waits_for_zero, _semaphore),
-    ),
-    Exhibit(
-        name="flashinfer-private-generator",
-        rule="GP18",
-        thread="NVIDIA/Megatron-LM#5697",
-        planted="Random numbers come from a generator that is not registered with the graph, and never"
-        " change.",
-        base="flashinfer",
-        lanes=("target_verify",),
-        make=_draws_by_itself,
-    ),
-    Exhibit(
-        name="fa3-sums-are-zeroed-by-the-host",
-        rule="GP18",
-        thread="ROCm/aiter#4916",
-        planted="Partial results are added to sums that the capture hook zeroes and the replay hook does"
-        " not.",
-        base="fa3",
-        lanes=("draft_extend",),
-        make=_zeroes_on_the_host,
-    ),
-    Exhibit(
-        name="fa3-flag-stays-up",
-        rule="GP18",
-        thread="ROCm/aiter#4916",
-        planted="A flag marks that an offset was set in this launch; flag and offset are never reset.",
-        base="fa3",
-        lanes=("mixed",),
-        make=after_attention(_sets_a_flag, _flag),
-    ),
-    Exhibit(
-        name="trtllm-host-seeds-in-the-region",
-        rule="GP18",
-        thread="pytorch/pytorch#172390",
-        planted="The host seeds the generator while the graph is recorded, which a replay does not repeat.",
-        base="trtllm_mla",
-        lanes=("draft_extend",),
-        make=after_attention(_seeds),
-    ),
-]
 
 
 # -- GP19: traces of a capture -----------------------------------------------------------------------
@@ -569,155 +348,86 @@ def _state(backend: Any) -> Sequence[GraphSlot]:
     return [workspace("state", rows, dim)]
 
 
-def _advances(backend: Any, call: Attended) -> torch.Tensor:
-    """Advance a recurrent state in place, also in warm-up and capture."""
+@exhibit("GP19", "microsoft/onnxruntime#32243", on="flashinfer", lanes="draft_extend")
+@with_slots(_state)
+@after_attention
+def flashinfer_state_advances_in_captures(backend: Any, call: Attended) -> torch.Tensor:
+    """A recurrent state is advanced in place by warm-up and capture, and not put back."""
     state = there(backend, "state")
     state.mul_(0.5).add_(call.k.float().mean(dim=(0, 1)))
     return call.out
 
 
-def _counts_undeclared(base: type[Any]) -> type[Any]:
-    class Counts(base):  # type: ignore[misc]
-        """A backend that counts steps in undeclared device memory."""
+@exhibit("GP19", "microsoft/onnxruntime#32243", on="fa3", lanes="decode")
+def fa3_counter_advances_in_captures(base: type[Any]) -> type[Any]:
+    """Every run of the region, also a capture, advances a counter of the backend."""
 
-        def __init__(self, context: Any) -> None:
-            super().__init__(context)
-            self.served = torch.zeros(1, device=context.device)
+    def init(self: Any, right: Any, context: Any) -> None:
+        right(context)
+        self.served = torch.zeros(1, device=context.device)
 
-        def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-            """Attend, and count."""
-            self.served.add_(1)
-            return super().forward(q, k, v, layer, metadata)
+    def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+        self.served.add_(1)
+        return right(q, k, v, layer, metadata)
 
-    return Counts
-
-
-def _writes_by_dirty_indices(base: type[Any]) -> type[Any]:
-    class WritesByDirtyIndices(base):  # type: ignore[misc]
-        """Has write indices of its own, which the hook of replays fills and that of captures does not."""
-
-        fill_is_device_only = False
-
-        def declare_slots(self, limits: Any) -> Sequence[GraphSlot]:
-            """Return one more, of write indices."""
-            slot = metadata_slot(
-                "museum.write_indices",
-                lambda _, tokens: (tokens,),
-                torch.int64,
-                role="table",
-                axis="tokens",
-            )
-            return [*super().declare_slots(limits), slot]
-
-        def allocate_metadata(self, view: Any, shape: Any, buffers: Any) -> Any:
-            """Bind it."""
-            metadata = super().allocate_metadata(view, shape, buffers)
-            metadata.out_cache_loc = buffers("museum.write_indices")
-            return metadata
-
-        def fill_metadata(self, view: Any, metadata: Any) -> None:
-            """Fill it too."""
-            super().fill_metadata(view, metadata)
-            if not self.binds:
-                metadata.out_cache_loc.copy_(view.out_cache_loc)
-
-        binds = False
-
-        @hookimpl
-        def init_metadata_capture(self, view: Any, shape: Any) -> Any:
-            """Bind, and leave the write indices as they are."""
-            self.binds = True
-            try:
-                return super().init_metadata_capture(view, shape)
-            finally:
-                self.binds = False
-
-    return WritesByDirtyIndices
+    return override(base, forward, __init__=init)
 
 
-def _tunes_on_live_pages(base: type[Any]) -> type[Any]:
-    class TunesOnLivePages(base):  # type: ignore[misc]
-        """Tries kernels before a capture, on pages that it clears for that."""
+@exhibit("GP19", "ROCm/ATOM#2267", on="fa3", lanes="target_verify", prefix="fa3")
+@exhibit("GP19", "ROCm/ATOM#2267", on="trtllm_mla", lanes="extend", prefix="trtllm")
+def captures_through_dirty_write_indices(base: type[Any]) -> type[Any]:
+    """A capture runs with the write indices of the last batch, and overwrites its KV slots."""
 
-        @hookimpl
-        def init_metadata_capture(self, view: Any, shape: Any) -> Any:
-            """Clear, and bind."""
-            for cache in self.context.kv_cache.k:
-                cache[self.context.limits.page_size :].zero_()
-            return super().init_metadata_capture(view, shape)
+    def declare_slots(_: Any, right: Any, limits: Any) -> Any:
+        slot = metadata_slot(
+            "museum.write_indices",
+            lambda _, tokens: (tokens,),
+            torch.int64,
+            role="table",
+            axis="tokens",
+        )
+        return [*right(limits), slot]
 
-    return TunesOnLivePages
+    def allocate_metadata(_: Any, right: Any, view: Any, shape: Any, buffers: Any) -> Any:
+        metadata = right(view, shape, buffers)
+        metadata.out_cache_loc = buffers("museum.write_indices")
+        return metadata
+
+    def fill_metadata(self: Any, right: Any, view: Any, metadata: Any) -> None:
+        right(view, metadata)
+        if not self.binds:
+            metadata.out_cache_loc.copy_(view.out_cache_loc)
+
+    def init_metadata_capture(self: Any, right: Any, view: Any, shape: Any) -> Any:
+        self.binds = True
+        try:
+            return right(view, shape)
+        finally:
+            self.binds = False
+
+    return override(
+        base,
+        declare_slots,
+        allocate_metadata,
+        fill_metadata,
+        init_metadata_capture,
+        fill_is_device_only=False,
+        binds=False,
+    )
 
 
-def _reserves_a_row(base: type[Any]) -> type[Any]:
-    class ReservesARow(base):  # type: ignore[misc]
-        """Takes the last row of req_to_token for what is captured."""
-
-        @hookimpl
-        def init_metadata_capture(self, view: Any, shape: Any) -> Any:
-            """Take it, and bind."""
-            self.context.req_to_token[-1].zero_()
-            return super().init_metadata_capture(view, shape)
-
-    return ReservesARow
+@exhibit("GP19", "ROCm/ATOM#2267", on="trtllm_mla", lanes="draft_decode")
+@overrides("init_metadata_capture")
+def trtllm_tunes_on_live_pages(self: Any, right: Any, view: Any, shape: Any) -> Any:
+    """Kernel tuning before a capture clears pages that live requests own."""
+    for cache in self.context.kv_cache.k:
+        cache[self.context.limits.page_size :].zero_()
+    return right(view, shape)
 
 
-_TRACES = [
-    Exhibit(
-        name="flashinfer-state-advances-in-captures",
-        rule="GP19",
-        thread="microsoft/onnxruntime#32243",
-        planted="A recurrent state is advanced in place by warm-up and capture, and not put back.",
-        base="flashinfer",
-        lanes=("draft_extend",),
-        make=after_attention(_advances, _state),
-    ),
-    Exhibit(
-        name="fa3-counter-advances-in-captures",
-        rule="GP19",
-        thread="microsoft/onnxruntime#32243",
-        planted="Every run of the region, also a capture, advances a counter of the backend.",
-        base="fa3",
-        lanes=("decode",),
-        make=_counts_undeclared,
-    ),
-    Exhibit(
-        name="fa3-captures-through-dirty-write-indices",
-        rule="GP19",
-        thread="ROCm/ATOM#2267",
-        planted="A capture runs with the write indices of the last batch, and overwrites its KV slots.",
-        base="fa3",
-        lanes=("target_verify",),
-        make=_writes_by_dirty_indices,
-    ),
-    Exhibit(
-        name="trtllm-captures-through-dirty-write-indices",
-        rule="GP19",
-        thread="ROCm/ATOM#2267",
-        planted="A capture runs with the write indices of the last batch, and overwrites its KV slots.",
-        base="trtllm_mla",
-        lanes=("extend",),
-        make=_writes_by_dirty_indices,
-    ),
-    Exhibit(
-        name="trtllm-tunes-on-live-pages",
-        rule="GP19",
-        thread="ROCm/ATOM#2267",
-        planted="Kernel tuning before a capture clears pages that live requests own.",
-        base="trtllm_mla",
-        lanes=("draft_decode",),
-        make=_tunes_on_live_pages,
-    ),
-    Exhibit(
-        name="flashinfer-capture-takes-a-request-row",
-        rule="GP19",
-        thread="ROCm/ATOM#2267",
-        planted="The capture hook zeroes a row of req_to_token that a live request may own.",
-        base="flashinfer",
-        lanes=("mixed",),
-        make=_reserves_a_row,
-    ),
-]
-
-EXHIBITS = [*_SIZES, *_LIVES, *_OWNERS, *_STATES, *_TRACES]
-"""All exhibits of this room, in the order of their rules."""
+@exhibit("GP19", "ROCm/ATOM#2267", on="flashinfer", lanes="mixed")
+@overrides("init_metadata_capture")
+def flashinfer_capture_takes_a_request_row(self: Any, right: Any, view: Any, shape: Any) -> Any:
+    """The capture hook zeroes a row of req_to_token that a live request may own."""
+    self.context.req_to_token[-1].zero_()
+    return right(view, shape)

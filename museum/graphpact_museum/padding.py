@@ -13,9 +13,9 @@ from typing import Any
 import torch
 
 from graphpact.buffers import GraphSlot
-from graphpact.hookspecs import hookimpl
-from graphpact_museum.edits import Attended, after_attention, there, workspace
-from graphpact_museum.exhibit import Exhibit, Make
+from graphpact_museum.edits.backends import Attended, after_attention, there, with_slots, workspace
+from graphpact_museum.edits.override import override, overrides
+from graphpact_museum.exhibit import exhibit
 
 
 def _live(view: Any, rows: int) -> torch.Tensor:
@@ -29,190 +29,116 @@ def _on_rows(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
     return mask.view(-1, *[1] * (like.dim() - 1))
 
 
-def _itself(metadata: Any) -> Any:
-    return metadata
-
-
 # -- GP03: stale rows --------------------------------------------------------------------------------
 
 
-def _skips_padded(*names: str, part: Callable[[Any], Any] = _itself) -> Make:
-    """Return a factory of backends that do not write the padding rows of the named tensors."""
+def _skips_padded(
+    base: type[Any], *names: str, part: Callable[[Any], Any] = lambda metadata: metadata
+) -> type[Any]:
+    """Return a backend that does not write the padding rows of the named tensors."""
 
-    def make(base: type[Any]) -> type[Any]:
-        class SkipsPadded(base):  # type: ignore[misc]
-            """Writes the rows of live requests alone."""
+    def fill_metadata(_: Any, right: Any, view: Any, metadata: Any) -> None:
+        tensors = [getattr(part(metadata), name) for name in names]
+        before = [t.clone() for t in tensors]
+        right(view, metadata)
+        for tensor, old in zip(tensors, before, strict=True):
+            live = _live(view, len(tensor))
+            tensor.copy_(torch.where(_on_rows(live, tensor), tensor, old))
 
-            def fill_metadata(self, view: Any, metadata: Any) -> None:
-                """Write all, and put back what padded rows held."""
-                tensors = [getattr(part(metadata), name) for name in names]
-                before = [t.clone() for t in tensors]
-                super().fill_metadata(view, metadata)
-                for tensor, old in zip(tensors, before, strict=True):
-                    live = _live(view, len(tensor))
-                    tensor.copy_(torch.where(_on_rows(live, tensor), tensor, old))
-
-        return SkipsPadded
-
-    return make
+    return override(base, fill_metadata)
 
 
 def _with_new_tokens(view: Any) -> int:
     return int((view.extend_seq_lens_cpu > 0).sum())
 
 
-def _copies_the_head(*names: str) -> Make:
-    """Return a factory of backends whose replay writes only the live rows of the named tensors."""
+def _copies_the_head(base: type[Any], *names: str) -> type[Any]:
+    """Return a backend whose replay hook writes only the live rows of the named tensors."""
 
-    def make(base: type[Any]) -> type[Any]:
-        class CopiesTheHead(base):  # type: ignore[misc]
-            """Has a replay hook that keeps tails."""
+    def init_metadata_replay(_: Any, right: Any, view: Any, shape: Any, captured: Any) -> Any:
+        real = _with_new_tokens(view)
+        tails = [getattr(captured, name)[real:] for name in names]
+        before = [t.clone() for t in tails]
+        fresh = right(view, shape, captured)
+        for tail, old in zip(tails, before, strict=True):
+            tail.copy_(old)
+        return fresh
 
-            fill_is_device_only = False
-
-            @hookimpl
-            def init_metadata_replay(self, view: Any, shape: Any, captured: Any) -> Any:
-                """Write the head, and keep the tail."""
-                real = _with_new_tokens(view)
-                tails = [getattr(captured, name)[real:] for name in names]
-                before = [t.clone() for t in tails]
-                fresh = super().init_metadata_replay(view, shape, captured)
-                for tail, old in zip(tails, before, strict=True):
-                    tail.copy_(old)
-                return fresh
-
-        return CopiesTheHead
-
-    return make
+    return override(base, init_metadata_replay, fill_is_device_only=False)
 
 
-def _keeps_pages_of_the_fake_request(base: type[Any]) -> type[Any]:
-    class KeepsPagesOfTheFakeRequest(base):  # type: ignore[misc]
-        """The entries behind the real requests' pages are not set to scratch."""
-
-        def fill_metadata(self, view: Any, metadata: Any) -> None:
-            """Fill, and put back what was behind the real pages."""
-            sets = [metadata, *metadata.windows.values()] if view.batch_size else []
-            before = [each.kv_indices.clone() for each in sets]
-            super().fill_metadata(view, metadata)
-            for each, old in zip(sets, before, strict=True):
-                at = torch.arange(len(old), device=old.device)
-                kept = torch.where(at < each.kv_indptr[-2], each.kv_indices, old)
-                each.kv_indices.copy_(kept)
-
-    return KeepsPagesOfTheFakeRequest
+@exhibit("GP03", "SJTU-DENG-Lab/Diffulex#44", on="flashinfer", lanes="mixed")
+@overrides("fill_metadata")
+def flashinfer_kv_indices_keep_their_tail(_: Any, right: Any, view: Any, metadata: Any) -> None:
+    """kv_indices is not cleared after the live pages, at the pages of the fake request."""
+    sets = [metadata, *metadata.windows.values()] if view.batch_size else []
+    before = [each.kv_indices.clone() for each in sets]
+    right(view, metadata)
+    for each, old in zip(sets, before, strict=True):
+        at = torch.arange(len(old), device=old.device)
+        kept = torch.where(at < each.kv_indptr[-2], each.kv_indices, old)
+        each.kv_indices.copy_(kept)
 
 
-def _keeps_owners_of_padded_tokens(base: type[Any]) -> type[Any]:
-    class KeepsOwnersOfPaddedTokens(base):  # type: ignore[misc]
-        """A backend that writes the request index only for live tokens."""
-
-        def fill_request(self, view: Any, request: torch.Tensor) -> None:
-            """Fill, and put back what was behind the last request's tokens."""
-            before = request.clone()
-            super().fill_request(view, request)
-            at = torch.arange(len(request), device=request.device)
-            request.copy_(torch.where(at < view.extend_seq_lens.sum(), request, before))
-
-    return KeepsOwnersOfPaddedTokens
+@exhibit("GP03", "sgl-project/sglang#23037", on="reference", lanes="extend")
+@overrides("fill_request")
+def reference_owners_of_padded_tokens_are_kept(_: Any, right: Any, view: Any, request: torch.Tensor) -> None:
+    """The request index of a padding token is left from an earlier batch."""
+    before = request.clone()
+    right(view, request)
+    at = torch.arange(len(request), device=request.device)
+    request.copy_(torch.where(at < view.extend_seq_lens.sum(), request, before))
 
 
-_STALE = [
-    Exhibit(
-        name="fa3-page-table-skips-padded-requests",
-        rule="GP03",
-        thread="SJTU-DENG-Lab/Diffulex#44",
-        planted="Rows of the page table that belong to no request keep the pages of an earlier batch.",
-        base="fa3",
-        lanes=("decode",),
-        make=_skips_padded("page_table"),
-    ),
-    Exhibit(
-        name="fa3-replay-hook-copies-as-many-rows-as-requests",
-        rule="GP03",
-        thread="vllm-project/vllm#21196",
-        planted="The replay hook writes page table and lengths only for live requests, and no padding row.",
-        base="fa3",
-        lanes=("extend",),
-        make=_copies_the_head("page_table", "cache_seqlens"),
-    ),
-    Exhibit(
-        name="fa3-tree-rows-skip-padded-tokens",
-        rule="GP03",
-        thread="sgl-project/sglang#25512",
-        planted="The drafts' page table keeps, for padded tokens, the slots of an earlier batch's drafts.",
-        base="fa3",
-        lanes=("draft_decode_tree",),
-        make=_skips_padded("page_table", part=lambda m: m.tree.drafts),
-    ),
-    Exhibit(
-        name="flashinfer-kv-indices-keep-their-tail",
-        rule="GP03",
-        thread="SJTU-DENG-Lab/Diffulex#44",
-        planted="kv_indices is not cleared after the live pages, at the pages of the fake request.",
-        base="flashinfer",
-        lanes=("mixed",),
-        make=_keeps_pages_of_the_fake_request,
-    ),
-    Exhibit(
-        name="flashinfer-last-page-lengths-skip-padded-requests",
-        rule="GP03",
-        thread="sgl-project/sglang#10892",
-        planted="kv_last_page_len is written only for live requests, and for no padding row.",
-        base="flashinfer",
-        lanes=("extend",),
-        make=_copies_the_head("kv_last_page_len"),
-    ),
-    Exhibit(
-        name="trtllm-block-table-skips-padded-requests",
-        rule="GP03",
-        thread="SJTU-DENG-Lab/Diffulex#44",
-        planted="Rows of the block table that belong to no request keep the pages of an earlier batch.",
-        base="trtllm_mla",
-        lanes=("draft_extend",),
-        make=_skips_padded("block_kv_indices"),
-    ),
-    Exhibit(
-        name="trtllm-key-lengths-skip-padded-requests",
-        rule="GP03",
-        thread="sgl-project/sglang#18647",
-        planted="seq_lens_k of padding requests keeps the lengths of an earlier batch.",
-        base="trtllm_mla",
-        lanes=("draft_decode",),
-        make=_skips_padded("seq_lens_k"),
-    ),
-    Exhibit(
-        name="reference-owners-of-padded-tokens-are-kept",
-        rule="GP03",
-        thread="sgl-project/sglang#23037",
-        planted="The request index of a padding token is left from an earlier batch.",
-        base="reference",
-        lanes=("extend",),
-        make=_keeps_owners_of_padded_tokens,
-    ),
-]
+@exhibit("GP03", "SJTU-DENG-Lab/Diffulex#44", on="fa3", lanes="decode")
+def fa3_page_table_skips_padded_requests(base: type[Any]) -> type[Any]:
+    """Rows of the page table that belong to no request keep the pages of an earlier batch."""
+    return _skips_padded(base, "page_table")
+
+
+@exhibit("GP03", "vllm-project/vllm#21196", on="fa3", lanes="extend")
+def fa3_replay_hook_copies_as_many_rows_as_requests(base: type[Any]) -> type[Any]:
+    """The replay hook writes page table and lengths only for live requests, and no padding row."""
+    return _copies_the_head(base, "page_table", "cache_seqlens")
+
+
+@exhibit("GP03", "sgl-project/sglang#25512", on="fa3", lanes="draft_decode_tree")
+def fa3_tree_rows_skip_padded_tokens(base: type[Any]) -> type[Any]:
+    """The drafts' page table keeps, for padded tokens, the slots of an earlier batch's drafts."""
+    return _skips_padded(base, "page_table", part=lambda m: m.tree.drafts)
+
+
+@exhibit("GP03", "sgl-project/sglang#10892", on="flashinfer", lanes="extend")
+def flashinfer_last_page_lengths_skip_padded_requests(base: type[Any]) -> type[Any]:
+    """kv_last_page_len is written only for live requests, and for no padding row."""
+    return _copies_the_head(base, "kv_last_page_len")
+
+
+@exhibit("GP03", "SJTU-DENG-Lab/Diffulex#44", on="trtllm_mla", lanes="draft_extend")
+def trtllm_block_table_skips_padded_requests(base: type[Any]) -> type[Any]:
+    """Rows of the block table that belong to no request keep the pages of an earlier batch."""
+    return _skips_padded(base, "block_kv_indices")
+
+
+@exhibit("GP03", "sgl-project/sglang#18647", on="trtllm_mla", lanes="draft_decode")
+def trtllm_key_lengths_skip_padded_requests(base: type[Any]) -> type[Any]:
+    """seq_lens_k of padding requests keeps the lengths of an earlier batch."""
+    return _skips_padded(base, "seq_lens_k")
 
 
 # -- GP04: sentinels ---------------------------------------------------------------------------------
 
 
-def _writes(to: Callable[[Any, torch.Tensor], torch.Tensor]) -> Make:
-    """Return a factory of backends in which padding tokens, those of KV slot 0, write another slot."""
+def _writes(base: type[Any], to: Callable[[Any, torch.Tensor], torch.Tensor]) -> type[Any]:
+    """Return a backend in which padding tokens, those of KV slot 0, write another slot."""
 
-    def make(base: type[Any]) -> type[Any]:
-        class WritesElsewhere(base):  # type: ignore[misc]
-            """Routes slot 0."""
+    def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+        slots = metadata.out_cache_loc
+        routed = torch.where(slots == 0, to(self, slots), slots)
+        routed = replace(metadata, out_cache_loc=routed)
+        return right(q, k, v, layer, routed)
 
-            def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-                """Attend with other slots to write."""
-                slots = metadata.out_cache_loc
-                routed = torch.where(slots == 0, to(self, slots), slots)
-                routed = replace(metadata, out_cache_loc=routed)
-                return super().forward(q, k, v, layer, routed)
-
-        return WritesElsewhere
-
-    return make
+    return override(base, forward)
 
 
 def _last_slot(backend: Any, slots: torch.Tensor) -> torch.Tensor:
@@ -220,28 +146,21 @@ def _last_slot(backend: Any, slots: torch.Tensor) -> torch.Tensor:
     return torch.full_like(slots, -1) % num_slots
 
 
-def _first_token_s(backend: Any, slots: torch.Tensor) -> torch.Tensor:
+def _slot_of_the_first_token(backend: Any, slots: torch.Tensor) -> torch.Tensor:
     del backend
     return slots[:1].expand_as(slots)
 
 
-def _reads(of: Callable[[Any, Any, torch.Tensor], torch.Tensor], name: str) -> Make:
-    """Return a factory of backends that give padding requests another row of a table."""
+def _reads(base: type[Any], of: Callable[[Any, Any, torch.Tensor], torch.Tensor], name: str) -> type[Any]:
+    """Return a backend that gives padding requests another row of a table."""
 
-    def make(base: type[Any]) -> type[Any]:
-        class ReadsElsewhere(base):  # type: ignore[misc]
-            """Fills a table, and the rows of padded requests otherwise."""
+    def fill_metadata(self: Any, right: Any, view: Any, metadata: Any) -> None:
+        right(view, metadata)
+        table = getattr(metadata, name)
+        live = _on_rows(_live(view, len(table)), table)
+        table.copy_(torch.where(live, table, of(self, view, table)))
 
-            def fill_metadata(self, view: Any, metadata: Any) -> None:
-                """Fill, and put something else into padded rows."""
-                super().fill_metadata(view, metadata)
-                table = getattr(metadata, name)
-                live = _on_rows(_live(view, len(table)), table)
-                table.copy_(torch.where(live, table, of(self, view, table)))
-
-        return ReadsElsewhere
-
-    return make
+    return override(base, fill_metadata)
 
 
 def _last_page(backend: Any, view: Any, table: torch.Tensor) -> torch.Tensor:
@@ -250,298 +169,142 @@ def _last_page(backend: Any, view: Any, table: torch.Tensor) -> torch.Tensor:
     return torch.full_like(table, -1) % pages
 
 
-def _first_request_s(backend: Any, view: Any, table: torch.Tensor) -> torch.Tensor:
+def _row_of_the_first_request(backend: Any, view: Any, table: torch.Tensor) -> torch.Tensor:
     del backend, view
     return table[:1].expand_as(table)
 
 
-def _fills_with(length: int) -> Make:
-    def make(base: type[Any]) -> type[Any]:
-        class FillsWith(base):  # type: ignore[misc]
-            """Declares another length of padded rows."""
-
-            capabilities = replace(base.capabilities, seq_len_fill_value=length)
-
-        return FillsWith
-
-    return make
+@overrides("fill_metadata")
+def _gathers_the_last_row(_: Any, right: Any, view: Any, metadata: Any) -> None:
+    rows = torch.where(view.req_pool_indices > 0, view.req_pool_indices, -1)
+    right(replace(view, req_pool_indices=rows), metadata)
 
 
-def _gathers_the_last_row(base: type[Any]) -> type[Any]:
-    class GathersTheLastRow(base):  # type: ignore[misc]
-        """-1 stands for no request, and is used as an index."""
-
-        def fill_metadata(self, view: Any, metadata: Any) -> None:
-            """Mark padded requests by -1 and gather."""
-            rows = torch.where(view.req_pool_indices > 0, view.req_pool_indices, -1)
-            super().fill_metadata(replace(view, req_pool_indices=rows), metadata)
-
-    return GathersTheLastRow
+@exhibit("GP04", "NVIDIA/TensorRT-LLM#9873", on="flashinfer", lanes="draft_decode_tree")
+@overrides("fill_metadata")
+def flashinfer_padded_branches_repeat_the_first_request(_: Any, right: Any, view: Any, metadata: Any) -> None:
+    """Padded requests have the first request's row of req_to_token."""
+    rows = view.req_pool_indices
+    right(replace(view, req_pool_indices=torch.where(rows > 0, rows, rows[:1])), metadata)
 
 
-def _first_row_for_padding(base: type[Any]) -> type[Any]:
-    class FirstRowForPadding(base):  # type: ignore[misc]
-        """Padded requests are copies of the first one."""
-
-        def fill_metadata(self, view: Any, metadata: Any) -> None:
-            """Take the first request's row where there is none."""
-            rows = view.req_pool_indices
-            super().fill_metadata(
-                replace(view, req_pool_indices=torch.where(rows > 0, rows, rows[:1])), metadata
-            )
-
-    return FirstRowForPadding
+@exhibit("GP04", "vllm-project/vllm#43810", on="fa3", lanes="decode")
+def fa3_padded_tokens_write_the_last_slot(base: type[Any]) -> type[Any]:
+    """-1 stands for no slot, but as an index it is the last KV slot."""
+    return _writes(base, _last_slot)
 
 
-_SENTINELS = [
-    Exhibit(
-        name="fa3-padded-tokens-write-the-last-slot",
-        rule="GP04",
-        thread="vllm-project/vllm#43810",
-        planted="-1 stands for no slot, but as an index it is the last KV slot.",
-        base="fa3",
-        lanes=("decode",),
-        make=_writes(_last_slot),
-    ),
-    Exhibit(
-        name="flashinfer-padded-tokens-write-a-live-slot",
-        rule="GP04",
-        thread="m0at/rvllm#32",
-        planted="Padded tokens write where the first token of the batch does.",
-        base="flashinfer",
-        lanes=("target_verify",),
-        make=_writes(_first_token_s),
-    ),
-    Exhibit(
-        name="trtllm-padded-tokens-write-a-live-slot",
-        rule="GP04",
-        thread="sgl-project/sglang#38997",
-        planted="Padded tokens of a prefill write where the first token of the batch does.",
-        base="trtllm_mla",
-        lanes=("extend",),
-        make=_writes(_first_token_s),
-    ),
-    Exhibit(
-        name="flashinfer-fill-length-0",
-        rule="GP04",
-        thread="sgl-project/sglang#1469",
-        planted="seq_len_fill_value is 0, but a causal row needs at least as many keys as queries.",
-        base="flashinfer",
-        lanes=("decode",),
-        make=_fills_with(0),
-    ),
-    Exhibit(
-        name="trtllm-block-table-of-padding-is-the-last-page",
-        rule="GP04",
-        thread="vllm-project/vllm#35969",
-        planted="The block table of padded requests is -1, which wraps around to the last page.",
-        base="trtllm_mla",
-        lanes=("target_verify",),
-        make=_reads(_last_page, "block_kv_indices"),
-    ),
-    Exhibit(
-        name="fa3-idle-rank-gathers-row-minus-one",
-        rule="GP04",
-        thread="vllm-project/vllm#43810",
-        planted="On an idle rank all requests are padding; marked by -1, they gather the last row.",
-        base="fa3",
-        lanes=("idle",),
-        make=_gathers_the_last_row,
-    ),
-    Exhibit(
-        name="fa3-padded-requests-repeat-the-first",
-        rule="GP04",
-        thread="NVIDIA/TensorRT-LLM#9873",
-        planted="The page table of padded requests is the first request's.",
-        base="fa3",
-        lanes=("draft_extend",),
-        make=_reads(_first_request_s, "page_table"),
-    ),
-    Exhibit(
-        name="flashinfer-padded-branches-repeat-the-first-request",
-        rule="GP04",
-        thread="NVIDIA/TensorRT-LLM#9873",
-        planted="Padded requests have the first request's row of req_to_token.",
-        base="flashinfer",
-        lanes=("draft_decode_tree",),
-        make=_first_row_for_padding,
-    ),
-    Exhibit(
-        name="reference-padded-requests-gather-row-minus-one",
-        rule="GP04",
-        thread="vllm-project/vllm#43810",
-        planted="-1 stands for no request, and gathers the last row of req_to_token.",
-        base="reference",
-        lanes=("draft_decode",),
-        make=_gathers_the_last_row,
-    ),
-]
+@exhibit("GP04", "m0at/rvllm#32", on="flashinfer", lanes="target_verify")
+def flashinfer_padded_tokens_write_a_live_slot(base: type[Any]) -> type[Any]:
+    """Padded tokens write where the first token of the batch does."""
+    return _writes(base, _slot_of_the_first_token)
+
+
+@exhibit("GP04", "sgl-project/sglang#38997", on="trtllm_mla", lanes="extend")
+def trtllm_padded_tokens_write_a_live_slot(base: type[Any]) -> type[Any]:
+    """Padded tokens of a prefill write where the first token of the batch does."""
+    return _writes(base, _slot_of_the_first_token)
+
+
+@exhibit("GP04", "sgl-project/sglang#1469", on="flashinfer", lanes="decode")
+def flashinfer_fill_length_0(base: type[Any]) -> type[Any]:
+    """seq_len_fill_value is 0, but a causal row needs at least as many keys as queries."""
+    return override(base, capabilities=replace(base.capabilities, seq_len_fill_value=0))
+
+
+@exhibit("GP04", "vllm-project/vllm#35969", on="trtllm_mla", lanes="target_verify")
+def trtllm_block_table_of_padding_is_the_last_page(base: type[Any]) -> type[Any]:
+    """The block table of padded requests is -1, which wraps around to the last page."""
+    return _reads(base, _last_page, "block_kv_indices")
+
+
+@exhibit("GP04", "vllm-project/vllm#43810", on="fa3", lanes="idle")
+def fa3_idle_rank_gathers_row_minus_one(base: type[Any]) -> type[Any]:
+    """On an idle rank all requests are padding; marked by -1, they gather the last row."""
+    return _gathers_the_last_row(base)
+
+
+@exhibit("GP04", "NVIDIA/TensorRT-LLM#9873", on="fa3", lanes="draft_extend")
+def fa3_padded_requests_repeat_the_first(base: type[Any]) -> type[Any]:
+    """The page table of padded requests is the first request's."""
+    return _reads(base, _row_of_the_first_request, "page_table")
+
+
+@exhibit("GP04", "vllm-project/vllm#43810", on="reference", lanes="draft_decode")
+def reference_padded_requests_gather_row_minus_one(base: type[Any]) -> type[Any]:
+    """-1 stands for no request, and gathers the last row of req_to_token."""
+    return _gathers_the_last_row(base)
 
 
 # -- GP05: extents -----------------------------------------------------------------------------------
 
 
-def _no_fake_request(base: type[Any]) -> type[Any]:
-    class NoFakeRequest(base):  # type: ignore[misc]
-        """A backend without the fake request for padding tokens."""
-
-        def _fill_ragged_queries(self, view: Any, metadata: Any) -> torch.Tensor:
-            """End the last offset where the real tokens end."""
-            num_q: torch.Tensor = super()._fill_ragged_queries(view, metadata)
-            metadata.qo_indptr[-1:].copy_(metadata.qo_indptr[-2:-1])
-            return torch.cat([num_q[:-1], torch.zeros_like(num_q[-1:])])
-
-    return NoFakeRequest
+@exhibit("GP05", "sgl-project/sglang#21452", on="flashinfer", lanes="extend")
+@overrides("_fill_ragged_queries")
+def flashinfer_extend_without_the_fake_request(_: Any, right: Any, view: Any, metadata: Any) -> Any:
+    """qo_indptr[-1] counts real tokens, while q has a row for each padded one too."""
+    num_q: torch.Tensor = right(view, metadata)
+    metadata.qo_indptr[-1:].copy_(metadata.qo_indptr[-2:-1])
+    return torch.cat([num_q[:-1], torch.zeros_like(num_q[-1:])])
 
 
-def _fake_request_without_keys(base: type[Any]) -> type[Any]:
-    class FakeRequestWithoutKeys(base):  # type: ignore[misc]
-        """The fake request counts among the queries and not among the keys."""
-
-        def _fill_ragged_queries(self, view: Any, metadata: Any) -> torch.Tensor:
-            """Return no key for it."""
-            num_q: torch.Tensor = super()._fill_ragged_queries(view, metadata)
-            return torch.cat([num_q[:-1], torch.zeros_like(num_q[-1:])])
-
-    return FakeRequestWithoutKeys
+@exhibit("GP05", "sgl-project/sglang#21452", on="flashinfer", lanes="mixed")
+@overrides("_fill_ragged_queries")
+def flashinfer_fake_request_has_queries_and_no_keys(_: Any, right: Any, view: Any, metadata: Any) -> Any:
+    """The fake request is counted in qo_indptr, and has no page in kv_indptr."""
+    num_q: torch.Tensor = right(view, metadata)
+    return torch.cat([num_q[:-1], torch.zeros_like(num_q[-1:])])
 
 
-def _counts_live_queries(base: type[Any]) -> type[Any]:
-    class CountsLiveQueries(base):  # type: ignore[misc]
-        """Offsets of queries end, at replay, where those of live requests do."""
-
-        fill_is_device_only = False
-
-        @hookimpl
-        def init_metadata_replay(self, view: Any, shape: Any, captured: Any) -> Any:
-            """Refresh, and let padded requests bring no query."""
-            fresh = super().init_metadata_replay(view, shape, captured)
-            real = (view.req_pool_indices > 0).sum() * view.tokens_per_request
-            fresh.qo_indptr.clamp_(max=real)
-            return fresh
-
-    return CountsLiveQueries
+@exhibit("GP05", "ROCm/ATOM#1595", on="flashinfer", lanes="target_verify")
+@overrides("init_metadata_replay", fill_is_device_only=False)
+def flashinfer_verify_counts_live_queries(_: Any, right: Any, view: Any, shape: Any, captured: Any) -> Any:
+    """qo_indptr counts the queries of live requests, while q has those of padded ones too."""
+    fresh = right(view, shape, captured)
+    real = (view.req_pool_indices > 0).sum() * view.tokens_per_request
+    fresh.qo_indptr.clamp_(max=real)
+    return fresh
 
 
-def _cut_by_the_batch(name: str, more: int = 0) -> Make:
-    """Return a factory of backends that slice a tensor at replay to the rows of the batch."""
+def _cut_by_the_batch(base: type[Any], name: str, more: int = 0) -> type[Any]:
+    """Return a backend that slices a tensor at replay to the rows of the batch."""
 
-    def make(base: type[Any]) -> type[Any]:
-        class CutByTheBatch(base):  # type: ignore[misc]
-            """Cuts one tensor at replay."""
+    def init_metadata_replay(_: Any, right: Any, view: Any, shape: Any, captured: Any) -> Any:
+        fresh = right(view, shape, captured)
+        rows = _with_new_tokens(view) + more
+        return replace(fresh, **{name: getattr(fresh, name)[:rows]})
 
-            fill_is_device_only = False
-
-            @hookimpl
-            def init_metadata_replay(self, view: Any, shape: Any, captured: Any) -> Any:
-                """Refresh, and cut."""
-                fresh = super().init_metadata_replay(view, shape, captured)
-                rows = _with_new_tokens(view) + more
-                return replace(fresh, **{name: getattr(fresh, name)[:rows]})
-
-        return CutByTheBatch
-
-    return make
+    return override(base, init_metadata_replay, fill_is_device_only=False)
 
 
-def _padding_is_the_last_request_s(name: str) -> Make:
-    """Return a factory of backends that count all padding tokens as tokens of the last request."""
-
-    def make(base: type[Any]) -> type[Any]:
-        class PaddingIsTheLastRequests(base):  # type: ignore[misc]
-            """Ends the last request where the graph's rows end."""
-
-            def fill_metadata(self, view: Any, metadata: Any) -> None:
-                """Fill, and end the last request at the last row."""
-                super().fill_metadata(view, metadata)
-                getattr(metadata, name)[-1:].fill_(view.num_tokens)
-
-        return PaddingIsTheLastRequests
-
-    return make
+@exhibit("GP05", "sgl-project/sglang#1789", on="reference", lanes="extend")
+@overrides("last_of")
+def reference_positions_count_from_the_last_row(_: Any, right: Any, view: Any, request: torch.Tensor) -> Any:
+    """Positions of the last request are counted back from the padded number of tokens."""
+    new = view.extend_seq_lens
+    rest = view.num_tokens - new[:-1].sum()
+    last: torch.Tensor = right(replace(view, extend_seq_lens=torch.cat([new[:-1], rest[None]])), request)
+    return last.clamp(min=0)
 
 
-def _positions_from_the_last_row(base: type[Any]) -> type[Any]:
-    class PositionsFromTheLastRow(base):  # type: ignore[misc]
-        """A backend that counts visible positions back from the last row of the graph."""
-
-        def last_of(self, view: Any, request: torch.Tensor) -> torch.Tensor:
-            """Let the last request end at the last row."""
-            new = view.extend_seq_lens
-            rest = view.num_tokens - new[:-1].sum()
-            last: torch.Tensor = super().last_of(
-                replace(view, extend_seq_lens=torch.cat([new[:-1], rest[None]])), request
-            )
-            return last.clamp(min=0)
-
-    return PositionsFromTheLastRow
+@exhibit("GP05", "vllm-project/vllm#28202", on="fa3", lanes="mixed")
+def fa3_offsets_cut_by_real_requests(base: type[Any]) -> type[Any]:
+    """The replay hook returns cu_seqlens_q for the real requests, the graph has padded ones."""
+    return _cut_by_the_batch(base, "cu_seqlens_q", 1)
 
 
-_EXTENTS = [
-    Exhibit(
-        name="flashinfer-extend-without-the-fake-request",
-        rule="GP05",
-        thread="sgl-project/sglang#21452",
-        planted="qo_indptr[-1] counts real tokens, while q has a row for each padded one too.",
-        base="flashinfer",
-        lanes=("extend",),
-        make=_no_fake_request,
-    ),
-    Exhibit(
-        name="flashinfer-fake-request-has-queries-and-no-keys",
-        rule="GP05",
-        thread="sgl-project/sglang#21452",
-        planted="The fake request is counted in qo_indptr, and has no page in kv_indptr.",
-        base="flashinfer",
-        lanes=("mixed",),
-        make=_fake_request_without_keys,
-    ),
-    Exhibit(
-        name="flashinfer-verify-counts-live-queries",
-        rule="GP05",
-        thread="ROCm/ATOM#1595",
-        planted="qo_indptr counts the queries of live requests, while q has those of padded ones too.",
-        base="flashinfer",
-        lanes=("target_verify",),
-        make=_counts_live_queries,
-    ),
-    Exhibit(
-        name="fa3-offsets-cut-by-real-requests",
-        rule="GP05",
-        thread="vllm-project/vllm#28202",
-        planted="The replay hook returns cu_seqlens_q for the real requests, the graph has padded ones.",
-        base="fa3",
-        lanes=("mixed",),
-        make=_cut_by_the_batch("cu_seqlens_q", 1),
-    ),
-    Exhibit(
-        name="trtllm-key-lengths-cut-by-real-requests",
-        rule="GP05",
-        thread="vllm-project/vllm#25265",
-        planted="The replay hook returns seq_lens_k for the real requests, the graph has padded ones.",
-        base="trtllm_mla",
-        lanes=("extend",),
-        make=_cut_by_the_batch("seq_lens_k"),
-    ),
-    Exhibit(
-        name="trtllm-padded-tokens-are-the-last-request-s",
-        rule="GP05",
-        thread="vllm-project/vllm-ascend#7460",
-        planted="cu_seqlens_q ends at the padded count, so that the last request has all padded tokens.",
-        base="trtllm_mla",
-        lanes=("mixed",),
-        make=_padding_is_the_last_request_s("cu_seqlens_q"),
-    ),
-    Exhibit(
-        name="reference-positions-count-from-the-last-row",
-        rule="GP05",
-        thread="sgl-project/sglang#1789",
-        planted="Positions of the last request are counted back from the padded number of tokens.",
-        base="reference",
-        lanes=("extend",),
-        make=_positions_from_the_last_row,
-    ),
-]
+@exhibit("GP05", "vllm-project/vllm#25265", on="trtllm_mla", lanes="extend")
+def trtllm_key_lengths_cut_by_real_requests(base: type[Any]) -> type[Any]:
+    """The replay hook returns seq_lens_k for the real requests, the graph has padded ones."""
+    return _cut_by_the_batch(base, "seq_lens_k")
+
+
+@exhibit("GP05", "vllm-project/vllm-ascend#7460", on="trtllm_mla", lanes="mixed")
+@overrides("fill_metadata")
+def trtllm_padded_tokens_are_the_last_request_s(_: Any, right: Any, view: Any, metadata: Any) -> None:
+    """cu_seqlens_q ends at the padded count, so that the last request has all padded tokens."""
+    right(view, metadata)
+    metadata.cu_seqlens_q[-1:].fill_(view.num_tokens)
 
 
 # -- GP06: leaks -------------------------------------------------------------------------------------
@@ -553,17 +316,27 @@ def _quantized_by_the_largest(out: torch.Tensor) -> torch.Tensor:
     return (out / scale) * scale
 
 
-def _unwritten_on_scratch(_: Any, call: Attended) -> torch.Tensor:
+@exhibit("GP06", "vllm-project/vllm#37442", on="fa3", lanes="decode")
+@after_attention
+def fa3_empty_output_and_one_scale(_: Any, call: Attended) -> torch.Tensor:
+    """The output is allocated by empty, not written for padding rows, and scaled by its maximum."""
     written = _tokens_of(call.metadata.page_table[:, 0] > 0, call)
     return _quantized_by_the_largest(_written_where(written, call.out))
 
 
-def _unwritten_on_padding(_: Any, call: Attended) -> torch.Tensor:
-    """Leave the rows of padding requests as they were allocated, and do no work across rows."""
+@exhibit("GP06", "vllm-project/vllm#37442", on="fa3", lanes=("decode", "target_verify"))
+@after_attention
+def fa3_output_of_padding_is_unwritten(_: Any, call: Attended) -> torch.Tensor:
+    """The kernel does not write the rows of padding requests; a model that takes one scale of all rows reads
+    them.
+    """
     return _written_where(_tokens_of(call.metadata.page_table[:, 0] > 0, call), call.out)
 
 
-def _unwritten_past_the_last_offset(_: Any, call: Attended) -> torch.Tensor:
+@exhibit("GP06", "vllm-project/vllm#56922", on="fa3", lanes="extend")
+@after_attention
+def fa3_rows_past_the_last_offset_are_unwritten(_: Any, call: Attended) -> torch.Tensor:
+    """Rows after the last offset are left uninitialised, and a sum over rows includes them."""
     written = torch.arange(len(call.q), device=call.q.device) < call.metadata.cu_seqlens_q[-1]
     rows = _written_where(written, call.out)
     total = rows.abs().sum()
@@ -589,8 +362,11 @@ def _an_output(backend: Any) -> Sequence[GraphSlot]:
     return [workspace("output", *shape, dtype=backend.context.dtype)]
 
 
-def _keeps_an_output(backend: Any, call: Attended) -> torch.Tensor:
-    """Write the rows that are not on scratch into one buffer, and scale by its largest."""
+@exhibit("GP06", "vllm-project/vllm#37442", on="trtllm_mla", lanes="target_verify")
+@with_slots(_an_output)
+@after_attention
+def trtllm_output_buffer_keeps_padded_rows(backend: Any, call: Attended) -> torch.Tensor:
+    """An output buffer keeps earlier values in padding rows, and the output is scaled by its maximum."""
     out = call.out
     if backend._registry is None or len(out) > len(there(backend, "output")):  # noqa: SLF001  as there()
         return out
@@ -600,7 +376,10 @@ def _keeps_an_output(backend: Any, call: Attended) -> torch.Tensor:
     return _quantized_by_the_largest(kept)
 
 
-def _centred(_: Any, call: Attended) -> torch.Tensor:
+@exhibit("GP06", "sgl-project/sglang#35766", on="flashinfer", lanes="draft_decode_tree")
+@after_attention
+def flashinfer_mean_over_all_branches(_: Any, call: Attended) -> torch.Tensor:
+    """The mean over rows includes padding branches."""
     mean = call.out.mean(dim=0)
     return (call.out - mean) + mean
 
@@ -609,87 +388,21 @@ def _scaled(_: Any, call: Attended) -> torch.Tensor:
     return _quantized_by_the_largest(call.out)
 
 
-def _spreads_what_is_no_number(_: Any, call: Attended) -> torch.Tensor:
+@exhibit("GP06", "vllm-project/vllm#39391", on="flashinfer", lanes="mixed")
+@after_attention
+def flashinfer_one_bad_padded_row_spoils_all(_: Any, call: Attended) -> torch.Tensor:
+    """A sum over all rows spreads the NaN of a padding row."""
     total = call.out.sum()
     return torch.where(total.isfinite(), call.out, total)
 
 
-_LEAKS = [
-    Exhibit(
-        name="fa3-empty-output-and-one-scale",
-        rule="GP06",
-        thread="vllm-project/vllm#37442",
-        planted="The output is allocated by empty, not written for padding rows, and scaled by its maximum.",
-        base="fa3",
-        lanes=("decode",),
-        make=after_attention(_unwritten_on_scratch),
-    ),
-    Exhibit(
-        name="fa3-output-of-padding-is-unwritten",
-        rule="GP06",
-        thread="vllm-project/vllm#37442",
-        planted="The kernel does not write the rows of padding requests; a model that takes one scale of all"
-        " rows reads them.",
-        base="fa3",
-        lanes=("decode", "target_verify"),
-        make=after_attention(_unwritten_on_padding),
-    ),
-    Exhibit(
-        name="fa3-rows-past-the-last-offset-are-unwritten",
-        rule="GP06",
-        thread="vllm-project/vllm#56922",
-        planted="Rows after the last offset are left uninitialised, and a sum over rows includes them.",
-        base="fa3",
-        lanes=("extend",),
-        make=after_attention(_unwritten_past_the_last_offset),
-    ),
-    Exhibit(
-        name="trtllm-output-buffer-keeps-padded-rows",
-        rule="GP06",
-        thread="vllm-project/vllm#37442",
-        planted="An output buffer keeps earlier values in padding rows, and the output is scaled by its"
-        " maximum.",
-        base="trtllm_mla",
-        lanes=("target_verify",),
-        make=after_attention(_keeps_an_output, _an_output),
-    ),
-    Exhibit(
-        name="trtllm-one-scale-for-all-rows",
-        rule="GP06",
-        thread="vllm-project/vllm#37442",
-        planted="Live rows are quantized by one scale of all rows, including padding rows.",
-        base="trtllm_mla",
-        lanes=("draft_extend",),
-        make=after_attention(_scaled),
-    ),
-    Exhibit(
-        name="flashinfer-mean-over-all-branches",
-        rule="GP06",
-        thread="sgl-project/sglang#35766",
-        planted="The mean over rows includes padding branches.",
-        base="flashinfer",
-        lanes=("draft_decode_tree",),
-        make=after_attention(_centred),
-    ),
-    Exhibit(
-        name="flashinfer-one-bad-padded-row-spoils-all",
-        rule="GP06",
-        thread="vllm-project/vllm#39391",
-        planted="A sum over all rows spreads the NaN of a padding row.",
-        base="flashinfer",
-        lanes=("mixed",),
-        make=after_attention(_spreads_what_is_no_number),
-    ),
-    Exhibit(
-        name="reference-one-scale-for-all-drafts",
-        rule="GP06",
-        thread="sgl-project/sglang#31838",
-        planted="Drafts of all requests, including padding requests, are quantized by one scale.",
-        base="reference",
-        lanes=("target_verify_tree",),
-        make=after_attention(_scaled),
-    ),
-]
+@exhibit("GP06", "vllm-project/vllm#37442", on="trtllm_mla", lanes="draft_extend")
+def trtllm_one_scale_for_all_rows(base: type[Any]) -> type[Any]:
+    """Live rows are quantized by one scale of all rows, including padding rows."""
+    return after_attention(_scaled)(base)
 
-EXHIBITS = [*_STALE, *_SENTINELS, *_EXTENTS, *_LEAKS]
-"""All exhibits of this room, in the order of their rules."""
+
+@exhibit("GP06", "sgl-project/sglang#31838", on="reference", lanes="target_verify_tree")
+def reference_one_scale_for_all_drafts(base: type[Any]) -> type[Any]:
+    """Drafts of all requests, including padding requests, are quantized by one scale."""
+    return after_attention(_scaled)(base)

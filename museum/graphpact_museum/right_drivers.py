@@ -13,12 +13,13 @@ from torch.utils import _pytree as pytree
 
 from graphpact.graphs import DeclaredMemory, Event, Graph, GraphDriver, Line, Ownership, Stream, TaskKey
 from graphpact.tensors import storage_id
-from graphpact_museum.drivers import edits_graphs, tensors_in
-from graphpact_museum.exhibit import Variant
+from graphpact_museum.edits.drivers import edits_graphs, tensors_in
+from graphpact_museum.edits.override import overrides
+from graphpact_museum.exhibit import variant
 
 __tracebackhide__ = True  # as in the modules of every driver
 
-_Region: TypeAlias = Callable[[], Any]
+RecordedRegion: TypeAlias = Callable[[], Any]
 
 
 class _DelegatedGraph(Graph):
@@ -83,7 +84,7 @@ class _Delegates(GraphDriver):
         super().declare(memory)
         self.inner.declare(memory)
 
-    def capture(self, fn: _Region, *, warmup: int = 1) -> Graph:
+    def capture(self, fn: RecordedRegion, *, warmup: int = 1) -> Graph:
         """Capture."""
         return _DelegatedGraph(self.inner.capture(fn, warmup=warmup))
 
@@ -148,12 +149,16 @@ class _Delegates(GraphDriver):
         self.inner.synchronize()
 
 
-def _delegates(base: type[Any]) -> type[Any]:
+@variant(on="tape", lanes=("fast", "strict"))
+def driver_by_delegation(base: type[Any]) -> type[Any]:
+    """The driver has a tape and derives from none; it passes every call on."""
     return type("Delegates", (_Delegates,), {"base": base})
 
 
-def _copies_outputs_out(driver: Any, graph: Any, region: _Region) -> None:
-    del driver, region
+@variant(on="tape", lanes="fast")
+@edits_graphs
+def driver_with_outputs_of_its_own(_: Any, graph: Any) -> None:
+    """Every replay copies the results of the record into memory that no other graph writes."""
     recorded, replay = graph.outputs, graph.replay
     graph.outputs = pytree.tree_map_only(torch.Tensor, torch.clone, recorded)
     graph.pool_nbytes += sum(t.nbytes for t in tensors_in(graph.outputs))
@@ -174,44 +179,43 @@ def _copies_outputs_out(driver: Any, graph: Any, region: _Region) -> None:
     graph.replay, graph.release = replays, releases
 
 
-def _replays_in_a_thread(base: type[Any]) -> type[Any]:
+@variant(on="tape", lanes="fast")
+@overrides("record")
+def driver_that_undoes_its_captures(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
+    """What the recorded run wrote is restored: a capture records and does not run, as on a GPU."""
+    perform = recorder.perform
+    before: dict[int, tuple[torch.UntypedStorage, Any]] = {}
+
+    def keeping(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
+        for tensor in tensors_in((args, kwargs)):
+            memory = tensor.untyped_storage()
+            if storage_id(tensor) not in {*recorder.allocated, *before}:
+                before[storage_id(tensor)] = memory, memory.clone()
+        return perform(func, args, kwargs, given)
+
+    recorder.perform = keeping
+    recording = right(recorder, fn)
+    for memory, old in before.values():
+        memory.copy_(old)
+    return recording
+
+
+@variant(on="tape", lanes="fast")
+def driver_with_a_worker_thread(base: type[Any]) -> type[Any]:
+    """Another thread runs the replays."""
     worker = ThreadPoolExecutor(1)
 
-    def edit(_: Any, graph: Any, region: _Region) -> None:
-        del region
+    def in_the_thread(_: Any, graph: Any) -> None:
         replay = graph.replay
         graph.replay = lambda: worker.submit(replay).result()
 
-    return edits_graphs(edit)(base)
+    return edits_graphs(in_the_thread)(base)
 
 
-def _undoes_its_capture(base: type[Any]) -> type[Any]:
-    class Undoes(base):  # type: ignore[misc]
-        """A driver that restores external memory after the recorded run, as if it had not run."""
-
-        def record(self, recorder: Any, fn: _Region) -> Any:
-            """Record, and restore what the run wrote."""
-            perform = recorder.perform
-            before: dict[int, tuple[torch.UntypedStorage, Any]] = {}
-
-            def keeping(func: Any, args: Any, kwargs: Any, given: Any) -> Any:
-                for tensor in tensors_in((args, kwargs)):
-                    memory = tensor.untyped_storage()
-                    if storage_id(tensor) not in {*recorder.allocated, *before}:
-                        before[storage_id(tensor)] = memory, memory.clone()
-                return perform(func, args, kwargs, given)
-
-            recorder.perform = keeping
-            recording = super().record(recorder, fn)
-            for memory, old in before.values():
-                memory.copy_(old)
-            return recording
-
-    return Undoes
-
-
-def _poisons_by_a_number(driver: Any, graph: Any, region: _Region) -> None:
-    del driver, region
+@variant(on="tape", lanes="strict")
+@edits_graphs
+def strict_driver_with_other_poison(_: Any, graph: Any) -> None:
+    """The strict mode poisons floating point memory by a number, not by NaN."""
     spoil = graph.spoil
 
     def spoils() -> None:
@@ -221,42 +225,3 @@ def _poisons_by_a_number(driver: Any, graph: Any, region: _Region) -> None:
                 flat.fill_(-12345)
 
     graph.spoil = spoils
-
-
-VARIANTS = [
-    Variant(
-        name="driver-by-delegation",
-        style="The driver has a tape and derives from none; it passes every call on.",
-        base="tape",
-        lanes=("fast", "strict"),
-        make=_delegates,
-    ),
-    Variant(
-        name="driver-with-outputs-of-its-own",
-        style="Every replay copies the results of the record into memory that no other graph writes.",
-        base="tape",
-        lanes=("fast",),
-        make=edits_graphs(_copies_outputs_out),
-    ),
-    Variant(
-        name="driver-that-undoes-its-captures",
-        style="What the recorded run wrote is restored: a capture records and does not run, as on a GPU.",
-        base="tape",
-        lanes=("fast",),
-        make=_undoes_its_capture,
-    ),
-    Variant(
-        name="driver-with-a-worker-thread",
-        style="Another thread runs the replays.",
-        base="tape",
-        lanes=("fast",),
-        make=_replays_in_a_thread,
-    ),
-    Variant(
-        name="strict-driver-with-other-poison",
-        style="The strict mode poisons floating point memory by a number, not by NaN.",
-        base="tape",
-        lanes=("strict",),
-        make=edits_graphs(_poisons_by_a_number),
-    ),
-]

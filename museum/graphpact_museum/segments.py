@@ -19,8 +19,8 @@ from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
-from graphpact_museum.exhibit import Exhibit, Make, Variant
-from graphpact_museum.runners import slotting
+from graphpact_museum.edits.override import made_by, override, overrides
+from graphpact_museum.exhibit import Make, exhibit, variant
 
 
 def _kept(owner: Any, name: str) -> dict[Any, Any]:
@@ -63,51 +63,48 @@ Crossing: TypeAlias = Callable[[Any, Bridged], torch.Tensor]
 
 
 def crossing(cross: Crossing) -> Make:
-    """Return a factory of runners that cross from segment to segment in another way, in captures."""
+    """Make an edit of runners whose captures cross from segment to segment by ``cross``."""
 
     def make(base: type[Any]) -> type[Any]:
         module = sys.modules[next(c.__module__ for c in base.__mro__ if "compose" in vars(c))]
 
-        class Crosses(base):  # type: ignore[misc]
-            """A runner with another bridge."""
+        def compose(self: Any, right: Any, forward: Forward, step: RegionContext) -> Region:
+            def call(bridge: Any, crossed: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+                if bridge.step.is_eager:
+                    return crossed(q, k, v, layer, metadata)
+                q = bridge._put("q", q, layer)  # noqa: SLF001  the museum edits insides
+                k, v = (
+                    None if t is None else bridge._put(n, t, layer)  # noqa: SLF001  the same
+                    for n, t in (("k", k), ("v", v))
+                )
+                out = bridge._place("out", layer)  # noqa: SLF001  the same
+                return cross(self, Bridged(bridge.step, q, k, v, layer, out))
 
-            def compose(self, forward: Forward, step: RegionContext) -> Region:
-                """Return the region with the other bridge."""
-                runner = self
+            other = override(module.Bridge, __call__=call)
+            with patch.object(module, "Bridge", other):
+                region: Region = right(forward, step)
 
-                class Other(module.Bridge):  # type: ignore[misc, name-defined]
-                    """A bridge with another call."""
+            def crossing_otherwise() -> StepOutputs:
+                with patch.object(module, "Bridge", other):
+                    return region()
 
-                    def __call__(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-                        """Put everything in place, and cross."""
-                        if self.step.is_eager:
-                            return super().__call__(q, k, v, layer, metadata)
-                        q = self._put("q", q, layer)
-                        k, v = (
-                            None if t is None else self._put(n, t, layer) for n, t in (("k", k), ("v", v))
-                        )
-                        out = self._place("out", layer)
-                        return cross(runner, Bridged(self.step, q, k, v, layer, out))
+            return crossing_otherwise
 
-                with patch.object(module, "Bridge", Other):
-                    right: Region = super().compose(forward, step)
+        return override(base, compose)
 
-                def region() -> StepOutputs:
-                    with patch.object(module, "Bridge", Other):
-                        return right()
-
-                return region
-
-        return Crosses
-
-    return make
+    return made_by(cross, make)
 
 
 # -- GP01: what the next segment reads ---------------------------------------------------------------
 
 
-def _by_a_list(_: Any, call: Bridged) -> torch.Tensor:
-    """Hand the result on in a list, which the eager call fills."""
+@exhibit("GP01", "vllm-project/vllm#37361", on="breakable_cuda_graph", lanes="extend", prefix="breakable")
+@exhibit("GP01", "vllm-project/vllm#37361", on="piecewise_cuda_graph", lanes="extend", prefix="piecewise")
+@crossing
+def hands_results_on_in_a_list(_: Any, call: Bridged) -> torch.Tensor:
+    """An eager call puts its result, a new tensor in every step, into a list; the next segment reads that of
+    the capture.
+    """
     held: list[torch.Tensor] = []
 
     def attend() -> None:
@@ -117,8 +114,10 @@ def _by_a_list(_: Any, call: Bridged) -> torch.Tensor:
     return held[0].clone()
 
 
-def _by_every_result(_: Any, call: Bridged) -> torch.Tensor:
-    """Hand the result on in a list that keeps those of all steps, and read it where it is."""
+@exhibit("GP01", "vllm-project/vllm#40038", on="breakable_cuda_graph", lanes="extend")
+@crossing
+def breakable_keeps_the_results_of_all_steps(_: Any, call: Bridged) -> torch.Tensor:
+    """An eager call adds its result to a list that keeps all of them; the next segment reads the first."""
     held: list[torch.Tensor] = []
 
     def attend() -> None:
@@ -147,41 +146,53 @@ def _cut(call: Bridged, count: Callable[[], int]) -> torch.Tensor:
     return step.driver.eager_call(attend, call.out).clone()
 
 
-def _cuts_as_captured(_: Any, call: Bridged) -> torch.Tensor:
+@exhibit("GP08", "sgl-project/sglang#21452", on="breakable_cuda_graph", lanes="extend", prefix="breakable")
+@exhibit("GP08", "sgl-project/sglang#21452", on="piecewise_cuda_graph", lanes="extend", prefix="piecewise")
+@crossing
+def cuts_rows_as_captured(_: Any, call: Bridged) -> torch.Tensor:
+    """Eager calls cut padding tokens off by the count of live tokens at capture."""
     live = call.step.attended.num_tokens
     return _cut(call, lambda: live)
 
 
-def _cuts_as_before(base: type[Any]) -> type[Any]:
+@exhibit("GP02", "sgl-project/sglang#21452", on="breakable_cuda_graph", lanes="extend")
+def breakable_cuts_rows_as_in_the_step_before(base: type[Any]) -> type[Any]:
+    """Eager calls cut padding tokens off by the count of live tokens of the step before."""
+
     def cross(runner: Any, call: Bridged) -> torch.Tensor:
         return _cut(call, lambda: runner.live[call.step.shape])
 
-    class CutsAsBefore(crossing(cross)(base)):  # type: ignore[misc]
-        """A runner that notes the count of a step too late, so that eager calls take that of the last one."""
+    def populate(self: Any, right: Any, registry: Any, batch: ForwardBatch, shape: Any) -> None:
+        noted = _kept(self, "noted")
+        _kept(self, "live")[shape] = noted.get(shape, batch.num_tokens)
+        noted[shape] = batch.num_tokens
+        right(registry=registry, batch=batch, shape=shape)
 
-        def populate(self, registry: Any, batch: ForwardBatch, shape: Any) -> None:
-            """Note the count for the next step of the shape."""
-            noted = _kept(self, "noted")
-            _kept(self, "live")[shape] = noted.get(shape, batch.num_tokens)
-            noted[shape] = batch.num_tokens
-            super().populate(registry=registry, batch=batch, shape=shape)
-
-    return CutsAsBefore
+    return override(crossing(cross)(base), populate)
 
 
-def _cuts_for_every_backend(_: Any, call: Bridged) -> torch.Tensor:
+@exhibit("GP05", "vllm-project/vllm#25265", on="breakable_cuda_graph", lanes="mixed")
+@crossing
+def breakable_cuts_rows_for_every_backend(_: Any, call: Bridged) -> torch.Tensor:
+    """Eager calls cut padding tokens off, also for a backend whose metadata counts them."""
     return _cut(call, lambda: call.step.live.num_tokens)
 
 
 # -- GP15: where a result lies -----------------------------------------------------------------------
 
 
-def _stays_in_the_workspace(_: Any, call: Bridged) -> torch.Tensor:
+@exhibit("GP15", "sgl-project/sglang#22218", on="breakable_cuda_graph", lanes="extend", prefix="breakable")
+@exhibit("GP15", "sgl-project/sglang#22218", on="piecewise_cuda_graph", lanes="extend", prefix="piecewise")
+@crossing
+def leaves_results_in_the_workspace(_: Any, call: Bridged) -> torch.Tensor:
+    """The result of attention stays in the workspace of all layers, where the next layer's overwrites it."""
     return call.attend(call.out)
 
 
-def _one_output_for_all_layers(runner: Any, call: Bridged) -> torch.Tensor:
-    """Give the calls of all layers one output, which is the runner's own memory."""
+@exhibit("GP15", "sgl-project/sglang#22218", on="breakable_cuda_graph", lanes="extend")
+@crossing
+def breakable_has_one_output_for_all_layers(runner: Any, call: Bridged) -> torch.Tensor:
+    """Eager calls of all layers write one output, which no segment copies."""
     outputs = _kept(runner, "outputs")
     out = outputs.setdefault(call.step.shape, torch.zeros_like(call.out))
     return call.attend(out)
@@ -190,155 +201,55 @@ def _one_output_for_all_layers(runner: Any, call: Bridged) -> torch.Tensor:
 # -- GP02, GP03: fields of images --------------------------------------------------------------------
 
 
-def _keeps_embeddings(_: Any, slots: list[GraphSlot]) -> list[GraphSlot]:
+@exhibit(
+    "GP03", "sgl-project/sglang#18647", on="breakable_cuda_graph", lanes="extend_embeds", prefix="breakable"
+)
+@exhibit(
+    "GP03", "sgl-project/sglang#18647", on="piecewise_cuda_graph", lanes="extend_embeds", prefix="piecewise"
+)
+@overrides("slots")
+def keeps_embeddings(_: Any, right: Any) -> list[GraphSlot]:
+    """Padding tokens keep the embeddings of an earlier, larger batch."""
     kept: dict[str, Any] = {"padding_policy": PaddingPolicy.KEEP_PAD, "reason": "padding is cut off"}
-    return [replace(slot, **kept) if slot.name == "input_embeds" else slot for slot in slots]
+    return [replace(slot, **kept) if slot.name == "input_embeds" else slot for slot in right()]
 
 
-def _positions_of_text(base: type[Any]) -> type[Any]:
-    class PositionsOfText(base):  # type: ignore[misc]
-        """A runner that fills multimodal positions at capture alone."""
-
-        def populate(self, registry: Any, batch: ForwardBatch, shape: Any) -> None:
-            """Fill all other slots."""
-            slot = registry.get_slot("mrope_positions").slice_for(shape.batch_size, shape.num_tokens)
-            kept = slot.clone()
-            super().populate(registry=registry, batch=batch, shape=shape)
-            if shape in _kept(self, "filled"):
-                slot.copy_(kept)
-            _kept(self, "filled")[shape] = True
-
-    return PositionsOfText
-
-
-_RUNNERS = ("breakable_cuda_graph", "piecewise_cuda_graph")
-
-
-def _in_runners(
-    bases: tuple[str, ...], what: str, rule: str, thread: str, planted: str, make: Make, lane: str = "extend"
-) -> list[Exhibit]:
-    """Return an exhibit for each runner."""
-    return [
-        Exhibit(
-            name=f"{base.partition('_')[0]}-{what}",
-            rule=rule,
-            thread=thread,
-            planted=planted,
-            base=base,
-            lanes=(lane,),
-            make=make,
-            site="runner",
-        )
-        for base in bases
-    ]
-
-
-_CROSSINGS = [
-    *_in_runners(
-        _RUNNERS,
-        "hands-results-on-in-a-list",
-        "GP01",
-        "vllm-project/vllm#37361",
-        "An eager call puts its result, a new tensor in every step, into a list; the next segment reads that"
-        " of the capture.",
-        crossing(_by_a_list),
-    ),
-    *_in_runners(
-        _RUNNERS[:1],
-        "keeps-the-results-of-all-steps",
-        "GP01",
-        "vllm-project/vllm#40038",
-        "An eager call adds its result to a list that keeps all of them; the next segment reads the first.",
-        crossing(_by_every_result),
-    ),
-    *_in_runners(
-        _RUNNERS,
-        "cuts-rows-as-captured",
-        "GP08",
-        "sgl-project/sglang#21452",
-        "Eager calls cut padding tokens off by the count of live tokens at capture.",
-        crossing(_cuts_as_captured),
-    ),
-    *_in_runners(
-        _RUNNERS[:1],
-        "cuts-rows-as-in-the-step-before",
-        "GP02",
-        "sgl-project/sglang#21452",
-        "Eager calls cut padding tokens off by the count of live tokens of the step before.",
-        _cuts_as_before,
-    ),
-    *_in_runners(
-        _RUNNERS[:1],
-        "cuts-rows-for-every-backend",
-        "GP05",
-        "vllm-project/vllm#25265",
-        "Eager calls cut padding tokens off, also for a backend whose metadata counts them.",
-        crossing(_cuts_for_every_backend),
-        "mixed",
-    ),
-    *_in_runners(
-        _RUNNERS,
-        "leaves-results-in-the-workspace",
-        "GP15",
-        "sgl-project/sglang#22218",
-        "The result of attention stays in the workspace of all layers, where the next layer's overwrites it.",
-        crossing(_stays_in_the_workspace),
-    ),
-    *_in_runners(
-        _RUNNERS[:1],
-        "has-one-output-for-all-layers",
-        "GP15",
-        "sgl-project/sglang#22218",
-        "Eager calls of all layers write one output, which no segment copies.",
-        crossing(_one_output_for_all_layers),
-    ),
-    *_in_runners(
-        _RUNNERS,
-        "keeps-embeddings",
-        "GP03",
-        "sgl-project/sglang#18647",
-        "Padding tokens keep the embeddings of an earlier, larger batch.",
-        slotting(_keeps_embeddings),
-        "extend_embeds",
-    ),
-    *_in_runners(
-        _RUNNERS[:1],
-        "misses-multimodal-positions",
-        "GP02",
-        "sgl-project/sglang#39088",
-        "Multimodal positions are copied at capture only.",
-        _positions_of_text,
-        "extend_embeds",
-    ),
-]
+@exhibit("GP02", "sgl-project/sglang#39088", on="breakable_cuda_graph", lanes="extend_embeds")
+@overrides("populate")
+def breakable_misses_multimodal_positions(
+    self: Any, right: Any, registry: Any, batch: ForwardBatch, shape: Any
+) -> None:
+    """Multimodal positions are copied at capture only."""
+    slot = registry.get_slot("mrope_positions").slice_for(shape.batch_size, shape.num_tokens)
+    kept = slot.clone()
+    right(registry=registry, batch=batch, shape=shape)
+    if shape in _kept(self, "filled"):
+        slot.copy_(kept)
+    _kept(self, "filled")[shape] = True
 
 
 # -- backends: metadata of eager calls ---------------------------------------------------------------
 
 
-def _no_fake_request(base: type[Any]) -> type[Any]:
-    class NoFakeRequest(base):  # type: ignore[misc]
-        """A backend whose metadata of eager calls leaves padding tokens to no request."""
+@exhibit("GP05", "ROCm/ATOM#1595", on="flashinfer", lanes="extend_segments")
+def flashinfer_eager_calls_without_the_fake_request(base: type[Any]) -> type[Any]:
+    """Metadata of eager calls leaves padding tokens to no request; that of graphs does not."""
 
-        is_eager = False
+    def init_metadata_eager(self: Any, right: Any, batch: ForwardBatch, **more: Any) -> Any:
+        self.is_eager = True
+        try:
+            return right(batch, **more)
+        finally:
+            self.is_eager = False
 
-        def init_metadata_eager(self, batch: ForwardBatch, **more: Any) -> Any:
-            """Make metadata that ends at the live tokens."""
-            self.is_eager = True
-            try:
-                return super().init_metadata_eager(batch, **more)
-            finally:
-                self.is_eager = False
+    def _fill_ragged_queries(self: Any, right: Any, view: ForwardBatch, metadata: Any) -> Any:
+        num_q: torch.Tensor = right(view, metadata)
+        if not self.is_eager:
+            return num_q
+        metadata.qo_indptr[-1:].copy_(metadata.qo_indptr[-2:-1])
+        return torch.cat([num_q[:-1], torch.zeros_like(num_q[-1:])])
 
-        def _fill_ragged_queries(self, view: ForwardBatch, metadata: Any) -> torch.Tensor:
-            """Return no query of the fake request."""
-            num_q: torch.Tensor = super()._fill_ragged_queries(view, metadata)
-            if not self.is_eager:
-                return num_q
-            metadata.qo_indptr[-1:].copy_(metadata.qo_indptr[-2:-1])
-            return torch.cat([num_q[:-1], torch.zeros_like(num_q[-1:])])
-
-    return NoFakeRequest
+    return override(base, init_metadata_eager, _fill_ragged_queries, is_eager=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,109 +263,56 @@ class RawMetadata:
     batch: ForwardBatch
 
 
-def _upgrades_at_capture(base: type[Any]) -> type[Any]:
-    class UpgradesAtCapture(base):  # type: ignore[misc]
-        """A backend that upgrades raw metadata where it meets a token count for the first time."""
+@exhibit("GP10", "sgl-project/sglang#26742", on="reference", lanes="extend_segments")
+def reference_upgrades_metadata_at_capture(base: type[Any]) -> type[Any]:
+    """Raw metadata is upgraded at capture only, so that replays have raw metadata."""
 
-        capabilities = replace(base.capabilities, eager_rows="padded")
+    def init_metadata_eager(self: Any, right: Any, batch: ForwardBatch, **more: Any) -> Any:
+        known = _kept(self, "upgraded")
+        if batch.num_tokens in known:
+            return RawMetadata(batch)
+        known[batch.num_tokens] = True
+        return right(batch, **more)
 
-        def init_metadata_eager(self, batch: ForwardBatch, **more: Any) -> Any:
-            """Return raw metadata, upgraded the first time."""
+    return override(base, init_metadata_eager, capabilities=replace(base.capabilities, eager_rows="padded"))
+
+
+@exhibit("GP08", "sgl-project/sglang#26742", on="reference", lanes="extend_segments")
+def reference_pads_metadata_as_captured(base: type[Any]) -> type[Any]:
+    """Raw metadata is upgraded by the number of padding tokens at capture, which is 0."""
+
+    def init_metadata_eager(self: Any, right: Any, batch: ForwardBatch, **more: Any) -> Any:
+        known = _kept(self, "padding")
+        live = int(batch.required_extend_lens()[1].sum())
+        end = live + known.setdefault(batch.num_tokens, batch.num_tokens - live)
+        cut = replace(
+            batch,
+            input_ids=batch.input_ids[:end],
+            positions=batch.positions[:end],
+            out_cache_loc=batch.out_cache_loc[:end],
+        )
+        return right(cut, **more)
+
+    return override(base, init_metadata_eager, capabilities=replace(base.capabilities, eager_rows="padded"))
+
+
+@exhibit("GP08", "sgl-project/sglang#26742", on="reference", lanes="extend_segments")
+def reference_upgrades_metadata_once(base: type[Any]) -> type[Any]:
+    """Metadata is upgraded by the first attention call and kept, so that replays use that of the capture."""
+
+    def init_metadata_eager(_: Any, right: Any, batch: ForwardBatch, **more: Any) -> Any:
+        return right(batch, **more) if more else RawMetadata(batch)
+
+    def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+        if isinstance(metadata, RawMetadata):
             known = _kept(self, "upgraded")
-            if batch.num_tokens in known:
-                return RawMetadata(batch)
-            known[batch.num_tokens] = True
-            return super().init_metadata_eager(batch, **more)
+            if len(q) not in known:
+                known[len(q)] = base.init_metadata_eager(self, metadata.batch)
+            metadata = known[len(q)]
+        return right(q, k, v, layer, metadata)
 
-    return UpgradesAtCapture
-
-
-def _pads_as_captured(base: type[Any]) -> type[Any]:
-    class PadsAsCaptured(base):  # type: ignore[misc]
-        """A backend that counts padding tokens once for each token count: at capture, which has none."""
-
-        capabilities = replace(base.capabilities, eager_rows="padded")
-
-        def init_metadata_eager(self, batch: ForwardBatch, **more: Any) -> Any:
-            """Upgrade metadata of the live tokens to the padded count, as known."""
-            known = _kept(self, "padding")
-            live = int(batch.required_extend_lens()[1].sum())
-            end = live + known.setdefault(batch.num_tokens, batch.num_tokens - live)
-            cut = replace(
-                batch,
-                input_ids=batch.input_ids[:end],
-                positions=batch.positions[:end],
-                out_cache_loc=batch.out_cache_loc[:end],
-            )
-            return super().init_metadata_eager(cut, **more)
-
-    return PadsAsCaptured
-
-
-def _upgrades_once(base: type[Any]) -> type[Any]:
-    class UpgradesOnce(base):  # type: ignore[misc]
-        """A backend whose kernels upgrade raw metadata on first use, and keep the result."""
-
-        capabilities = replace(base.capabilities, eager_rows="padded")
-
-        def init_metadata_eager(self, batch: ForwardBatch, **more: Any) -> Any:
-            """Return raw metadata."""
-            return super().init_metadata_eager(batch, **more) if more else RawMetadata(batch)
-
-        def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-            """Attend with upgraded metadata."""
-            if isinstance(metadata, RawMetadata):
-                known = _kept(self, "upgraded")
-                if len(q) not in known:
-                    known[len(q)] = super().init_metadata_eager(metadata.batch)
-                metadata = known[len(q)]
-            return super().forward(q, k, v, layer, metadata)
-
-    return UpgradesOnce
-
-
-_IN_BACKENDS = [
-    Exhibit(
-        name="flashinfer-eager-calls-without-the-fake-request",
-        rule="GP05",
-        thread="ROCm/ATOM#1595",
-        planted="Metadata of eager calls leaves padding tokens to no request; that of graphs does not.",
-        base="flashinfer",
-        lanes=("extend_segments",),
-        make=_no_fake_request,
-    ),
-    Exhibit(
-        name="reference-upgrades-metadata-at-capture",
-        rule="GP10",
-        thread="sgl-project/sglang#26742",
-        planted="Raw metadata is upgraded at capture only, so that replays have raw metadata.",
-        base="reference",
-        lanes=("extend_segments",),
-        make=_upgrades_at_capture,
-    ),
-    Exhibit(
-        name="reference-pads-metadata-as-captured",
-        rule="GP08",
-        thread="sgl-project/sglang#26742",
-        planted="Raw metadata is upgraded by the number of padding tokens at capture, which is 0.",
-        base="reference",
-        lanes=("extend_segments",),
-        make=_pads_as_captured,
-    ),
-    Exhibit(
-        name="reference-upgrades-metadata-once",
-        rule="GP08",
-        thread="sgl-project/sglang#26742",
-        planted="Metadata is upgraded by the first attention call and kept, so that replays use that of the"
-        " capture.",
-        base="reference",
-        lanes=("extend_segments",),
-        make=_upgrades_once,
-    ),
-]
-
-EXHIBITS = [*_CROSSINGS, *_IN_BACKENDS]
-"""All exhibits of the room."""
+    padded = replace(base.capabilities, eager_rows="padded")
+    return override(base, init_metadata_eager, forward, capabilities=padded)
 
 
 # -- right runners and backends ----------------------------------------------------------------------
@@ -464,40 +322,44 @@ def _mlp(x: torch.Tensor) -> torch.Tensor:
     return x + torch.tanh(x) / 2
 
 
-def _breaks_at_an_mlp(_: Any, call: Bridged) -> torch.Tensor:
-    """Attend, and run an MLP as another eager call, which writes its input."""
+@variant(on="breakable_cuda_graph", lanes="extend", prefix="breakable")
+@variant(on="piecewise_cuda_graph", lanes="extend", prefix="piecewise")
+def with_an_mlp_between_segments(base: type[Any]) -> type[Any]:
+    """Graphs break at an MLP too, an eager call that writes its input."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         return x.copy_(_mlp(x))
 
-    return call.step.driver.eager_call(run, call.attend(call.out)).clone()
+    def cross(_: Any, call: Bridged) -> torch.Tensor:
+        return call.step.driver.eager_call(run, call.attend(call.out)).clone()
+
+    def compose(_: Any, right: Any, forward: Forward, step: RegionContext) -> Any:
+        if not step.is_eager:
+            return right(forward, step)
+
+        def eagerly(batch: ForwardBatch, metadata: Any, attend: Any) -> StepOutputs:
+            return forward(batch, metadata, lambda *given: _mlp(attend(*given)))
+
+        return right(eagerly, step)
+
+    return override(crossing(cross)(base), compose)
 
 
-def _with_an_mlp(base: type[Any]) -> type[Any]:
-    class WithAnMlp(crossing(_breaks_at_an_mlp)(base)):  # type: ignore[misc]
-        """A runner whose graphs break at an MLP too; eager steps run it like any other work."""
-
-        def compose(self, forward: Forward, step: RegionContext) -> Region:
-            """Return the region; in an eager step the MLP is a call of the model's."""
-            if not step.is_eager:
-                return super().compose(forward, step)  # type: ignore[no-any-return]
-
-            def eagerly(batch: ForwardBatch, metadata: Any, attend: Any) -> StepOutputs:
-                return forward(batch, metadata, lambda *given: _mlp(attend(*given)))
-
-            return super().compose(eagerly, step)  # type: ignore[no-any-return]
-
-    return WithAnMlp
-
-
-def _one_output_for_each_layer(runner: Any, call: Bridged) -> torch.Tensor:
-    """Give the call of each layer an output of its own, made before the capture."""
+@variant(on="breakable_cuda_graph", lanes="mixed", prefix="breakable")
+@variant(on="piecewise_cuda_graph", lanes="mixed", prefix="piecewise")
+@crossing
+def with_an_output_for_each_layer(runner: Any, call: Bridged) -> torch.Tensor:
+    """Each layer has an output of its own, and no segment copies it."""
     outputs = _kept(runner, "outputs")
     at = call.step.shape, call.layer.layer_id
     return call.attend(outputs.setdefault(at, torch.zeros_like(call.out)))
 
 
-def _returns_new_results(_: Any, call: Bridged) -> torch.Tensor:
+@variant(on="breakable_cuda_graph", lanes="extend_embeds", prefix="breakable")
+@variant(on="piecewise_cuda_graph", lanes="extend_embeds", prefix="piecewise")
+@crossing
+def with_new_results(_: Any, call: Bridged) -> torch.Tensor:
+    """Eager calls return new tensors, which the driver copies in place."""
     return call.attend()
 
 
@@ -516,75 +378,31 @@ class FullMetadata:
     num_padding: int
 
 
-def _upgrades_in_every_step(rows: Any) -> Make:
-    """Return a factory of backends that upgrade raw metadata in every step, on live or padded rows."""
+def _upgrades_in_every_step(base: type[Any], rows: Any) -> type[Any]:
+    """Return a backend that upgrades raw metadata in every step, for live or padded rows."""
 
-    def make(base: type[Any]) -> type[Any]:
-        class Upgrades(base):  # type: ignore[misc]
-            """A backend with metadata of its own in eager steps."""
+    def init_metadata_eager(_: Any, right: Any, batch: ForwardBatch, **more: Any) -> FullMetadata:
+        live = sum(batch.required_extend_lens()[1].tolist()) if batch.batch_size else 0
+        return FullMetadata(right(batch, **more), batch.num_tokens, batch.num_tokens - live)
 
-            capabilities = replace(base.capabilities, eager_rows=rows)
+    def forward(_: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+        if isinstance(metadata, FullMetadata):
+            if len(q) != metadata.num_tokens:
+                raise ValueError(f"{len(q)} queries, and metadata for {metadata.num_tokens}")
+            metadata = metadata.of_kernels
+        return right(q, k, v, layer, metadata)
 
-            def init_metadata_eager(self, batch: ForwardBatch, **more: Any) -> Any:
-                """Make raw metadata, and upgrade it."""
-                return self._upgraded(RawMetadata(batch), **more)
-
-            def _upgraded(self, raw: RawMetadata, **more: Any) -> FullMetadata:
-                live = sum(raw.batch.required_extend_lens()[1].tolist()) if raw.batch.batch_size else 0
-                full = super().init_metadata_eager(raw.batch, **more)
-                return FullMetadata(full, raw.batch.num_tokens, raw.batch.num_tokens - live)
-
-            def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
-                """Attend; queries have to be as many as the metadata counts."""
-                if isinstance(metadata, FullMetadata):
-                    if len(q) != metadata.num_tokens:
-                        raise ValueError(f"{len(q)} queries, and metadata for {metadata.num_tokens}")
-                    metadata = metadata.of_kernels
-                return super().forward(q, k, v, layer, metadata)
-
-        return Upgrades
-
-    return make
+    declared = replace(base.capabilities, eager_rows=rows)
+    return override(base, init_metadata_eager, forward, capabilities=declared)
 
 
-VARIANTS = [
-    *(
-        Variant(name=f"{base.partition('_')[0]}-{what}", style=style, base=base, lanes=(lane,), make=make)
-        for what, style, lane, make in (
-            (
-                "with-an-mlp-between-segments",
-                "Graphs break at an MLP too, an eager call that writes its input.",
-                "extend",
-                _with_an_mlp,
-            ),
-            (
-                "with-an-output-for-each-layer",
-                "Each layer has an output of its own, and no segment copies it.",
-                "mixed",
-                crossing(_one_output_for_each_layer),
-            ),
-            (
-                "with-new-results",
-                "Eager calls return new tensors, which the driver copies in place.",
-                "extend_embeds",
-                crossing(_returns_new_results),
-            ),
-        )
-        for base in _RUNNERS
-    ),
-    Variant(
-        name="upgraded-metadata-of-padded-tokens",
-        style="Raw metadata is upgraded in every step, with a request for the padding tokens.",
-        base="reference",
-        lanes=("extend_segments",),
-        make=_upgrades_in_every_step("padded"),
-    ),
-    Variant(
-        name="upgraded-metadata-of-live-tokens",
-        style="Raw metadata is upgraded in every step, for the live tokens alone.",
-        base="reference",
-        lanes=("extend_segments",),
-        make=_upgrades_in_every_step("live"),
-    ),
-]
-"""Right plugins of this room."""
+@variant(on="reference", lanes="extend_segments")
+def upgraded_metadata_of_padded_tokens(base: type[Any]) -> type[Any]:
+    """Raw metadata is upgraded in every step, with a request for the padding tokens."""
+    return _upgrades_in_every_step(base, "padded")
+
+
+@variant(on="reference", lanes="extend_segments")
+def upgraded_metadata_of_live_tokens(base: type[Any]) -> type[Any]:
+    """Raw metadata is upgraded in every step, for the live tokens alone."""
+    return _upgrades_in_every_step(base, "live")

@@ -132,3 +132,26 @@ def test_a_right_plugin_passes_in_every_lane(name: str, lanes: str) -> None:
         for plan in plans:
             bad = [r for r in examine_lane(plan, options) if r.outcome in (Outcome.FAIL, Outcome.ERROR)]
             assert bad == [], str(plan)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", ["graphs-of-short-contexts", "graphs-of-whole-prompts"])
+def test_a_right_runner_that_declines_keeps_every_rule(name: str) -> None:
+    """Every rule passes, and none is left out, for a runner with a tier of lengths or of whole prompts."""
+    variant = BY_NAME[name]
+    with planted(variant, right_class(variant.base)) as plans:
+        assert plans
+        for plan in plans:
+            results = [*examine_lane(plan, OPTIONS)]
+            assert [r for r in results if r.outcome is not Outcome.PASS] == []
+
+
+def test_host_numbers_of_a_view_that_metadata_holds_are_not_the_backends() -> None:
+    """Metadata may refer to the view: the counts of a batch in it are judged as the runner's."""
+    backend = BY_NAME["metadata-is-the-view"].make(ReferenceBackend)
+    values = ["fields", "tall"]
+    plans = plan_lanes(backend, ReferenceRunner, OPTIONS, kind="attention_backend", values=values)
+    (plan,) = [plan for plan in plans if str(plan.lane.config.case.plain) == "decode"]
+    chosen = [e for e in EXPERIMENTS if e.name == "replay_against_capture"]
+    found = examine_lane(plan, OPTIONS, experiments=chosen)
+    assert [result for result in found if result.outcome is not Outcome.PASS] == []

@@ -7,11 +7,10 @@ import pytest
 from graphpact_conformance.experiments import EXPERIMENTS, parity
 from graphpact_conformance.results import Finding
 from graphpact_conformance.suite import examine_lane
-from graphpact_museum import tasks
-from graphpact_museum.collection import EXHIBITS
+from graphpact_museum import room_of
+from graphpact_museum.collection import EXHIBITS, VARIANTS
 from graphpact_museum.exhibit import Exhibit
 from graphpact_museum.gallery import OPTIONS, planted, right_class
-from graphpact_museum.variants import tasks as right
 
 SHOWN_BY = {
     "guarded": (
@@ -41,6 +40,9 @@ SAYS = {
 """What the error of the strict tape says, and the field of the finding about values."""
 
 
+OF_TASKS = [exhibit for exhibit in EXHIBITS if room_of(exhibit.module) == "tasks"]
+
+
 def findings_of(exhibit: Exhibit, experiment: str) -> list[Finding]:
     """Return the findings of GP21 of one experiment alone."""
     chosen = [e for e in EXPERIMENTS if e.name == experiment]
@@ -52,7 +54,7 @@ def findings_of(exhibit: Exhibit, experiment: str) -> list[Finding]:
 @pytest.mark.parametrize(("by", "name"), [(by, name) for by, names in SHOWN_BY.items() for name in names])
 def test_an_experiment_shows_its_exhibits(by: str, name: str) -> None:
     """The experiment alone finds the exhibit under GP21, names the replay hook, and says what is wrong."""
-    (exhibit,) = [e for e in tasks.EXHIBITS if e.name == name]
+    (exhibit,) = [e for e in OF_TASKS if e.name == name]
     found = findings_of(exhibit, by)
     assert found
     error, field = SAYS[name]
@@ -68,14 +70,14 @@ def test_an_experiment_shows_its_exhibits(by: str, name: str) -> None:
 def test_every_exhibit_of_tasks_has_its_experiment() -> None:
     """Each exhibit of the room is shown by an experiment, and drivers have exhibits of the rule too."""
     shown = {name for names in SHOWN_BY.values() for name in names}
-    assert shown == {e.name for e in tasks.EXHIBITS} == SAYS.keys()
+    assert shown == {e.name for e in OF_TASKS} == SAYS.keys()
     sites = Counter(e.site for e in EXHIBITS if e.rule == "GP21")
-    assert sites == {"backend": len(tasks.EXHIBITS), "driver": 5}
+    assert sites == {"backend": len(OF_TASKS), "driver": 5}
 
 
 def test_arguments_of_a_capture_prove_nothing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A right backend that captures other arguments passes; it would not if its capture counted as right."""
-    (variant,) = [v for v in right.VARIANTS if v.name == "tasks-captured-with-other-arguments"]
+    (variant,) = [v for v in VARIANTS if v.name == "tasks-captured-with-other-arguments"]
     chosen = [e for e in EXPERIMENTS if e.name == "replay_against_capture"]
 
     def found() -> list[Finding]:

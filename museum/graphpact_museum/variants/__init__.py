@@ -3,7 +3,8 @@
     metadata     metadata of other types
     preparation  metadata made in other ways
     memory       memory of a backend's own
-    styles       backends of their own in styles of other engines: tables, state, types of metadata
+    state        backends of their own with constants, staging memory and state of other engines
+    styles       backends of their own with metadata of other engines
     kernels      backends of their own whose kernels do other work
     ops          backends of their own whose kernels are custom operators
     tasks        backends of their own whose kernels take lists of the host
@@ -16,7 +17,6 @@
 Does not: contain bugs; see the exhibits in the other rooms of the museum.
 """
 
-from graphpact_museum.exhibit import Variant
 from graphpact_museum.variants import (
     kernels,
     ladders,
@@ -27,11 +27,22 @@ from graphpact_museum.variants import (
     preparation,
     recorded,
     runners,
+    state,
     styles,
     tasks,
 )
 
-_ROOMS = (metadata, preparation, memory, styles, kernels, ops, tasks, levels, runners, recorded, ladders)
-
-VARIANTS: tuple[Variant, ...] = tuple(variant for room in _ROOMS for variant in room.VARIANTS)
-"""All variants of these rooms."""
+__all__ = [
+    "kernels",
+    "ladders",
+    "levels",
+    "memory",
+    "metadata",
+    "ops",
+    "preparation",
+    "recorded",
+    "runners",
+    "state",
+    "styles",
+    "tasks",
+]

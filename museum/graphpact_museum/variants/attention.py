@@ -23,7 +23,6 @@ from graphpact.attention import (
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.shapes import GraphShape
-from graphpact_museum.exhibit import Variant
 
 UNIFORM_MODES = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.IDLE})
 """The modes of steps with one number of tokens for every request, and of idle ones."""
@@ -161,10 +160,3 @@ class TableBackend(DecodeBackend):
         del layer
         at = torch.arange(metadata.table.shape[1], device=metadata.table.device)
         return metadata.table, at < metadata.lens[:, None]
-
-
-def of_its_own(name: str, style: str, cls: type[AttentionBackend], *lanes: str) -> Variant:
-    """Return a variant that is a class of its own, in lanes of decode by default."""
-    return Variant(
-        name=name, style=style, base="reference", lanes=lanes or ("decode", "idle"), make=lambda _: cls
-    )

@@ -13,7 +13,7 @@ from graphpact.attention import BackendContext, Buffers, LayerSpec, Limits
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.shapes import GraphShape
-from graphpact_museum.exhibit import Variant
+from graphpact_museum.exhibit import variant
 from graphpact_museum.variants.attention import (
     DecodeBackend,
     Keys,
@@ -21,7 +21,6 @@ from graphpact_museum.variants.attention import (
     attend,
     capabilities,
     lengths_slot,
-    of_its_own,
 )
 
 
@@ -56,6 +55,12 @@ class _OnlineSoftmax(TableBackend):
             out = out * factor[:, :, None] + torch.einsum("thn,tnhd->thd", weights, values)
             most = now
         return (out / total[:, :, None]).to(q.dtype)
+
+
+@variant(on="reference", lanes=("decode", "idle"))
+def online_softmax(_: type[Any]) -> type[Any]:
+    """Attention runs over chunks of keys with a running maximum."""
+    return _OnlineSoftmax
 
 
 @dataclass
@@ -101,6 +106,12 @@ class _SortsQueries(DecodeBackend):
         self.write(k, v, layer, metadata.out_cache_loc)
         found = attend(q[metadata.order], *self.caches(layer), *self.keys_of(metadata, layer), layer)
         return torch.empty_like(found).index_copy_(0, metadata.order, found)
+
+
+@variant(on="reference", lanes=("decode", "idle"))
+def queries_sorted_by_length(_: type[Any]) -> type[Any]:
+    """Queries are sorted by length, and outputs put back."""
+    return _SortsQueries
 
 
 class _PadsQueries(DecodeBackend):
@@ -156,6 +167,12 @@ class _PadsQueries(DecodeBackend):
         return attend(work, *self.caches(layer), *self.keys_of(metadata, layer), layer)[: len(q)]
 
 
+@variant(on="reference", lanes=("decode", "idle"))
+def queries_in_eights(_: type[Any]) -> type[Any]:
+    """Queries are padded to a multiple of 8 in a workspace."""
+    return _PadsQueries
+
+
 _Kernel = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
@@ -180,6 +197,12 @@ class _CompilesByShape(TableBackend):
             return table, at < lens[:, None]
 
         return kernel
+
+
+@variant(on="reference", lanes=("decode", "idle"))
+def kernel_by_shape(_: type[Any]) -> type[Any]:
+    """A kernel for each size is made on first use, and kept."""
+    return _CompilesByShape
 
 
 class _FoldedConstants(TableBackend):
@@ -216,18 +239,7 @@ class _FoldedConstants(TableBackend):
         return (found.float() * share).to(q.dtype)
 
 
-VARIANTS: list[Variant] = [
-    of_its_own(
-        "online-softmax", "Attention runs over chunks of keys with a running maximum.", _OnlineSoftmax
-    ),
-    of_its_own(
-        "queries-sorted-by-length", "Queries are sorted by length, and outputs put back.", _SortsQueries
-    ),
-    of_its_own("queries-in-eights", "Queries are padded to a multiple of 8 in a workspace.", _PadsQueries),
-    of_its_own("kernel-by-shape", "A kernel for each size is made on first use, and kept.", _CompilesByShape),
-    of_its_own(
-        "folded-constants",
-        "Windows of all layers are folded into a tensor when the backend is built; sinks are cast when read.",
-        _FoldedConstants,
-    ),
-]
+@variant(on="reference", lanes=("decode", "idle"))
+def folded_constants(_: type[Any]) -> type[Any]:
+    """Windows of all layers are folded into a tensor when the backend is built; sinks are cast when read."""
+    return _FoldedConstants

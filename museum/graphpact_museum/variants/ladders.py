@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import cached_property
 from itertools import product
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
 from graphpact_conformance.lane.reference import broken_at_attention
-from graphpact_museum.exhibit import Variant
+from graphpact_museum.exhibit import variant
 
 _ADAPTERS = "variant.adapters"
 
@@ -32,6 +33,15 @@ class _NeverRunner(GraphRunner):
     def shapes(self) -> Sequence[GraphShape]:
         """Return nothing."""
         return ()
+
+
+@variant(
+    on="reference_runner",
+    lanes=("decode", "extend", "mixed", "target_verify", "draft_decode", "draft_extend", "idle"),
+)
+def runner_that_never_captures(_: type[Any]) -> type[Any]:
+    """A runner of all modes captures nothing."""
+    return _NeverRunner
 
 
 class _FibonacciRunner(GraphRunner):
@@ -71,11 +81,23 @@ class _FibonacciRunner(GraphRunner):
         return GraphShape(mode, self.ladder[at], self.ladder[at] * width)
 
 
+@variant(on="reference_runner", lanes=("decode", "idle"))
+def runner_of_uniform_decode(_: type[Any]) -> type[Any]:
+    """Capture sizes are Fibonacci numbers, and fit() is a binary search."""
+    return _FibonacciRunner
+
+
 class _UniformRunner(_FibonacciRunner):
     """The same for verification and draft extend, where each request has several tokens."""
 
     modes = frozenset({ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND})
     needs = GraphSupport.UNIFORM
+
+
+@variant(on="reference_runner", lanes=("target_verify", "draft_extend"))
+def runner_of_uniform_steps(_: type[Any]) -> type[Any]:
+    """Verification and draft extend have capture sizes of the runner's own."""
+    return _UniformRunner
 
 
 class _TwoAxesRunner(GraphRunner):
@@ -109,6 +131,12 @@ class _TwoAxesRunner(GraphRunner):
         return EagerReason.OVER_LARGEST
 
 
+@variant(on="reference_runner", lanes=("extend", "mixed"))
+def runner_of_two_axes(_: type[Any]) -> type[Any]:
+    """Prefill is captured in full, for few and many requests with few and many tokens."""
+    return _TwoAxesRunner
+
+
 class _BreakableRunner(_TwoAxesRunner):
     """The same, with attention outside the graphs."""
 
@@ -118,6 +146,12 @@ class _BreakableRunner(_TwoAxesRunner):
     def compose(self, forward: Forward, step: RegionContext) -> Region:
         """Return a forward pass in segments."""
         return broken_at_attention(forward, step)
+
+
+@variant(on="reference_runner", lanes=("extend", "mixed"))
+def runner_of_segments(_: type[Any]) -> type[Any]:
+    """Prefill is captured without attention, for few and many requests with few and many tokens."""
+    return _BreakableRunner
 
 
 class _ConstantOutputsRunner(_FibonacciRunner):
@@ -136,6 +170,12 @@ class _ConstantOutputsRunner(_FibonacciRunner):
         return region
 
 
+@variant(on="reference_runner", lanes="decode")
+def outputs_that_no_replay_writes(_: type[Any]) -> type[Any]:
+    """An output is a constant, another one is expanded."""
+    return _ConstantOutputsRunner
+
+
 class _ChosenTokensRunner(_FibonacciRunner):
     """Chooses tokens in the graph: returns them, whether each is even, and a number without dimensions."""
 
@@ -152,6 +192,12 @@ class _ChosenTokensRunner(_FibonacciRunner):
             )
 
         return region
+
+
+@variant(on="reference_runner", lanes="decode")
+def runner_that_chooses_tokens(_: type[Any]) -> type[Any]:
+    """A graph returns chosen tokens, a flag of each, and a number without dimensions."""
+    return _ChosenTokensRunner
 
 
 class _TwoGraphsRunner(_FibonacciRunner):
@@ -193,6 +239,12 @@ class _TwoGraphsRunner(_FibonacciRunner):
         return replace(found, variant="adapters" if has else "") if isinstance(found, GraphShape) else found
 
 
+@variant(on="reference_runner", lanes="decode")
+def two_graphs_of_each_size(_: type[Any]) -> type[Any]:
+    """A batch with numbers of adapters takes another graph than one without."""
+    return _TwoGraphsRunner
+
+
 class _FrozenRunner(_FibonacciRunner):
     """Drafts on a cache that the model only reads: two passes, the second over tokens that follow.
 
@@ -226,74 +278,7 @@ class _FrozenRunner(_FibonacciRunner):
         return region
 
 
-def _runner(name: str, style: str, cls: type[GraphRunner], *lanes: str) -> Variant:
-    return Variant(name=name, style=style, base="reference_runner", lanes=lanes, make=lambda _: cls)
-
-
-VARIANTS: list[Variant] = [
-    _runner(
-        "runner-that-never-captures",
-        "A runner of all modes captures nothing.",
-        _NeverRunner,
-        "decode",
-        "extend",
-        "mixed",
-        "target_verify",
-        "draft_decode",
-        "draft_extend",
-        "idle",
-    ),
-    _runner(
-        "runner-of-uniform-decode",
-        "Capture sizes are Fibonacci numbers, and fit() is a binary search.",
-        _FibonacciRunner,
-        "decode",
-        "idle",
-    ),
-    _runner(
-        "runner-of-uniform-steps",
-        "Verification and draft extend have capture sizes of the runner's own.",
-        _UniformRunner,
-        "target_verify",
-        "draft_extend",
-    ),
-    _runner(
-        "runner-of-two-axes",
-        "Prefill is captured in full, for few and many requests with few and many tokens.",
-        _TwoAxesRunner,
-        "extend",
-        "mixed",
-    ),
-    _runner(
-        "runner-of-segments",
-        "Prefill is captured without attention, for few and many requests with few and many tokens.",
-        _BreakableRunner,
-        "extend",
-        "mixed",
-    ),
-    _runner(
-        "outputs-that-no-replay-writes",
-        "An output is a constant, another one is expanded.",
-        _ConstantOutputsRunner,
-        "decode",
-    ),
-    _runner(
-        "runner-that-chooses-tokens",
-        "A graph returns chosen tokens, a flag of each, and a number without dimensions.",
-        _ChosenTokensRunner,
-        "decode",
-    ),
-    _runner(
-        "two-graphs-of-each-size",
-        "A batch with numbers of adapters takes another graph than one without.",
-        _TwoGraphsRunner,
-        "decode",
-    ),
-    _runner(
-        "runner-on-a-frozen-cache",
-        "Two passes draft on a cache that the model only reads, one if a draft has a single step.",
-        _FrozenRunner,
-        "decode_frozen",
-        "decode_frozen_tree",
-    ),
-]
+@variant(on="reference_runner", lanes=("decode_frozen", "decode_frozen_tree"))
+def runner_on_a_frozen_cache(_: type[Any]) -> type[Any]:
+    """Two passes draft on a cache that the model only reads, one if a draft has a single step."""
+    return _FrozenRunner

@@ -17,12 +17,11 @@ from graphpact.attention import Buffers, GraphSupport, LayerSpec, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.shapes import GraphShape
-from graphpact_museum.exhibit import Variant
+from graphpact_museum.exhibit import variant
 from graphpact_museum.variants.attention import (
     DecodeBackend,
     capabilities,
     lengths_slot,
-    of_its_own,
     table_slot,
 )
 
@@ -107,6 +106,12 @@ class _NeverBackend(DecodeBackend):
         return slots, seen
 
 
+@variant(on="reference", lanes=_LANES)
+def support_never(_: type[Any]) -> type[Any]:
+    """Attention is a loop on the host; no graph has it."""
+    return _NeverBackend
+
+
 class _UniformDecodeBackend(_NeverBackend):
     """Has a kernel for one token per request."""
 
@@ -124,11 +129,23 @@ class _UniformDecodeBackend(_NeverBackend):
         return metadata.table.repeat_interleave(width, dim=0), at <= last[:, None]
 
 
+@variant(on="reference", lanes=_LANES)
+def support_uniform_decode(_: type[Any]) -> type[Any]:
+    """Graphs hold one token per request; other batches have a loop on the host."""
+    return _UniformDecodeBackend
+
+
 class _UniformBackend(_UniformDecodeBackend):
     """Has a kernel for equally many tokens per request."""
 
     capabilities = capabilities(modes=_MODES, graph_support=GraphSupport.UNIFORM)
     widest = None
+
+
+@variant(on="reference", lanes=_LANES)
+def support_uniform(_: type[Any]) -> type[Any]:
+    """Graphs hold equally many tokens per request; ragged batches have a loop on the host."""
+    return _UniformBackend
 
 
 class _AlwaysBackend(_UniformBackend):
@@ -150,10 +167,22 @@ class _AlwaysBackend(_UniformBackend):
         return slots, torch.arange(slots.shape[1], device=device) <= last[:, None]
 
 
+@variant(on="reference", lanes=_LANES)
+def support_always(_: type[Any]) -> type[Any]:
+    """Graphs hold batches of every kind."""
+    return _AlwaysBackend
+
+
 class _PaddedRowsBackend(_NeverBackend):
     """Takes as many queries as its shape has, and refuses any other number."""
 
     capabilities = replace(_NeverBackend.capabilities, eager_rows="padded")
+
+
+@variant(on="reference", lanes=_LANES)
+def support_never_with_padded_rows(_: type[Any]) -> type[Any]:
+    """Attention is a loop on the host, over the rows of the shape."""
+    return _PaddedRowsBackend
 
 
 class _PlannedBackend(_AlwaysBackend):
@@ -189,38 +218,14 @@ class _PlannedBackend(_AlwaysBackend):
         return slots, seen & (torch.arange(slots.shape[1], device=slots.device) < planned[:, None])
 
 
+@variant(on="reference", lanes=_LANES)
+def support_always_with_a_host_plan(_: type[Any]) -> type[Any]:
+    """Graphs hold batches of every kind, each with a plan from the host."""
+    return _PlannedBackend
+
+
 @dataclass
 class _WithPlan(_Offsets):
     """`_Offsets`, and ``plan`` ``[bs]`` int64: the most keys of each request."""
 
     plan: torch.Tensor
-
-
-VARIANTS: list[Variant] = [
-    of_its_own("support-never", "Attention is a loop on the host; no graph has it.", _NeverBackend, *_LANES),
-    of_its_own(
-        "support-uniform-decode",
-        "Graphs hold one token per request; other batches have a loop on the host.",
-        _UniformDecodeBackend,
-        *_LANES,
-    ),
-    of_its_own(
-        "support-uniform",
-        "Graphs hold equally many tokens per request; ragged batches have a loop on the host.",
-        _UniformBackend,
-        *_LANES,
-    ),
-    of_its_own("support-always", "Graphs hold batches of every kind.", _AlwaysBackend, *_LANES),
-    of_its_own(
-        "support-never-with-padded-rows",
-        "Attention is a loop on the host, over the rows of the shape.",
-        _PaddedRowsBackend,
-        *_LANES,
-    ),
-    of_its_own(
-        "support-always-with-a-host-plan",
-        "Graphs hold batches of every kind, each with a plan from the host.",
-        _PlannedBackend,
-        *_LANES,
-    ),
-]

@@ -5,6 +5,7 @@ Does not: contain bugs; see the exhibits in the other rooms.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -13,12 +14,11 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.graphs import declare_kernel
 from graphpact.shapes import GraphShape
-from graphpact_museum.exhibit import Variant
+from graphpact_museum.exhibit import variant
 from graphpact_museum.variants.attention import (
     DecodeBackend,
     attend,
     lengths_slot,
-    of_its_own,
     table_slot,
 )
 
@@ -129,10 +129,7 @@ class _CustomOps(DecodeBackend):
         return torch.where(is_live[:, None, None], out, 0)
 
 
-VARIANTS: list[Variant] = [
-    of_its_own(
-        "kernels-that-are-custom-ops",
-        "Kernels are custom operators: one plans on the device, one skips tokens of slot -1.",
-        _CustomOps,
-    ),
-]
+@variant(on="reference", lanes=("decode", "idle"))
+def kernels_that_are_custom_ops(_: type[Any]) -> type[Any]:
+    """Kernels are custom operators: one plans on the device, one skips tokens of slot -1."""
+    return _CustomOps

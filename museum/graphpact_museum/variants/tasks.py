@@ -18,12 +18,11 @@ from graphpact.graphs import Stream, TaskKey, declare_kernel
 from graphpact.hookspecs import hookimpl
 from graphpact.pact import updated
 from graphpact.shapes import GraphShape
-from graphpact_museum.exhibit import Variant
+from graphpact_museum.exhibit import variant
 from graphpact_museum.variants.attention import (
     KVBackend,
     attend,
     capabilities,
-    of_its_own,
     table_slot,
 )
 
@@ -131,6 +130,12 @@ class TaskBackend(KVBackend):
         return out
 
 
+@variant(on="reference", lanes=("decode", "idle"))
+def tasks_of_host_lists(_: type[Any]) -> type[Any]:
+    """Attention is a task that takes lists of the host; the replay hook updates one for each layer."""
+    return TaskBackend
+
+
 class _OnAStream(TaskBackend):
     """Updates on a stream of its own, as NPUs do, which waits for the replay before."""
 
@@ -145,6 +150,12 @@ class _OnAStream(TaskBackend):
         with self.side:
             super().update_tasks(metadata)
         main.wait_stream(self.side)
+
+
+@variant(on="reference", lanes=("decode", "idle"))
+def tasks_updated_on_a_stream(_: type[Any]) -> type[Any]:
+    """Tasks are updated on a stream of their own, between two waits."""
+    return _OnAStream
 
 
 @declare_kernel
@@ -200,6 +211,12 @@ class _HostTensor(TaskBackend):
         else:
             self.driver.task(TaskKey(metadata.shape, layer.layer_id), attend_ends, args, {"ends": ends})
         return out
+
+
+@variant(on="reference", lanes=("decode", "idle"))
+def tasks_captured_with_other_arguments(_: type[Any]) -> type[Any]:
+    """Tasks are captured with lengths of 1, and updated by tensors of the host."""
+    return _HostTensor
 
 
 @torch.library.custom_op("graphpact_museum::attend_table", mutates_args=("out",))
@@ -273,25 +290,7 @@ class _ReboundTable(TaskBackend):
         return out
 
 
-VARIANTS: list[Variant] = [
-    of_its_own(
-        "tasks-of-host-lists",
-        "Attention is a task that takes lists of the host; the replay hook updates one for each layer.",
-        TaskBackend,
-    ),
-    of_its_own(
-        "tasks-updated-on-a-stream",
-        "Tasks are updated on a stream of their own, between two waits.",
-        _OnAStream,
-    ),
-    of_its_own(
-        "tasks-captured-with-other-arguments",
-        "Tasks are captured with lengths of 1, and updated by tensors of the host.",
-        _HostTensor,
-    ),
-    of_its_own(
-        "tasks-with-a-rebound-table",
-        "Each step has a page table in new memory, whose address the updates of its tasks give.",
-        _ReboundTable,
-    ),
-]
+@variant(on="reference", lanes=("decode", "idle"))
+def tasks_with_a_rebound_table(_: type[Any]) -> type[Any]:
+    """Each step has a page table in new memory, whose address the updates of its tasks give."""
+    return _ReboundTable

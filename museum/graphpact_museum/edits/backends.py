@@ -1,0 +1,128 @@
+"""Edits of attention backends, which several modules use.
+
+Does not: declare an exhibit.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeAlias
+
+import torch
+
+from graphpact.attention import LayerSpec, each_step
+from graphpact.batch import ForwardBatch
+from graphpact.buffers import GraphSlot, metadata_slot
+from graphpact.shapes import GraphShape
+from graphpact_museum.edits.override import made_by, override
+from graphpact_museum.exhibit import Make
+
+Edit: TypeAlias = Callable[[Any, ForwardBatch, Any], None]
+"""``(backend, view, metadata)``: an additional edit."""
+
+
+def after_replay_hook(edit: Edit) -> Make:
+    """Make an edit of backends whose replay hook refreshes everything and then runs ``edit``."""
+
+    def init_metadata_replay(
+        self: Any, right: Any, view: ForwardBatch, shape: GraphShape, captured: Any
+    ) -> Any:
+        fresh = right(view, shape, captured)
+        for at, part in each_step(view, fresh):
+            edit(self, at, part)
+        return fresh
+
+    return made_by(edit, lambda base: override(base, init_metadata_replay, fill_is_device_only=False))
+
+
+def not_refreshed(base: type[Any], spare: Callable[[Any], Any], *, in_graph: bool) -> type[Any]:
+    """Return a backend that refreshes a spare copy of some fields after capture.
+
+    Args:
+        base: The correct class.
+        spare: Returns metadata with other memory for the fields that are not refreshed.
+        in_graph: Whether the recorded body has the bug, or the replay hook.
+    """
+
+    def record_metadata(self: Any, _: Any, view: ForwardBatch, metadata: Any) -> None:
+        for at, part in each_step(view, metadata) if self.records_metadata else ():
+            self.fill_metadata(at, spare(part))
+
+    def init_metadata_replay(self: Any, _: Any, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
+        del shape
+        for at, part in each_step(view, captured):
+            other = spare(part)
+            self.fill_metadata(at, other)
+            if self.plan_metadata is not None:
+                self.plan_metadata(at, other)
+        return captured
+
+    if in_graph:
+        return override(base, record_metadata)
+    return override(base, init_metadata_replay, fill_is_device_only=False)
+
+
+def with_spare(*names: str) -> Callable[[Any], Any]:
+    """Return a function that gives the named tensors of metadata other memory."""
+
+    def spare(metadata: Any) -> Any:
+        others = {name: torch.zeros_like(getattr(metadata, name)) for name in names}
+        return replace(metadata, **others)
+
+    return spare
+
+
+@dataclass(frozen=True, slots=True)
+class Attended:
+    """One call of `AttentionBackend.forward`: its arguments, and ``out``, its output.
+
+    Args:
+        q: ``[T, num_q_heads, head_dim]``.
+        k: ``[T, num_kv_heads, head_dim]``, or None.
+        layer: The layer.
+        metadata: The metadata of the step.
+        out: ``[T, num_q_heads, v_head_dim]``.
+    """
+
+    q: torch.Tensor
+    k: torch.Tensor
+    layer: LayerSpec
+    metadata: Any
+    out: torch.Tensor
+
+
+Then: TypeAlias = Callable[[Any, Attended], torch.Tensor]
+"""``(backend, call) -> out``: the replaced output."""
+
+
+def after_attention(then: Then) -> Make:
+    """Make an edit of backends whose output of attention is what ``then`` makes of it.
+
+    A batch without tokens has the right output.
+    """
+
+    def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+        out = right(q, k, v, layer, metadata)
+        return then(self, Attended(q, k, layer, metadata, out)) if len(out) else out
+
+    return made_by(then, lambda base: override(base, forward))
+
+
+def with_slots(more: Callable[[Any], Sequence[GraphSlot]]) -> Callable[[Make], Make]:
+    """Return a decorator of an edit that needs more slots than those of the backend."""
+
+    def declare_slots(self: Any, right: Any, limits: Any) -> Any:
+        return [*right(limits), *more(self)]
+
+    return lambda make: made_by(make, lambda base: override(make(base), declare_slots))
+
+
+def workspace(name: str, *shape: int, value: float = 0, dtype: torch.dtype = torch.float32) -> GraphSlot:
+    """Return a workspace slot, filled once."""
+    return metadata_slot(f"museum.{name}", lambda *_: shape, dtype, role="workspace", pad_value=value)
+
+
+def there(backend: Any, name: str) -> torch.Tensor:
+    """Return the memory of a workspace."""
+    slot = backend._registry.get_slot(f"museum.{name}")  # noqa: SLF001  what its buffers() do
+    memory: torch.Tensor = slot.buffer
+    return memory

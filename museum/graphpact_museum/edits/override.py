@@ -1,0 +1,86 @@
+"""`override`: makes an edited class of a correct one. `overrides` and `replaces` do it as decorators.
+
+Does not: know what a backend, a runner or a driver is.
+"""
+
+import functools
+from collections.abc import Callable
+from types import FunctionType
+from typing import Any
+from unittest.mock import patch
+
+from graphpact_museum.exhibit import Around, Make
+
+__tracebackhide__ = True  # errors name the line of the edit
+
+
+def override(base: type[Any], *methods: Callable[..., Any], **members: Any) -> type[Any]:
+    """Return a subclass of ``base`` with other methods and attributes.
+
+    A method is called with the object, the method of ``base`` bound to it, and its arguments; it is a hook
+    implementation if that of ``base`` is one.
+
+    Args:
+        base: The correct class.
+        methods: Functions, each in place of the method of its name.
+        members: Other attributes by name; functions are methods too.
+    """
+    named = {method.__name__: method for method in methods} | members
+    changed = {n: _method(base, n, m) if isinstance(m, FunctionType) else m for n, m in named.items()}
+    home = next((m.__module__ for m in named.values() if isinstance(m, FunctionType)), __name__)
+    name = f"Edited{base.__name__.removeprefix('Edited')}"
+    return type(name, (base,), {"__module__": home} | changed)
+
+
+def _method(base: type[Any], name: str, edit: Callable[..., Any]) -> Callable[..., Any]:
+    right = getattr(base, name)
+
+    @functools.wraps(right)  # with its signature and its mark of a hook, which pluggy reads
+    def edited(self: Any, *args: Any, **more: Any) -> Any:
+        return edit(self, functools.partial(right, self), *args, **more)
+
+    return edited
+
+
+def overrides(
+    method: str, *, of: type[Any] | None = None, **members: Any
+) -> Callable[[Callable[..., Any]], Make]:
+    """Return a decorator that makes a function the only other method of a class.
+
+    Args:
+        method: The name of the method.
+        of: The class to edit; default: the correct one.
+        members: See `override`.
+    """
+
+    def decorate(edit: Callable[..., Any]) -> Make:
+        return made_by(edit, lambda base: override(of or base, **{method: edit}, **members))
+
+    return decorate
+
+
+def made_by(edit: Callable[..., Any], make: Make) -> Make:
+    """Return ``make`` with the name, the docstring and the module of ``edit``."""
+    return functools.wraps(edit)(make)
+
+
+def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], Around]:
+    """Return a decorator that makes a function the context in which it replaces what is no plugin.
+
+    The function is called with what it replaces, and its arguments.
+
+    Args:
+        owner: A class or a module.
+        name: The name of a function, a method or a property of it.
+    """
+
+    def decorate(edit: Callable[..., Any]) -> Around:
+        right = getattr(owner, name)
+
+        def edited(*args: Any, **more: Any) -> Any:
+            return edit(right, *args, **more)
+
+        new = property(edited) if isinstance(right, property) else edited
+        return functools.wraps(edit)(lambda: patch.object(owner, name, new))
+
+    return decorate

@@ -1,0 +1,17 @@
+"""Exhibits of runners, of the registry, of the capture sizes, and of the batches that a scheduler makes.
+
+Bugs of runners are planted in the decode runners and in the suite's own runner, which captures every mode.
+Code outside plugins is edited in place while the exhibit runs.
+
+    graph_choice    which graph a batch takes: GP12
+    ranks           ranks that record or replay other graphs: GP17
+    dummy_batches   the batch of a capture: GP11
+    padding_rows    padding rows and their number: GP03 to 06
+    steps           what a runner shows, copies, returns and waits for: GP01, 02, 13 to 15, 19, 20
+
+Does not: plant bugs in attention backends, except where ranks record different work.
+"""
+
+from graphpact_museum.runners import dummy_batches, graph_choice, padding_rows, ranks, steps
+
+__all__ = ["dummy_batches", "graph_choice", "padding_rows", "ranks", "steps"]
