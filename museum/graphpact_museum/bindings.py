@@ -152,7 +152,7 @@ def reference_branches_of_capture(base: type[Any]) -> type[Any]:
 
 
 def _pack(view: ForwardBatch, out: torch.Tensor) -> None:
-    """Write offsets of the accepted tokens alone, one request after another."""
+    """Write offsets that count only the accepted tokens of each request."""
     assert view.num_correct_drafts is not None  # noqa: S101  of a draft extend
     out[:1].zero_()
     torch.cumsum(view.num_correct_drafts + 1, 0, out=out[1 : view.batch_size + 1])

@@ -67,7 +67,7 @@ def visit(piece: Exhibit | Variant, options: Options = OPTIONS, *, quick: bool =
     Args:
         piece: The exhibit or variant.
         options: Options of the run.
-        quick: Whether to check an exhibit for its own rule alone, until an experiment finds it.
+        quick: Whether to check an exhibit only for its own rule, until an experiment finds it.
     """
     wanted = piece.rule if quick and isinstance(piece, Exhibit) else None
     if wanted is not None:

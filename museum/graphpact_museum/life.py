@@ -1,7 +1,7 @@
 """Exhibits of the life of a lane: captured again, beside other lanes, on memory that the engine rewrites.
 
-GP02, GP09, GP10, GP14, GP15, GP16, GP19. A lane that is built, captured once and stepped alone shows none of
-them.
+GP02, GP09, GP10, GP14, GP15, GP16, GP19. A lane that is built, captured once and stepped without others
+shows none of them.
 
 Does not: run exhibits.
 """

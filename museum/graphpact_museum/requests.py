@@ -48,7 +48,9 @@ def fa3_skips_requests_of_the_fill_length(backend: Any, call: Attended) -> torch
 
 @exhibit("GP04", "sgl-project/sglang#31838", on="cuda_graph", lanes="decode")
 @overrides("compose")
-def decode_runner_masks_token_0_at_position_0(_: Any, right: Any, forward: Forward, step: RegionContext) -> Region:
+def decode_runner_masks_token_0_at_position_0(
+    _: Any, right: Any, forward: Forward, step: RegionContext
+) -> Region:
     """Rows of token 0 at position 0 are masked as padding."""
     region: Region = right(forward, step)
 

@@ -107,7 +107,7 @@ def task_of_an_unknown_key(self: Any, _: Any, metadata: TaskMetadata, layer: Lay
 
 
 def _on_a_stream(*, forks: bool, joins: bool) -> type[Any]:
-    """Return a backend that updates its tasks on a stream of its own, without one of the two waits."""
+    """Return a backend that updates its tasks on a side stream, without one of the two waits."""
 
     def update_tasks(self: Any, right: Any, metadata: TaskMetadata) -> None:
         main = self.driver.current_stream()

@@ -12,10 +12,10 @@ from unittest.mock import Mock
 import pytest
 
 from conformance_reports import finding
-from graphpact_cli import main
+from graphpact_cli import children, main
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.world.lanes import CASES
-from graphpact_museum import ROOMS
+from graphpact_museum import ROOMS, gallery
 from graphpact_museum.cli import describe
 from graphpact_museum.collection import EXHIBITS, VARIANTS
 from graphpact_museum.exhibit import Exhibit, Variant
@@ -76,6 +76,17 @@ def test_the_advice_begins_with_the_metadata_at_fault(name: str) -> None:
     told = describe(visit_all([exhibit])[0])
     assert "GP15" in told["findings"]
     assert load_reference()._begins_right(told)
+
+
+def test_a_lost_visit_is_an_error() -> None:
+    """The end of a process without a visit is an error that says how it ended, and no verdict."""
+    told: list[Visit] = []
+    task = gallery._VisitTask(VARIANTS[0], told.append, quick=True)
+    task.limit = 0.0
+    children.run([task], 1)
+    assert told == [task.visit]
+    assert not task.visit.is_right
+    assert "it did not finish within 0 s" in task.visit.errors[0]
 
 
 def test_the_collection_is_broad() -> None:
@@ -149,7 +160,7 @@ def test_the_help_of_the_command_is_light() -> None:
     """The help of the command imports no room of the museum, and not the suite."""
     code = """
 import sys
-from graphpact_cli import main
+from graphpact_cli import children, main
 assert main(["museum", "--help"]) == 0
 print(*sys.modules, file=sys.stderr)
 """

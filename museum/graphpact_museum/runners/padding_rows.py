@@ -211,7 +211,9 @@ def cuda_graph_shows_the_raw_batch_size(
 
 @exhibit("GP06", "NVIDIA/TensorRT-LLM#5058", on="cuda_graph", lanes="decode")
 @overrides("compose")
-def cuda_graph_hands_padded_rows_to_the_sampler(_: Any, right: Any, forward: Forward, step: RegionContext) -> Region:
+def cuda_graph_hands_padded_rows_to_the_sampler(
+    _: Any, right: Any, forward: Forward, step: RegionContext
+) -> Region:
     """compose() declares no axis for its outputs, so that they are returned with their padding rows."""
     return without_axis(right(forward, step))
 

@@ -35,108 +35,28 @@ def _lacks_slot(base: type[Any], field: str) -> type[Any]:
     return override(base, slots)
 
 
-@exhibit("GP15", "pytorch/pytorch#148439", on="reference_runner", lanes="draft_extend")
-@returning
-def draft_runner_returns_the_previous_graphs_outputs(
-    runner: Any, step: RegionContext, rows: torch.Tensor
-) -> torch.Tensor:
-    """compose() returns the output buffer of the previously recorded graph."""
-    if not step.driver.is_capturing:
-        return rows
-    before: torch.Tensor = vars(runner).get("outputs", rows)
-    runner.outputs = rows
-    return before[: len(rows)] if len(before) >= len(rows) else rows
-
-
-@exhibit("GP14", "intel/llm-scaler#505", on="cuda_graph", lanes="decode")
-@returning
-def cuda_graph_grows_memory_in_the_region(runner: Any, step: RegionContext, rows: torch.Tensor) -> torch.Tensor:
-    """A tensor that the region reads is replaced by a larger one when a larger shape is captured."""
-    if step.is_eager:
-        return rows
-    zeros: torch.Tensor | None = vars(runner).get("zeros")
-    if zeros is None or len(zeros) < len(rows):
-        zeros = runner.zeros = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
-    return rows + zeros[: len(rows)].view(-1, *[1] * (rows.dim() - 1))
-
-
-@exhibit("GP15", "sgl-project/sglang#22930", on="reference_runner", lanes="target_verify")
-@returning
-def verify_runner_has_one_output_buffer(runner: Any, step: RegionContext, rows: torch.Tensor) -> torch.Tensor:
-    """compose() returns rows of one buffer for all graphs, which the first capture allocated."""
-    if not step.driver.is_capturing:
-        return rows
-    buffer: torch.Tensor = vars(runner).setdefault("outputs", {}).setdefault(rows.shape[1:], rows)
-    if buffer is rows or len(buffer) < len(rows):
-        return rows
-    return buffer[: len(rows)].copy_(rows)
-
-
-@exhibit("GP15", "sgl-project/sglang#35546", on="cuda_graph", lanes="decode")
-def cuda_graph_replays_another_graph_before_outputs_are_read(base: type[Any]) -> type[Any]:
-    """A wrapper of run_step replays the graph of the next step before the outputs of this step are read."""
-
-    @hookimpl(wrapper=True)
-    def run_step(self: Any, lane: Lane) -> Generator[None, Any, Any]:
-        before = lane.stats.replays
-        outputs = yield
-        other = next(iter(lane.captured.values()), None)
-        if other is not None and lane.stats.replays > before:
-            lane.launch(lane.prepare(self.dummy(other.context.shape)))
-        return outputs
-
-    return type("Prefetches", (base,), {"run_step": run_step})
-
-
-@exhibit("GP19", "microsoft/onnxruntime#32243", on="cuda_graph", lanes="decode")
-@overrides("populate")
-def cuda_graph_writes_the_batch(
+@exhibit("GP01", "vllm-project/vllm#13353", on="cuda_graph", lanes="decode")
+@overrides("prepare_replay")
+def cuda_graph_shows_new_tensors(
     _: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-) -> None:
-    """populate() clamps the positions of the engine's own batch to the length of a table."""
-    batch.positions.clamp_(max=8)
-    right(registry, batch, shape)
+) -> ForwardBatch:
+    """The view's positions are a new tensor in every step."""
+    view: ForwardBatch = right(registry, batch, shape)
+    return replace(view, positions=view.positions.clone())
 
 
-@exhibit("GP19", "ROCm/ATOM#2267", on="cpu_graph", lanes="decode")
-@overrides("populate")
-def cpu_graph_captures_over_the_last_batch(
+@exhibit("GP01", "PaddlePaddle/FastDeploy#7864", on="reference_runner", lanes="extend")
+@overrides("prepare_replay")
+def extend_runner_pads_a_new_tensor(
     _: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-) -> None:
-    """A capture does not reset out_cache_loc, so that a recapture writes the KV slots of the last batch."""
-    real, _ = rows_of(registry, "out_cache_loc", batch, shape)
-    kept = real.clone()
-    right(registry, batch, shape)
-    if batch.req_pool_indices.tolist() == [0] * batch.batch_size:
-        real.copy_(kept)
-
-
-@exhibit("GP20", "vllm-project/vllm#40807", on="cuda_graph", lanes="decode")
-@overrides("populate")
-def cuda_graph_waits_for_a_length(
-    _: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-) -> None:
-    """populate() reads a length from the device."""
-    right(registry, batch, shape)
-    if batch.batch_size and batch.seq_lens.max().item() < 0:
-        raise EngineError("a length is negative")
-
-
-@exhibit("GP20", "vllm-project/vllm#22758", on="cpu_graph", lanes="decode")
-@overrides("fit")
-def cpu_graph_asks_the_device_whether_it_can_run(_: Any, right: Any, batch: ForwardBatch) -> Fit:
-    """fit() decides by a tensor on the device."""
-    fit: Fit = right(batch)
-    has_keys = not batch.batch_size or bool(batch.seq_lens.max() > 0)
-    return fit if has_keys else EagerReason.OVER_LARGEST
-
-
-@exhibit("GP13", "sgl-project/sglang#19016", on="reference_runner", lanes="target_verify", site="registry")
-@replaces(CudaGraphBufferRegistry, "__init__")
-def registry_lacks_tokens_of_a_verify(right: Any, registry: Any, *args: Any, **sizes: Any) -> None:
-    """Inputs by token are sized for drafts, without the additional token of each request."""
-    sizes["max_num_tokens"] -= sizes["max_bs"]
-    right(registry, *args, **sizes)
+) -> ForwardBatch:
+    """The extend lengths are padded into a new tensor, which becomes part of the view."""
+    view: ForwardBatch = right(registry, batch, shape)
+    if not batch.batch_size:
+        return view
+    more = view.batch_size - batch.batch_size
+    padded = torch.nn.functional.pad(batch.required_extend_lens()[0], (0, more))
+    return replace(view, extend_seq_lens=padded)
 
 
 @exhibit("GP02", "sgl-project/sglang#39088", on="cuda_graph", lanes="decode")
@@ -191,28 +111,90 @@ def registry_copies_the_first_batch(right: Any, names: Sequence[str]) -> Any:
     return fields
 
 
-@exhibit("GP01", "vllm-project/vllm#13353", on="cuda_graph", lanes="decode")
-@overrides("prepare_replay")
-def cuda_graph_shows_new_tensors(
-    _: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-) -> ForwardBatch:
-    """The view's positions are a new tensor in every step."""
-    view: ForwardBatch = right(registry, batch, shape)
-    return replace(view, positions=view.positions.clone())
+@exhibit("GP13", "sgl-project/sglang#19016", on="reference_runner", lanes="target_verify", site="registry")
+@replaces(CudaGraphBufferRegistry, "__init__")
+def registry_lacks_tokens_of_a_verify(right: Any, registry: Any, *args: Any, **sizes: Any) -> None:
+    """Inputs by token are sized for drafts, without the additional token of each request."""
+    sizes["max_num_tokens"] -= sizes["max_bs"]
+    right(registry, *args, **sizes)
 
 
-@exhibit("GP01", "PaddlePaddle/FastDeploy#7864", on="reference_runner", lanes="extend")
-@overrides("prepare_replay")
-def extend_runner_pads_a_new_tensor(
+@exhibit("GP14", "intel/llm-scaler#505", on="cuda_graph", lanes="decode")
+@returning
+def cuda_graph_grows_memory_in_the_region(
+    runner: Any, step: RegionContext, rows: torch.Tensor
+) -> torch.Tensor:
+    """A tensor that the region reads is replaced by a larger one when a larger shape is captured."""
+    if step.is_eager:
+        return rows
+    zeros: torch.Tensor | None = vars(runner).get("zeros")
+    if zeros is None or len(zeros) < len(rows):
+        zeros = runner.zeros = torch.zeros(len(rows), dtype=rows.dtype, device=rows.device)
+    return rows + zeros[: len(rows)].view(-1, *[1] * (rows.dim() - 1))
+
+
+@exhibit("GP15", "pytorch/pytorch#148439", on="reference_runner", lanes="draft_extend")
+@returning
+def draft_runner_returns_the_previous_graphs_outputs(
+    runner: Any, step: RegionContext, rows: torch.Tensor
+) -> torch.Tensor:
+    """compose() returns the output buffer of the previously recorded graph."""
+    if not step.driver.is_capturing:
+        return rows
+    before: torch.Tensor = vars(runner).get("outputs", rows)
+    runner.outputs = rows
+    return before[: len(rows)] if len(before) >= len(rows) else rows
+
+
+@exhibit("GP15", "sgl-project/sglang#22930", on="reference_runner", lanes="target_verify")
+@returning
+def verify_runner_has_one_output_buffer(runner: Any, step: RegionContext, rows: torch.Tensor) -> torch.Tensor:
+    """compose() returns rows of one buffer for all graphs, which the first capture allocated."""
+    if not step.driver.is_capturing:
+        return rows
+    buffer: torch.Tensor = vars(runner).setdefault("outputs", {}).setdefault(rows.shape[1:], rows)
+    if buffer is rows or len(buffer) < len(rows):
+        return rows
+    return buffer[: len(rows)].copy_(rows)
+
+
+@exhibit("GP15", "sgl-project/sglang#35546", on="cuda_graph", lanes="decode")
+def cuda_graph_replays_another_graph_before_outputs_are_read(base: type[Any]) -> type[Any]:
+    """A wrapper of run_step replays the graph of the next step before the outputs of this step are read."""
+
+    @hookimpl(wrapper=True)
+    def run_step(self: Any, lane: Lane) -> Generator[None, Any, Any]:
+        before = lane.stats.replays
+        outputs = yield
+        other = next(iter(lane.captured.values()), None)
+        if other is not None and lane.stats.replays > before:
+            lane.launch(lane.prepare(self.dummy(other.context.shape)))
+        return outputs
+
+    return type("Prefetches", (base,), {"run_step": run_step})
+
+
+@exhibit("GP19", "microsoft/onnxruntime#32243", on="cuda_graph", lanes="decode")
+@overrides("populate")
+def cuda_graph_writes_the_batch(
     _: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
-) -> ForwardBatch:
-    """The extend lengths are padded into a new tensor, which becomes part of the view."""
-    view: ForwardBatch = right(registry, batch, shape)
-    if not batch.batch_size:
-        return view
-    more = view.batch_size - batch.batch_size
-    padded = torch.nn.functional.pad(batch.required_extend_lens()[0], (0, more))
-    return replace(view, extend_seq_lens=padded)
+) -> None:
+    """populate() clamps the positions of the engine's own batch to the length of a table."""
+    batch.positions.clamp_(max=8)
+    right(registry, batch, shape)
+
+
+@exhibit("GP19", "ROCm/ATOM#2267", on="cpu_graph", lanes="decode")
+@overrides("populate")
+def cpu_graph_captures_over_the_last_batch(
+    _: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+) -> None:
+    """A capture does not reset out_cache_loc, so that a recapture writes the KV slots of the last batch."""
+    real, _ = rows_of(registry, "out_cache_loc", batch, shape)
+    kept = real.clone()
+    right(registry, batch, shape)
+    if batch.req_pool_indices.tolist() == [0] * batch.batch_size:
+        real.copy_(kept)
 
 
 @exhibit("GP19", "ROCm/ATOM#2267", on="reference_runner", lanes="target_verify")
@@ -224,3 +206,23 @@ def verify_dummies_on_live_slots(runner: Any, right: Any, shape: GraphShape) -> 
         dummy,
         out_cache_loc=torch.arange(dummy.num_tokens, device=dummy.device) + runner.context.limits.page_size,
     )
+
+
+@exhibit("GP20", "vllm-project/vllm#40807", on="cuda_graph", lanes="decode")
+@overrides("populate")
+def cuda_graph_waits_for_a_length(
+    _: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+) -> None:
+    """populate() reads a length from the device."""
+    right(registry, batch, shape)
+    if batch.batch_size and batch.seq_lens.max().item() < 0:
+        raise EngineError("a length is negative")
+
+
+@exhibit("GP20", "vllm-project/vllm#22758", on="cpu_graph", lanes="decode")
+@overrides("fit")
+def cpu_graph_asks_the_device_whether_it_can_run(_: Any, right: Any, batch: ForwardBatch) -> Fit:
+    """fit() decides by a tensor on the device."""
+    fit: Fit = right(batch)
+    has_keys = not batch.batch_size or bool(batch.seq_lens.max() > 0)
+    return fit if has_keys else EagerReason.OVER_LARGEST

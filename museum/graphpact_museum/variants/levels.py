@@ -202,7 +202,7 @@ class _PlannedBackend(_AlwaysBackend):
         )
 
     def plan_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Copy a plan from new host memory, which nobody writes again."""
+        """Copy a plan from new host memory, which is not written again."""
         plan = (view.seq_lens_cpu + view.uncounted_keys + 15) // 16 * 16
         if self.driver is None:
             metadata.plan.copy_(plan)

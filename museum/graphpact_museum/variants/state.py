@@ -166,7 +166,7 @@ class _DoubleBuffered(DecodeBackend):
         if self.driver is None:
             metadata.packed.copy_(numbers)
             return
-        if not metadata.staging:  # nobody writes these numbers again
+        if not metadata.staging:  # these numbers are not written again
             self.driver.copy_async(metadata.packed, numbers)
             return
         self.turn = 1 - self.turn

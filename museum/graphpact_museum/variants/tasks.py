@@ -137,7 +137,7 @@ def tasks_of_host_lists(_: type[Any]) -> type[Any]:
 
 
 class _OnAStream(TaskBackend):
-    """Updates on a stream of its own, as NPUs do, which waits for the replay before."""
+    """Updates on a side stream, as NPUs do, which waits for the replay before."""
 
     side: Stream | None = None
 
