@@ -40,7 +40,7 @@ models: export OMP_NUM_THREADS ?= 1
 models: $(STAMP)      ## hold every architecture of transformers against transformers, and write docs/models.md; tens of minutes
 	PYTHONPATH=docs $(BIN)/python -m model_sweep
 
-peers: $(STAMP)       ## check builders of released engines, and write docs/peers.md; downloads two wheels, then some minutes
+peers: $(STAMP)       ## check builders of released engines, and write docs/peers.md and build/peers.md; downloads two wheels, then some minutes
 	PYTHONPATH=tests $(BIN)/python -m peers --results build/peers.json --page
 
 check: $(STAMP)       ## lint, format, types, imports, docstrings; some minutes
@@ -51,7 +51,7 @@ check: $(STAMP)       ## lint, format, types, imports, docstrings; some minutes
 	$(BIN)/lint-imports
 	$(BIN)/interrogate -q .
 
-docs:                 ## build the pages as a site, build/docs/index.html; an environment of its own, then a minute
+docs:                 ## build the pages and the reference as a site, build/docs/index.html; an environment of its own, then five minutes
 	@echo "making $(VENV)-docs: pip installs sphinx and its extensions, about a minute" >&2
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/python -m pip install $(QUIET) --requirement requirements-docs.txt
@@ -63,7 +63,7 @@ format: $(STAMP)      ## fix what ruff can fix
 	$(BIN)/clang-format -i $(CPP)
 
 clean:                ## forget the environment and every cache
-	rm -rf $(VENV) $(VENV)-docs build .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs build docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(STAMP): $(PINS) requirements-dev.txt $(DISTS:%=%/pyproject.toml)

@@ -98,21 +98,31 @@ def test_the_picture_of_the_step_has_its_calls_and_both_ways_to_fill_metadata() 
 
 
 def test_every_kind_of_plugin_is_on_the_page_of_plugins() -> None:
-    """docs/plugins.md has the entry-point group of each kind, how many there are, and a section for each."""
+    """docs/plugins.md has the group of each kind and their number; each kind has a section or a page."""
     page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| ([\w ]+) \| `(graphpact\.\w+)` \|", page, re.MULTILINE)
     assert {group for _, group in rows} == set(GROUPS)
     numbers = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
     assert f"There are {numbers[len(rows)]} kinds:" in page
+    pages = "".join(each.read_text(encoding="utf-8") for each in ROOT.glob("docs/plugins*.md"))
     for kind, _ in rows:
-        assert re.search(rf"^## An? {kind}$", page, re.MULTILINE), kind
+        assert re.search(rf"^##? An? {kind}$", pages, re.MULTILINE), kind
 
 
 def test_links_in_the_texts_lead_somewhere() -> None:
-    """Every relative link of the README and the docs leads to an existing file."""
+    """Every relative link of the README and the docs leads to an existing file, and to a heading of it."""
     for text in load_reference().PAGES:
-        for target in re.findall(r"\]\((?!https?:)([^)#]+)", text.read_text(encoding="utf-8")):
-            assert (text.parent / target).exists(), f"{text.name}: {target}"
+        links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text.read_text(encoding="utf-8"))
+        for target, anchor in links:
+            file = text.parent / target if target else text
+            assert file.exists(), f"{text.name}: {target}"
+            assert not anchor or anchor in _anchors(file), f"{text.name}: {target}#{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    """Return the anchors that forges and the site give to the headings of a page."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", load_reference().PAGES, ids=lambda page: f"{page.relative_to(ROOT)}")
@@ -123,12 +133,33 @@ def test_included_parts_are_what_the_code_would_write(page: Path) -> None:
     assert len(re.findall("<!-- include ", text)) == text.count("<!-- /include -->")
 
 
+SCREEN = 60
+"""Lines of a table that is written from the code, at most; the code of examples is whole."""
+
+
+def test_a_written_part_of_a_page_fits_a_screen() -> None:
+    """A table that code or a run writes into a page is a summary; a command makes a file of the details."""
+    lengths = {}
+    for page in load_reference().PAGES:
+        text = page.read_text(encoding="utf-8")
+        parts = re.findall(
+            r"<!-- (?!include (?:file|source) |report )\w.*? -->\n(.*?)<!-- /", text, re.DOTALL
+        )
+        for at, part in enumerate(parts):
+            lengths[page.name, at] = max(table.count("\n") for table in re.split(r"\n#+ ", part))
+    assert len(lengths) > 15
+    assert {where: length for where, length in lengths.items() if length > SCREEN} == {}
+    for page in ("museum", "models"):
+        lines = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8").splitlines()
+        assert sum(line.startswith("|") for line in lines) <= SCREEN, page
+
+
 def test_every_page_is_in_the_index_of_the_site() -> None:
     """docs/index.md lists every page of docs, so that `make docs` builds and links it."""
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^([\w/]+)$", index, re.MULTILINE))
+    listed = set(re.findall(r"^([\w/-]+)$", index, re.MULTILINE))
     pages = {page.stem for page in ROOT.glob("docs/*.md")} - {"index"}
-    assert listed == {*pages, "reference/README"}
+    assert listed == {*pages, "reference/index"}
 
 
 def test_the_architecture_page_has_the_step_every_distribution_and_every_contract() -> None:

@@ -124,7 +124,7 @@ def test_every_plugin_of_the_recipes_is_conformant(name: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("lacks", ["its share", "the count"])
 def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names(lacks: str) -> None:
-    """A runner that leaves out the count of live tokens, or a rank's share, fails as docs/plugins.md says."""
+    """A runner that leaves out the count of live tokens, or a rank's share, fails as its page says."""
 
     class OwnList(CudaGraphRunner):
         def slots(self) -> Sequence[GraphSlot]:
@@ -138,7 +138,7 @@ def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names(lacks:
     options = Options(size="quick", examples=1, lanes=("decode-page16-gqa-float32",), shrink=False)
     (plan,) = plan_lanes(ReferenceBackend, OwnList, options, kind="runner")
     failed = {r.rule for r in examine_lane(plan, options) if r.outcome is Outcome.FAIL}
-    page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/plugins-runner.md").read_text(encoding="utf-8")
     (named,) = re.findall(rf"breaks ([GP\d, and]+) where it lacks {lacks}", page.replace("\n", " "))
     assert failed == set(re.findall(r"GP\d\d", named))
 
@@ -443,7 +443,7 @@ def _names_of(page: str) -> dict[str, Any]:
     elif page == "docs/observability.md":
         config = EngineConfig.load(Path("examples/engine.toml"), env={})
         names |= {"Engine": Engine, "config": config, "prompts": ["If "]}
-    elif page == "docs/plugins.md":
+    elif page == "docs/plugins-runner.md":
         names |= {"logits": torch.zeros(2, 5), "hidden": torch.zeros(3, 4)}
     return names
 

@@ -1,127 +1,185 @@
-"""The reference pages have every public name, and help() has every field of every public class of data."""
+"""Every public name has a docstring, which the reference of `make docs` shows, and `help()` has every field.
+
+Read from the source, without an import, as the reference is. A module, a class or a function is public if no
+part of its dotted name begins with an underscore.
+"""
 
 import ast
-import dataclasses
-import enum
-import importlib
-import inspect
 import itertools
 import re
-import typing
+from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from typing import NamedTuple
 
 import pytest
-from pydantic import BaseModel
 
 from support import load_reference
 
 ROOT = Path(__file__).parents[1]
-API = load_reference("api")
-PACKAGES: dict[str, Path] = API.packages()
+FOLDERS = [
+    file.parent
+    for file in sorted([*ROOT.glob("*/*/__init__.py"), *ROOT.glob("plugins/*/*/__init__.py")])
+    if (file.parents[1] / "pyproject.toml").exists()
+]
+PACKAGES = {folder.name: folder for folder in FOLDERS}
+"""The folder of the package of every distribution, by the package's name."""
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+_DATA = {"BaseModel", "NamedTuple", "TypedDict"}
+_ENUMS = {"Enum", "IntEnum", "StrEnum", "Flag", "IntFlag"}
 
 
-def _public(package: str) -> dict[str, ModuleType]:
-    """Return the public modules of a package, imported, by name."""
-    return {m.name: importlib.import_module(m.name) for m in API.modules(PACKAGES[package])}
+class Module(NamedTuple):
+    """The source of one module.
+
+    Args:
+        name: Its dotted name.
+        tree: Its syntax tree, with that of its stub, which has the names that are imported on access.
+    """
+
+    name: str
+    tree: ast.Module
 
 
-def _defined(module: ModuleType) -> dict[str, Any]:
-    """Return the public classes and functions that a module defines."""
-    return {
-        name: value
-        for name, value in vars(module).items()
-        if not name.startswith("_")
-        and (inspect.isclass(value) or inspect.isroutine(value))
-        and getattr(value, "__module__", None) == module.__name__
-        and getattr(value, "__name__", None) == name.partition("[")[0] == name
-    }
+@cache
+def _modules(package: str) -> list[Module]:
+    """Return the public modules of a package."""
+    found = []
+    folder = PACKAGES[package]
+    for path in sorted(folder.rglob("*.py")):
+        parts = path.relative_to(folder.parent).with_suffix("").parts
+        parts = parts[:-1] if parts[-1] == "__init__" else parts
+        if not any(part.startswith("_") for part in parts):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            if (stub := path.with_suffix(".pyi")).exists():
+                tree.body += ast.parse(stub.read_text(encoding="utf-8")).body
+            found.append(Module(".".join(parts), tree))
+    return found
 
 
-def test_every_distribution_has_a_page() -> None:
-    """There is a page for the package of each distribution of the workspace, and no other page."""
+def _public(body: list[ast.stmt]) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef]:
+    """Yield the public definitions of a module or a class, without overloads."""
+    for node in body:
+        if isinstance(node, _DEFINITIONS) and not node.name.startswith("_") and not _is(node, "overload"):
+            yield node
+
+
+def _is(definition: ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef, *decorators: str) -> bool:
+    return any(ast.unparse(each).endswith(decorators) for each in definition.decorator_list)
+
+
+def _classes(package: str) -> Iterator[tuple[str, ast.ClassDef]]:
+    """Yield the public classes of a package, with their dotted names."""
+    for module in _modules(package):
+        for node in _public(module.tree.body):
+            if isinstance(node, ast.ClassDef):
+                yield f"{module.name}.{node.name}", node
+
+
+def _bound(tree: ast.Module) -> Iterator[str]:
+    """Yield the names that a module defines, assigns or imports."""
+    for node in ast.walk(tree):
+        if isinstance(node, _DEFINITIONS):
+            yield node.name
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            yield from (each.asname or each.name for each in node.names)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            yield node.id
+
+
+def test_the_site_has_the_api_of_every_distribution() -> None:
+    """docs/conf.py lists the package of each distribution of the workspace, and nothing else."""
     projects = [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
     assert len(PACKAGES) == len(projects)
-    pages = {path.name for path in (ROOT / "docs/reference").glob("*.md")}
-    assert pages == {"README.md", *(f"{name}.md" for name in PACKAGES)}
-
-
-def test_the_pages_are_what_the_source_would_write() -> None:
-    """docs/reference is up to date: `python docs/reference.py` would change nothing."""
-    old = [path.name for path, text in API.write().items() if path.read_text("utf-8") != text]
-    assert old == []
+    listed = {(ROOT / "docs" / each["path"]).resolve() for each in load_reference("conf").autodoc2_packages}
+    assert listed == {*PACKAGES.values()}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_every_public_name_is_on_its_page(package: str) -> None:
-    """Each public class, function and method, and each name of an `__all__`, is on a page, and documented."""
-    page = (ROOT / f"docs/reference/{package}.md").read_text(encoding="utf-8")
-    parts = dict(re.findall(r"^## `([\w.]+)`$(.*?)(?=^## |\Z)", page, re.DOTALL | re.MULTILINE))
-    for name, module in _public(package).items():
-        for at, value in _defined(module).items():
-            _, heading, text = parts[name].partition(f"\n### `{at}`\n")
-            assert heading, f"{name}.{at}"
-            text = text.partition("\n### ")[0]
-            assert re.search(r"\n```\n\n\S", text), f"{name}.{at} has no docstring on its page"
-            for method, function in vars(value).items() if inspect.isclass(value) else ():
-                is_own = inspect.isfunction(function) and function.__module__ == name
-                if is_own and function.__name__ == method and not method.startswith("_"):
-                    assert f"\n#### `{method}`\n" in text, f"{name}.{at}.{method}"
-        for offered in getattr(module, "__all__", ()):
-            assert f"`{offered}`" in parts[name], f"{name}.{offered}"
+def test_every_public_name_is_documented(package: str) -> None:
+    """Each public module, class, function and method has a docstring; each name of an `__all__` is bound."""
+    lacking = []
+    for module in _modules(package):
+        lacking += [] if ast.get_docstring(module.tree) else [module.name]
+        for node in _public(module.tree.body):
+            lacking += [] if ast.get_docstring(node) else [f"{module.name}.{node.name}"]
+            for method in _public(node.body) if isinstance(node, ast.ClassDef) else ():
+                if not ast.get_docstring(method) and not _is(method, ".setter", ".deleter"):
+                    lacking.append(f"{module.name}.{node.name}.{method.name}")
+        offered = [n.value for n in module.tree.body if isinstance(n, ast.Assign) and _target(n) == "__all__"]
+        names = set(ast.literal_eval(offered[0])) if offered else set()
+        lacking += [f"{module.name}.{name}" for name in names - {*_bound(module.tree)}]
+    assert lacking == []
 
 
-def _fields(cls: type[Any]) -> list[str]:
+def _target(node: ast.stmt) -> str:
+    return ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", node))
+
+
+@cache
+def _all_bases() -> dict[str, set[str]]:
+    """Return the names of the bases of every class, private ones too, and of their bases."""
+    direct: dict[str, set[str]] = {}
+    for folder in PACKAGES.values():
+        for path in folder.rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.ClassDef):
+                    bases = {ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases}
+                    direct.setdefault(node.name, set()).update(bases)
+    while any(found - direct[name] for name, found in _grown(direct)):
+        for name, found in list(_grown(direct)):
+            direct[name] |= found
+    return direct
+
+
+def _grown(bases: dict[str, set[str]]) -> Iterator[tuple[str, set[str]]]:
+    for name, direct in bases.items():
+        yield name, set().union(*(bases.get(base, set()) for base in direct))
+
+
+def _fields(cls: ast.ClassDef) -> list[str]:
     """Return the public fields that a class of data adds to those of its bases, or the members of an enum."""
-    if issubclass(cls, enum.Enum):
-        return list(cls.__members__)
-    if dataclasses.is_dataclass(cls):
-        names = [field.name for field in dataclasses.fields(cls)]
-    elif issubclass(cls, BaseModel):
-        names = [name for name, field in cls.model_fields.items() if not field.description]
-    elif typing.is_typeddict(cls) or hasattr(cls, "_fields"):
-        names = list(cls.__annotations__)
+    bases = _all_bases()[cls.name]
+    if bases & _ENUMS:
+        fields = [n for n in cls.body if isinstance(n, ast.Assign) and not isinstance(n.value, ast.Name)]
+    elif bases & _DATA or any("dataclass" in ast.unparse(each) for each in cls.decorator_list):
+        fields = [node for node in cls.body if isinstance(node, ast.AnnAssign) and not _is_described(node)]
     else:
         return []
-    own = inspect.get_annotations(cls)
-    return [name for name in names if name in own and not name.startswith("_")]
+    return [_target(node) for node in fields if not _target(node).startswith("_")]
+
+
+def _is_described(node: ast.AnnAssign) -> bool:
+    """Return whether a field is no field of instances, or a field of a model with a description."""
+    given = [keyword.arg for keyword in getattr(node.value, "keywords", ())]
+    return "ClassVar" in ast.unparse(node.annotation) or "description" in given
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_help_explains_every_field_of_a_class_of_data(package: str) -> None:
     """`help()` of a dataclass, named tuple, typed dict or enum names each field; a model describes each."""
     lacking = {}
-    for name, module in _public(package).items():
-        for at, cls in _defined(module).items():
-            told = inspect.getdoc(cls) or ""
-            fields = _fields(cls) if inspect.isclass(cls) else []
-            named = set(re.findall(r"^ *(\w+): ", told, re.MULTILINE))
-            named |= set(re.findall(r"\b\w+\b", " ".join(re.findall("``.*?``", told))))
-            named |= set(re.findall(r"\b[A-Z_]{2,}\b", told)) if _is_enum(cls) else set()
-            if missing := [field for field in fields if field not in named]:
-                lacking[f"{name}.{at}"] = missing
+    for name, cls in _classes(package):
+        told = ast.get_docstring(cls) or ""
+        named = set(re.findall(r"^ *(\w+): ", told, re.MULTILINE))
+        named |= set(re.findall(r"\b\w+\b", " ".join(re.findall("``.*?``", told))))
+        if _all_bases()[cls.name] & _ENUMS:
+            named |= set(re.findall(r"\b[A-Z_]{2,}\b", told))
+        if missing := [field for field in _fields(cls) if field not in named]:
+            lacking[name] = missing
     assert lacking == {}
 
 
-def _is_enum(cls: Any) -> bool:
-    return inspect.isclass(cls) and issubclass(cls, enum.Enum)
-
-
-def test_no_field_is_explained_where_help_does_not_look() -> None:
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_field_is_explained_where_help_does_not_look(package: str) -> None:
     """No field of a public dataclass has a string after it: `help()` of the class does not show it."""
-    found = []
-    for folder in PACKAGES.values():
-        for module in API.modules(folder):
-            for cls in [n for n in ast.walk(module.tree) if isinstance(n, ast.ClassDef)]:
-                if not cls.name.startswith("_") and any(
-                    "dataclass" in ast.unparse(each) for each in cls.decorator_list
-                ):
-                    found += [
-                        f"{module.name}.{cls.name}.{ast.unparse(node.target)}"
-                        for node, after in itertools.pairwise(cls.body)
-                        if isinstance(node, ast.AnnAssign)
-                        and isinstance(after, ast.Expr)
-                        and "ClassVar" not in ast.unparse(node.annotation)
-                    ]
+    found = [
+        f"{name}.{_target(node)}"
+        for name, cls in _classes(package)
+        if any("dataclass" in ast.unparse(each) for each in cls.decorator_list)
+        for node, after in itertools.pairwise(cls.body)
+        if isinstance(node, ast.AnnAssign)
+        and isinstance(after, ast.Expr)
+        and "ClassVar" not in ast.unparse(node.annotation)
+    ]
     assert found == []
