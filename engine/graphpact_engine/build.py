@@ -1,324 +1,289 @@
-"""Builds the parts of an engine from its plans: memory, observers, lanes, and the speculator.
+"""`EngineParts`: everything that an engine consists of, built from its configuration.
 
-Does not: choose plugins (`graphpact_engine.plans` does), capture (the lanes do), or run anything.
+Cheap checks come first: what is named in the configuration is looked up before a weight is read, and a model
+that a backend cannot run is refused before anything is captured.
+
+Does not: run a step; `graphpact_engine.loop` does.
 """
 
 import functools
-import itertools
-import logging
-import os
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from graphpact.attention import AttentionBackend, BackendContext, KVBuffers, Limits, kv_tensors
+from graphpact.attention import LayerSpec, kv_tensors
+from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, PluginError
-from graphpact.hookspecs import hookimpl
-from graphpact.lane import CapturedShape, Lane
-from graphpact.plugin_calls import all_returned
-from graphpact.runners import EagerRunner, GraphRunner, RunnerContext
-from graphpact.shapes import GraphShape
-from graphpact.speculation import RunLane, SpeculationAlgorithm, SpeculationContext
-from graphpact.step import Forward
+from graphpact.lane import Lane
+from graphpact.plugins import PluginCatalog
+from graphpact.speculation import SpeculationAlgorithm, SpeculationContext
+from graphpact_engine.build_lanes import OnCapture, backend_context, build_lane, build_observers
 from graphpact_engine.config import EngineConfig
-from graphpact_engine.logs import log_event
-from graphpact_engine.ownership import EngineOwnership
-from graphpact_engine.phases import Around
-from graphpact_engine.plans import LanePlan, ModelName, ModelSpec, call_plugin, draft_limits
-from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
+from graphpact_engine.faults import call_plugin
+from graphpact_engine.lanes import LaneSet
+from graphpact_engine.layout import Memory, lay_out_memory
+from graphpact_engine.loop import AsyncLoop, PlainLoop, SpeculativeLoop
+from graphpact_engine.model_checks import ModelSpec, check_backends, lane_without_latents
+from graphpact_engine.phases import EnginePhases
+from graphpact_engine.plans import LanePlan, ModelName, plan_lanes
+from graphpact_engine.request_texts import RequestTexts
+from graphpact_engine.sampler import Sampler
+from graphpact_engine.scheduler import Scheduler
+from graphpact_engine.selection import (
+    choose_async,
+    draft_limits,
+    require_observers,
+    resolve_device,
+    select_algorithm,
+    select_observers,
+)
 from graphpact_engine.speculation import SampleAfter, Speculator
-from graphpact_engine.trace import HookTrace
+from graphpact_engine.threads import choose_num_threads, running_on
 from graphpact_engine.verify import Verifier
-from graphpact_tape.tape import TapeDriver
 
-OnCapture = Callable[[str, GraphShape, int, int], None]
-"""Called after each capture with lane name, shape, number of captured shapes, and total number of shapes."""
-
-_log = logging.getLogger(__name__)
-_MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # default share of free memory for the KV cache
+if TYPE_CHECKING:  # its package is an extra that takes seconds to import
+    from graphpact_engine.models.generation_config import GenerationDefaults
 
 
 @dataclass(frozen=True, slots=True)
-class Memory:
-    """The memory that all lanes share.
+class Models:
+    """The loaded models.
 
     Args:
-        limits: The largest counts of all lanes. Its context has room for drafts after the longest sequence.
-        max_model_len: Tokens of the longest sequence, prompt and output.
-        num_reserved: KV slots that a decode step reserves for each request.
-        requests: The request rows.
-        pages: The pages of KV slots.
-        kv_cache: The KV cache.
-        shadow: The cache on which verification runs steps again; None without verification.
+        target: The target model.
+        draft: The draft model, if there is one.
+        specs: Their properties.
+        vocab_size: Tokens of the vocabulary.
+        generation: What the checkpoint says about generation.
+        texts: Its tokenizer.
     """
 
-    limits: Limits
-    max_model_len: int
-    num_reserved: int
-    requests: RequestPool
-    pages: PagePool
-    kv_cache: KVCache
-    shadow: KVCache | None
+    target: Any
+    draft: Any
+    specs: Mapping[ModelName, ModelSpec]
+    vocab_size: int
+    generation: "GenerationDefaults"
+    texts: RequestTexts
+
+    @property
+    def by_name(self) -> dict[ModelName, Any]:
+        """The models by name."""
+        return {"target": self.target} if self.draft is None else {"target": self.target, "draft": self.draft}
 
 
-def model_path(config: EngineConfig) -> Path:
-    """Return the directory of the checkpoint.
+@dataclass(frozen=True, slots=True)
+class EngineParts:
+    """The parts of an engine, with every shape captured.
+
+    Args:
+        device: The device of the models.
+        is_async: Whether decodes are launched before the tokens of the decode before are read.
+        models: The models.
+        memory: The memory that all lanes share.
+        lanes: All lanes, sorted by mode.
+        lane_set: Chooses among them.
+        verifiers: One for each lane whose replays are verified.
+        speculation: Runs the steps of a speculation algorithm; None without one.
+        num_threads: CPU threads of a step.
+        scheduler: The scheduler.
+        loop: Runs the steps.
+        phases: The phases of a step, as observers wrap them.
+    """
+
+    device: torch.device
+    is_async: bool
+    models: Models
+    memory: Memory
+    lanes: list[Lane]
+    lane_set: LaneSet
+    verifiers: list[Verifier]
+    speculation: Speculator | None
+    num_threads: int
+    scheduler: Scheduler
+    loop: PlainLoop
+    phases: EnginePhases
+
+
+def build_parts(
+    config: EngineConfig,
+    catalog: PluginCatalog,
+    on_capture: OnCapture | None,
+    observers: Sequence[object],
+) -> EngineParts:
+    """Load the models, build everything, and capture every shape of every lane.
+
+    Args:
+        config: The configuration.
+        catalog: The plugins to select from.
+        on_capture: Called after each captured shape.
+        observers: Hook wrappers for every lane, the outermost first.
 
     Raises:
-        ConfigError: ``model.path`` is not set.
+        UsageError: A name, value, checkpoint or model cannot be used; nothing was captured.
+        CaptureError: Capturing a shape failed.
+    """
+    device = resolve_device(config.engine.device)
+    algorithm = select_algorithm(config, catalog)
+    is_async = choose_async(config, device)
+    plans = plan_lanes(config, catalog, device, algorithm)
+    configured = select_observers(config, catalog)
+    require_observers(observers)
+
+    models = _load_models(config, device, lane_without_latents(plans))
+    memory = lay_out_memory(config, models.specs)
+    contexts = [backend_context(plan, models.specs[plan.model], memory, memory.kv_cache) for plan in plans]
+    check_backends(plans, contexts, catalog, models.specs)
+
+    # Each lane has the given observers, and configured ones of its own. The first lane's observe the engine.
+    observing = [[*observers, *build_observers(configured)] for _ in plans]
+    drafting = None if algorithm is None else _build_algorithm(algorithm, config, models, memory)
+    states = () if drafting is None else tuple(drafting[1].values())
+    built = [
+        build_lane(
+            plan,
+            config,
+            model=models.by_name[plan.model],
+            spec=models.specs[plan.model],
+            memory=memory,
+            states=states,
+            observers=wrappers,
+            on_capture=on_capture,
+        )
+        for plan, wrappers in zip(plans, observing, strict=True)
+    ]
+    lanes = [lane for lane, _ in built]
+    lane_set = LaneSet(_by_mode(plans, lanes))
+    weights = sum(weight.nbytes for run in models.by_name.values() for _, weight in run.named_weights())
+    num_threads = choose_num_threads(config.engine.num_threads, device, weights)
+    with running_on(num_threads):
+        lane_set.capture()
+
+    scheduler = Scheduler(
+        memory.requests,
+        memory.pages,
+        max_num_seqs=config.engine.max_num_seqs,
+        max_num_batched_tokens=config.engine.max_num_batched_tokens,
+        max_model_len=memory.max_model_len,
+        eos_token_ids=models.generation.eos_token_ids,
+        device=device,
+        num_reserved=memory.num_reserved,
+        max_prefill_chunk=config.engine.max_prefill_chunk,
+        mixed=any(plan.mode is ForwardMode.MIXED for plan in plans),
+    )
+    sampler, phases = Sampler(models.generation.eos_token_ids), EnginePhases(observing[0])
+    speculation = None
+    loop: Callable[..., PlainLoop] = AsyncLoop if is_async else PlainLoop
+    if drafting is not None:
+        sample = phases.observed("sample", sampler.sample_after)
+        speculation = _build_speculator(*drafting, config, models, memory, sample, lane_set)
+        loop = functools.partial(SpeculativeLoop, speculation)
+    return EngineParts(
+        device=device,
+        is_async=is_async,
+        models=models,
+        memory=memory,
+        lanes=lanes,
+        lane_set=lane_set,
+        verifiers=[verifier for _, verifier in built if verifier is not None],
+        speculation=speculation,
+        num_threads=num_threads,
+        scheduler=scheduler,
+        loop=loop(
+            scheduler,
+            lane_set,
+            sampler,
+            models.texts,
+            num_threads=num_threads,
+            phases=phases,
+        ),
+        phases=phases,
+    )
+
+
+def _by_mode(plans: Sequence[LanePlan], lanes: Sequence[Lane]) -> dict[str, list[Lane]]:
+    by_mode: dict[str, list[Lane]] = {}
+    for plan, lane in zip(plans, lanes, strict=True):
+        by_mode.setdefault(plan.role, []).append(lane)
+    return by_mode
+
+
+def _load_models(config: EngineConfig, device: torch.device, expanding: LanePlan | None) -> Models:
+    """Load the checkpoint and the draft model.
+
+    Args:
+        config: The configuration.
+        device: The device of the models.
+        expanding: The lane whose backend makes MLA layers run expanded; None if no lane does.
     """
     if config.model.path is None:
         raise ConfigError(
             "no model: model.path is not set",
             hint="give --model DIR, or path = ... under [model] in the configuration file",
         )
-    return Path(config.model.path)
+    from graphpact_engine import models  # noqa: PLC0415  an extra that takes seconds to import
 
-
-def lay_out_memory(config: EngineConfig, specs: Mapping[ModelName, ModelSpec]) -> Memory:
-    """Allocate request rows, KV pages and the KV cache: the draft model's layers after the target's.
-
-    Raises:
-        ConfigError: A limit exceeds that of a model, or the KV cache does not fit in memory.
-    """
-    engine, spec = config.engine, specs["target"]
-    device, draft = spec.device, draft_limits(config)
-    needed = engine.max_num_seqs * draft.num_draft_tokens
-    if engine.max_num_batched_tokens < needed:
-        each = "one token per request"
-        if draft.num_draft_tokens > 1:
-            each = f"{draft.num_draft_tokens} tokens per request (speculative.num_draft_tokens)"
-        raise ConfigError(
-            f"engine.max_num_batched_tokens is {engine.max_num_batched_tokens}, engine.max_num_seqs is"
-            f" {engine.max_num_seqs}; a decode step has {each}",
-            hint=f"set engine.max_num_batched_tokens to {needed} or more",
-        )
-    if engine.max_prefill_chunk is not None and engine.max_prefill_chunk > engine.max_num_batched_tokens:
-        raise ConfigError(
-            f"engine.max_prefill_chunk is {engine.max_prefill_chunk}; a step has at most"
-            f" {engine.max_num_batched_tokens} tokens (engine.max_num_batched_tokens)",
-            hint="lower engine.max_prefill_chunk, or raise engine.max_num_batched_tokens",
-        )
-    cached = {s.cache_layer: s for each in specs.values() for s in each.layers}  # frozen KV adds none
-    shapes = [
-        KVLayerShape(s.num_kv_heads, s.head_dim, s.v_head_dim, s.kv_lora_rank is not None)
-        for _, s in sorted(cached.items())
-    ]
-    per_slot = spec.dtype.itemsize * sum(s.width for s in shapes)
-    budget = _kv_budget(engine.kv_cache_memory_gib, device)
-    affordable = budget // (per_slot * engine.page_size) - 1  # page 0 is scratch
-    num_reserved = max(draft.num_draft_tokens, draft.num_steps * draft.topk)
-    max_model_len = _context_len(
-        engine.max_model_len,
-        {name: each.max_model_len for name, each in specs.items() if each.max_model_len is not None},
-        max(affordable, 1) * engine.page_size - num_reserved + 1,
+    path, dtype = Path(config.model.path), config.model.dtype
+    checkpoint = models.load_checkpoint(
+        path,
+        dtype=None if dtype == "auto" else getattr(torch, dtype),
+        device=device,
+        attention=models.ATTENTION_NAME,
+        trust_remote_code=config.model.trust_remote_code,
     )
-    if max_model_len <= num_reserved > 1:
-        raise ConfigError(
-            f"a draft takes {num_reserved} tokens of a context of {max_model_len}",
-            hint="lower speculative.num_steps, topk or num_draft_tokens, or raise engine.max_model_len",
+    target = models.TransformersModel(checkpoint.model, absorb=expanding is None)
+    expanded: Callable[[], Sequence[LayerSpec]] | None = None
+    if target.has_latents and expanding is None:
+        expanded = lambda: models.TransformersModel(checkpoint.model).layers  # noqa: E731
+    specs: dict[ModelName, ModelSpec] = {
+        "target": ModelSpec(
+            target.layers,
+            target.dtype,
+            device,
+            checkpoint.max_model_len,
+            has_experts=target.has_experts,
+            expanded_for=expanding if target.has_latents else None,
+            expanded_layers=expanded,
         )
-    limits = Limits(
-        max_bs=engine.max_num_seqs,
-        max_num_tokens=engine.max_num_batched_tokens,
-        max_context_len=max_model_len + num_reserved - 1,
-        page_size=engine.page_size,
+    }
+    draft = None
+    if config.speculative.draft_model is not None:
+        draft = models.load_draft_model(Path(config.speculative.draft_model), target=target)
+        target.hidden_states = draft.target_layers  # it returns the hidden states that the draft model reads
+        sizes = {
+            **dict.fromkeys(ForwardMode, draft.target_hidden_size),
+            ForwardMode.DRAFT_DECODE: draft.hidden_size,
+        }
+        specs["draft"] = ModelSpec(
+            draft.layers, target.dtype, device, draft.max_model_len, hidden_sizes=sizes
+        )
+    load_tokenizer = functools.partial(
+        models.load_tokenizer, path, trust_remote_code=config.model.trust_remote_code
     )
-    num_pages = engine.num_pages or min(engine.max_num_seqs * limits.max_pages_per_request, affordable)
-    if not 1 <= num_pages <= affordable:
-        raise ConfigError(
-            f"a KV cache of {num_pages} pages of {engine.page_size} tokens needs"
-            f" {(num_pages + 1) * per_slot * engine.page_size / 2**30:.2f} GiB;"
-            f" {budget / 2**30:.2f} GiB are available for it on {device}",
-            hint="lower engine.num_pages, or raise engine.kv_cache_memory_gib",
-        )
-    pages = PagePool(num_pages, engine.page_size)
-    kv_cache = KVCache(pages.num_slots, shapes, spec.dtype, device)
-    return Memory(
-        limits,
-        max_model_len,
-        num_reserved,
-        RequestPool(engine.max_num_seqs, limits.max_context_len, device),
-        pages,
-        kv_cache,
-        kv_cache.clone() if config.verify.replay_against_eager else None,
+    return Models(
+        target, draft, specs, checkpoint.vocab_size, checkpoint.generation, RequestTexts(load_tokenizer)
     )
 
 
-def _context_len(asked: int | None, positions: Mapping[ModelName, int], affordable: int) -> int:
-    """Return the maximum sequence length: ``asked``, or as many of the models' positions as are affordable.
-
-    Args:
-        asked: ``engine.max_model_len``.
-        positions: The number of positions of each model for which it is known.
-        affordable: The number of tokens that a KV cache has room for in memory.
-    """
-    if asked is None:
-        if "target" not in positions:
-            raise ConfigError(
-                "the checkpoint's config.json does not say how many positions the model has",
-                hint="set engine.max_model_len to the longest sequence that it is made for",
-            )
-        return min(*positions.values(), affordable)
-    for name, most in positions.items():
-        if asked > most:
-            model = "the model" if name == "target" else "the draft model"
-            raise ConfigError(
-                f"engine.max_model_len is {asked}; {model} has {most} positions",
-                hint=f"set it to {most} or less, or leave it out",
-            )
-    if asked > affordable:
-        raise ConfigError(
-            f"engine.max_model_len is {asked}; there is memory for a KV cache of {affordable} tokens",
-            hint=f"set it to {affordable} or less, or raise engine.kv_cache_memory_gib",
-        )
-    return asked
-
-
-def build_observers(selected: Sequence[tuple[str, type[Any]]]) -> list[object]:
-    """Build the observers of one lane.
-
-    Args:
-        selected: Names and classes, the outermost first.
-
-    Returns:
-        Observers, the outermost first. With ``GRAPHPACT_TRACE=1`` a trace comes first unless one is selected.
-
-    Raises:
-        PluginError: An observer cannot be built.
-    """
-    observers = [call_plugin("observer", name, observer) for name, observer in selected]
-    is_traced = os.environ.get("GRAPHPACT_TRACE", "0") not in {"", "0"}
-    if is_traced and HookTrace not in map(type, observers):
-        observers.insert(0, HookTrace())
-    return observers
-
-
-def build_lane(
-    plan: LanePlan,
-    config: EngineConfig,
-    *,
-    model: Forward,
-    spec: ModelSpec,
-    memory: Memory,
-    states: Sequence[torch.Tensor] = (),
-    observers: Sequence[object] = (),
-    on_capture: OnCapture | None = None,
-) -> tuple[Lane, Verifier | None]:
-    """Build one lane, without capturing.
-
-    The order of its observers, the outermost first: a log of captures, the strict observer of a strict lane,
-    the verifier, ``observers``.
-
-    Args:
-        plan: Its plugins and settings.
-        config: The configuration.
-        model: The model that it runs.
-        spec: The properties of that model.
-        memory: The memory that all lanes share.
-        states: The request state of a speculation algorithm.
-        observers: Hook wrappers.
-        on_capture: Called after each captured shape.
-
-    Returns:
-        The lane, and the verifier of its replays or None.
-
-    Raises:
-        ConfigError: The runner or the backend does not support a setting of the lane.
-        PluginError: A plugin of the lane cannot be built.
-    """
-
-    def make_backend(kv_cache: KVBuffers) -> AttentionBackend:
-        context = backend_context(plan, spec, memory, kv_cache)
-        return call_plugin("attention_backend", plan.backend_name, plan.backend, context)
-
-    context = RunnerContext(
-        spec.device,
-        plan.backend.capabilities,
-        plan.limits(memory.limits),
-        mode=plan.mode,
-        batch_sizes=plan.config.batch_sizes,
-        token_counts=plan.config.token_counts,
-        max_padding_ratio=plan.config.max_padding_ratio or 2.0,
-        lane=plan.name,
-        num_token_non_padded=spec.has_experts,
-        hidden_size=spec.hidden_sizes.get(plan.mode, 1),
-        dtype=spec.dtype,
-        layers=spec.layers,
-    )
-    runner = call_plugin("runner", plan.runner_name, plan.runner, context)
-    _require_configured_sizes(plan, runner)
-    driver = call_plugin(
-        "graph_driver",
-        plan.driver.name,
-        functools.partial(plan.driver, strict=True) if plan.config.strict else plan.driver,
-        spec.device,
-    )
-    outer: list[object] = [_CaptureLog(on_capture)]
-    verifier = None
-    if plan.config.strict:
-        ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache, states)
-        outer.append(driver.strict_observer(ownership))
-    if memory.shadow is not None and plan.runner is not EagerRunner:
-        verifier = Verifier(
-            make_backend=make_backend,
-            kv_cache=memory.kv_cache,
-            shadow=memory.shadow,
-            share=config.verify.replay_against_eager,
-            page_size=memory.limits.page_size,
-            seed=config.engine.seed,
-        )
-        outer.append(verifier)
-        if isinstance(driver, TapeDriver):
-            driver.traced = True  # tells the verifier where replays must be equal to the bit
-    lane = Lane(
-        plan.name,
-        model=model,
-        runner=runner,
-        backend=make_backend(memory.kv_cache),
-        driver=driver,
-        pact=config.verify.pact,
-        eager_reason=plan.eager_reason,
-        observers=[*outer, *observers],
-    )
-    return lane, verifier
-
-
-def build_speculator(
-    algorithm: type[SpeculationAlgorithm],
-    config: EngineConfig,
-    target: Any,
-    draft_model: Any,
-    memory: Memory,
-    sample: SampleAfter,
-    run: RunLane,
-) -> Speculator:
+def _build_algorithm(
+    algorithm: type[SpeculationAlgorithm], config: EngineConfig, models: Models, memory: Memory
+) -> tuple[SpeculationAlgorithm, dict[str, torch.Tensor]]:
     """Build the speculation algorithm and its request state.
-
-    Args:
-        algorithm: The algorithm.
-        config: The configuration.
-        target: The target model.
-        draft_model: The draft model; None for an algorithm without one.
-        memory: The memory that all lanes share.
-        sample: Chooses tokens: `Sampler.sample_after`.
-        run: ``(mode of a lane, batch) -> outputs``.
 
     Raises:
         PluginError: The algorithm or its state cannot be built.
     """
-    draft, name = draft_limits(config), str(config.speculative.algorithm)
+    name, draft = str(config.speculative.algorithm), models.draft
     context = SpeculationContext(
-        draft,
+        draft_limits(config),
         memory.max_model_len,
-        target_hidden_size=0 if draft_model is None else draft_model.target_hidden_size,
-        draft_hidden_size=0 if draft_model is None else draft_model.hidden_size,
-        dtype=target.dtype,
+        target_hidden_size=0 if draft is None else draft.target_hidden_size,
+        draft_hidden_size=0 if draft is None else draft.hidden_size,
+        dtype=models.target.dtype,
     )
     built = call_plugin("speculation", name, algorithm, context)
 
@@ -336,116 +301,27 @@ def build_speculator(
             for key, (shape, dtype) in declared.items()
         }
 
-    caches, num_layers = memory.kv_cache, len(target.layers)
-    its_cache = SimpleNamespace(k=caches.k[:num_layers], v=caches.v[:num_layers])
+    return built, call_plugin("speculation", name, make_state)
+
+
+def _build_speculator(
+    algorithm: SpeculationAlgorithm,
+    state: dict[str, torch.Tensor],
+    config: EngineConfig,
+    models: Models,
+    memory: Memory,
+    sample: SampleAfter,
+    lanes: LaneSet,
+) -> Speculator:
+    """Build what runs the steps of the algorithm, on the target's part of the KV cache."""
+    cache, num_layers = memory.kv_cache, len(models.target.layers)
+    of_target = SimpleNamespace(k=cache.k[:num_layers], v=cache.v[:num_layers])
     return Speculator(
-        built,
-        run=run,
+        algorithm,
+        run=lanes.run,
         sample=sample,
-        draft=draft,
-        state=call_plugin("speculation", name, make_state),
-        target_cache=list(kv_tensors(its_cache).values()),
+        draft=draft_limits(config),
+        state=state,
+        target_cache=list(kv_tensors(of_target).values()),
         max_position=memory.max_model_len - 1,
     )
-
-
-def _require_configured_sizes(plan: LanePlan, runner: GraphRunner) -> None:
-    """Refuse capture sizes that the runner does not use: its shapes have exactly the configured ones."""
-    shapes = all_returned(runner.shapes(), GraphShape, runner, "shapes")
-    for key, configured, captured, what in (
-        ("batch_sizes", plan.config.batch_sizes, {s.batch_size for s in shapes}, "requests"),
-        ("token_counts", plan.config.token_counts, {s.num_tokens for s in shapes}, "tokens"),
-    ):
-        if configured is not None and captured != set(configured):
-            sizes = ", ".join(map(str, sorted(captured)))
-            raise ConfigError(
-                f"lanes.{plan.name}.{key} = {list(configured)}, but runner {plan.runner_name!r}"
-                + (f" captures shapes of {sizes} {what}" if captured else " captures nothing"),
-                hint=f"leave {key} out, or select a runner that captures the configured numbers of {what}",
-            )
-
-
-def require_each_can_run(lanes: Sequence[Lane]) -> None:
-    """Refuse a lane that never runs because an earlier lane of its mode takes all its batches.
-
-    Args:
-        lanes: All lanes of one mode, in their order.
-
-    Raises:
-        ConfigError: Names both lanes.
-    """
-    for earlier, lane in itertools.combinations(lanes, 2):
-        shapes, taken = set(lane.runner.shapes()), set(earlier.runner.shapes())
-        first = f"lanes.{earlier.name} comes first and captures"
-        if not shapes:
-            why = "it captures nothing, and of several lanes of one mode only the first runs eagerly"
-            hint = "put it first, or remove it"
-        elif earlier.runner.declines:  # it leaves batches to the later lane
-            continue
-        elif shapes == taken:
-            why, hint = f"{first} the same shapes", "give it other batch_sizes, or remove it"
-        elif shapes < taken:
-            why, hint = f"{first} all its shapes", "put it first, or give it other batch_sizes"
-        else:
-            continue
-        raise ConfigError(
-            f"lanes.{lane.name}, after lanes.{earlier.name} of the same mode, never runs: {why}",
-            hint=hint,
-        )
-
-
-def backend_context(plan: LanePlan, spec: ModelSpec, memory: Memory, kv_cache: KVBuffers) -> BackendContext:
-    """Return the context for building the backend of a lane on ``kv_cache``."""
-    return BackendContext(
-        spec.device,
-        spec.dtype,
-        spec.layers,
-        plan.backend_limits(memory.limits),
-        memory.requests.req_to_token,
-        kv_cache,
-        mode=plan.mode,
-        provider=plan.provider,
-    )
-
-
-class _CaptureLog:
-    """An observer that logs each captured shape, and calls ``on_capture``."""
-
-    def __init__(self, on_capture: OnCapture | None) -> None:
-        self._on_capture = on_capture
-
-    @hookimpl(wrapper=True)
-    def capture(self, lane: Lane, shape: GraphShape) -> Around:
-        """Log a shape once it is captured."""
-        captured: CapturedShape = yield
-        log_event(
-            _log,
-            logging.INFO,
-            "shape captured",
-            lane=lane.name,
-            shape=str(shape),
-            seconds=round(captured.stats.capture_seconds, 6),
-            nodes=captured.graph.num_nodes,
-            bytes=captured.graph.pool_nbytes,
-        )
-        if self._on_capture is not None:
-            self._on_capture(lane.name, shape, len(lane.captured), len(lane.shapes))
-        return captured
-
-
-def _kv_budget(gib: float | None, device: torch.device) -> int:
-    if gib is not None:
-        return int(gib * 2**30)
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-    else:
-        free = _free_host_memory()
-    return int(free * _MEMORY_SHARE[device.type])
-
-
-def _free_host_memory() -> int:
-    """Return the bytes of free host memory; all host memory, or 8 GiB, if the system does not report it."""
-    for name in ("SC_AVPHYS_PAGES", "SC_PHYS_PAGES"):  # macOS has only the second
-        if name in getattr(os, "sysconf_names", {}):
-            return os.sysconf(name) * os.sysconf("SC_PAGE_SIZE")
-    return 8 * 2**30  # Windows has neither

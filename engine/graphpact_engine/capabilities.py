@@ -7,9 +7,10 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from graphpact.attention import Capabilities, LayerSpec
+from graphpact.attention import AttentionBackend, Capabilities, LayerSpec
 from graphpact.attention.capabilities import in_words
 from graphpact.batch import ForwardMode
+from graphpact.plugins import Loaded, PluginCatalog
 from graphpact_engine.errors import UnsupportedModelError
 
 
@@ -68,3 +69,22 @@ def list_alternatives(names: Sequence[str]) -> str:
     if not names:
         return "no other installed attention backend fits"
     return f"attention backends that fit: {', '.join(names)}"
+
+
+def backends_that(fits: Callable[[type[AttentionBackend]], bool], catalog: PluginCatalog) -> list[str]:
+    """Return the names of the installed attention backends that ``fits`` accepts.
+
+    Broken backends, and those for which ``fits`` raises, are left out.
+    """
+
+    def ask(backend: type[AttentionBackend]) -> bool:
+        try:
+            return fits(backend)
+        except Exception:  # noqa: BLE001  third-party code; a refused provider raises too
+            return False
+
+    return [
+        plugin.info.name
+        for plugin in map(catalog.load, catalog.infos("attention_backend"))
+        if isinstance(plugin, Loaded) and ask(plugin.cls)
+    ]

@@ -1,5 +1,7 @@
 """`names_plugins`: turns what a plugin raises in an engine into an error that names the plugin.
 
+Where the engine calls one plugin that it knows by name, `call_plugin` does the same, and needs no search.
+
 The plugin is found by the frames of the traceback, innermost first: a method of an object of its package,
 inherited or not, or other code of its package. A frame of the engine ends the search. A hook wrapper that
 does not yield once, and an object that lacks an attribute, raise outside of the plugin: they are found by
@@ -16,16 +18,16 @@ from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any, ParamSpec, TypeVar
 
-from graphpact.errors import EngineError, GraphpactError, KernelRefusal
+from graphpact.errors import EngineError, GraphpactError, KernelRefusal, PluginError
 from graphpact.graphs import Graph
-from graphpact.plugin_calls import describe_error, short_path
+from graphpact.plugin_calls import call, describe_error, short_path
 from graphpact.plugins import PluginCatalog, PluginInfo
 
 P = ParamSpec("P")
 T = TypeVar("T")
 
 _ENGINE = "graphpact_engine"
-_OURS = {"graphpact", "graphpact_cli", _ENGINE, "graphpact_conformance"}
+_OURS = {"graphpact", _ENGINE, "graphpact_cli", "graphpact_conformance"}
 _TRACEBACK = "GRAPHPACT_TRACEBACK=1 prints the traceback"
 
 
@@ -39,7 +41,7 @@ def names_plugins(method: Callable[P, T]) -> Callable[P, T]:
     """
 
     @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+    def guarded(*args: P.args, **kwargs: P.kwargs) -> T:
         try:
             return method(*args, **kwargs)
         except (GraphpactError, KernelRefusal, KeyboardInterrupt):
@@ -50,7 +52,13 @@ def names_plugins(method: Callable[P, T]) -> Callable[P, T]:
                 raise
             raise fault from error
 
-    return call
+    return guarded
+
+
+def call_plugin(kind: str, name: str, make: Callable[..., T], *args: Any) -> T:
+    """Call into a plugin; raise `PluginError` with its name for any exception that is no `GraphpactError`."""
+    hint = "select another one, or set GRAPHPACT_TRACEBACK=1 to see the traceback"
+    return call(f"{kind} {name!r} cannot be used: it", make, *args, error=PluginError, hint=hint)
 
 
 def _fault(error: BaseException, given: Sequence[object]) -> EngineError | None:

@@ -1,47 +1,35 @@
-"""The choice of plugins for each lane, checked against each other and against the model.
+"""The choice of plugins for each lane, checked against each other.
 
-Cheap checks come first: before any weight is read, every name is looked up, and every driver and kernel
-provider is asked whether it can run here. A model that a backend cannot run is refused before any capture.
+Before any weight is read, every name is looked up, and every driver and kernel provider is asked whether it
+can run here.
 
-Does not: build anything; `graphpact_engine.build` does.
+Does not: build anything (`graphpact_engine.build_lanes` does), or look at a model
+(`graphpact_engine.model_checks` does).
 """
 
 import functools
 import logging
-import reprlib
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, TypeVar
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 import torch
 
-from graphpact.attention import (
-    AttentionBackend,
-    BackendContext,
-    DraftLimits,
-    GraphSupport,
-    HeadLayout,
-    LayerSpec,
-    Limits,
-    ProviderName,
-)
-from graphpact.attention.providers import choose_provider, lacking
+from graphpact.attention import AttentionBackend, DraftLimits, GraphSupport, Limits, ProviderName
+from graphpact.attention.providers import choose_provider
 from graphpact.batch import ForwardMode
-from graphpact.errors import ConfigError, GraphpactError, PluginError
+from graphpact.errors import ConfigError, PluginError
 from graphpact.graphs import GraphDriver
-from graphpact.plugin_calls import describe_error, place_of
-from graphpact.plugin_checks import observer_fault
-from graphpact.plugins import Loaded, PluginCatalog
+from graphpact.plugins import PluginCatalog
 from graphpact.runners import EagerRunner, GraphRunner
 from graphpact.shapes import EagerReason
 from graphpact.speculation import LaneRole, SpeculationAlgorithm
-from graphpact_engine.capabilities import list_alternatives, require_capabilities
-from graphpact_engine.config import LANE_MODES, EngineConfig, LaneConfig, LaneMode, SpeculativeConfig
-from graphpact_engine.errors import UnsupportedModelError
+from graphpact_engine.capabilities import backends_that, list_alternatives
+from graphpact_engine.config import LANE_MODES, EngineConfig, LaneConfig, LaneMode
+from graphpact_engine.faults import call_plugin
+from graphpact_engine.selection import draft_limits
 
 _log = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 ModelName = Literal["target", "draft"]
 
@@ -107,148 +95,27 @@ class LanePlan:
         return replace(self.limits(shared), draft=self.draft.for_backend(self.mode))
 
 
-@dataclass(frozen=True, slots=True)
-class ModelSpec:
-    """The properties of the loaded model that lanes and memory depend on.
-
-    Args:
-        layers: Its attention layers.
-        dtype: Dtype of weights and KV cache.
-        device: Device of the weights.
-        max_model_len: Number of its positions; None if its config does not say.
-        expanded_for: The lane whose backend makes the model's MLA layers run expanded; None if none are
-            expanded.
-        expanded_layers: Returns ``layers`` in expanded form; None if the model caches no latents.
-        hidden_sizes: For a draft model, the widths of the hidden states that its batches carry, by forward
-            mode.
-        has_experts: Whether it routes tokens to experts, which must not compute padding.
-    """
-
-    layers: Sequence[LayerSpec]
-    dtype: torch.dtype
-    device: torch.device
-    max_model_len: int | None
-    expanded_for: "LanePlan | None" = None
-    expanded_layers: Callable[[], Sequence[LayerSpec]] | None = None
-    hidden_sizes: Mapping[ForwardMode, int] = field(default_factory=dict)
-    has_experts: bool = False
-
-
-def resolve_device(name: str) -> torch.device:
-    """Return the device that ``engine.device`` names; ``auto`` is a GPU if there is one.
-
-    Raises:
-        ConfigError: The device does not exist.
-    """
-    if name == "auto":
-        name = "cuda" if torch.cuda.is_available() else "cpu"
-    device = torch.device(name)
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        raise ConfigError(
-            f"engine.device is {name!r}; torch sees {torch.cuda.device_count()} CUDA devices here",
-            hint='set engine.device = "cpu", or run `graphpact doctor`',
-        )
-    return device
-
-
-def choose_async(config: EngineConfig, device: torch.device) -> bool:
-    """Return whether decode steps are scheduled asynchronously.
-
-    Raises:
-        ConfigError: It is asked for with speculation.
-    """
-    asked = config.engine.async_scheduling
-    drafts = config.speculative.algorithm is not None
-    if asked == "auto":
-        return device.type == "cuda" and not drafts
-    if asked and drafts:
-        raise ConfigError(
-            "engine.async_scheduling = true, but speculative.algorithm is set: how many tokens a verification"
-            " accepts decides the slots and lengths of the next step",
-            hint="leave engine.async_scheduling out, or remove [speculative]",
-        )
-    return asked
-
-
-def select_algorithm(config: EngineConfig, catalog: PluginCatalog) -> type[SpeculationAlgorithm] | None:
-    """Look up the speculation algorithm of the configuration; None without speculation.
-
-    Raises:
-        PluginError: The name is unknown, rejected or ambiguous, or the algorithm has lanes of unknown names.
-        ConfigError: A key of the table has no effect without an algorithm, or needs another one.
-    """
-    asked = config.speculative
-    if asked.algorithm is None:
-        if asked != SpeculativeConfig():
-            keys = ", ".join(f"speculative.{name}" for name in sorted(asked.model_fields_set))
-            raise ConfigError(
-                f"{keys} has no effect: speculative.algorithm is not set",
-                hint='set speculative.algorithm, such as "eagle", or remove the table',
-            )
-        return None
-    algorithm = catalog.select("speculation", asked.algorithm)
-    known = LANE_MODES[len(_ROLES) :]
-    if unknown := sorted(algorithm.lanes.keys() - set(known)):
-        raise PluginError(
-            f"speculation {asked.algorithm!r} has a lane {unknown[0]!r}; lanes are called {', '.join(known)}",
-            hint="a defect of that plugin: name its lanes by what they do",
-        )
-    if [role.mode for role in algorithm.lanes.values()].count(ForwardMode.TARGET_VERIFY) != 1:
-        raise PluginError(
-            f"speculation {asked.algorithm!r} has the lanes {', '.join(algorithm.lanes)}; one has to be"
-            " of mode target_verify",
-            hint="a defect of that plugin: one lane lets the target verify",
-        )
-    drafts = any(role.model == "draft" for role in algorithm.lanes.values())
-    if drafts is (asked.draft_model is None):
-        needs = "needs a draft model" if drafts else "drafts without a model"
-        raise ConfigError(
-            f"speculative.algorithm {asked.algorithm!r} {needs}; speculative.draft_model is"
-            f" {reprlib.repr(asked.draft_model) if asked.draft_model else 'not set'}",
-            hint="set it to the directory of a draft model that was trained for this target"
-            if drafts
-            else "remove speculative.draft_model",
-        )
-    return algorithm
-
-
-def draft_limits(config: EngineConfig) -> DraftLimits:
-    """Return the largest draft of the configuration; all 1 without speculation."""
-    asked = config.speculative
-    if asked.algorithm is None:
-        return DraftLimits()
-    width = asked.num_draft_tokens or asked.num_steps * asked.topk + 1
-    return DraftLimits(asked.num_steps, asked.topk, width)
-
-
 def _planned(
     config: EngineConfig, algorithm: type[SpeculationAlgorithm] | None
 ) -> list[tuple[str, LaneConfig, LaneRole]]:
-    """Return every lane with its role: those of the configuration, and default ones for other roles."""
+    """Return every lane with its role, sorted by mode: a mode without a lane gets one with its name."""
     roles: Mapping[str, LaneRole] = _ROLES
     if algorithm is not None:
         roles = {**algorithm.lanes, "prefill": _ROLES["prefill"]}
-    lanes = dict(config.lanes.items())
     for name, lane in config.lanes.items():
-        if lane.mode in roles:
-            continue
-        if algorithm is not None and lane == LaneConfig(mode="decode"):
-            del lanes[name]  # the default lane
-        else:
+        if lane.mode not in roles:
             why = "speculation drafts and verifies instead" if algorithm else "it needs [speculative]"
             raise ConfigError(
                 f"lanes.{name}, of mode {lane.mode}, never runs: {why}",
                 hint=f"modes of lanes are here {', '.join(roles)}",
             )
-    given = {lane.mode for lane in lanes.values()}
+    planned = []
     for mode in LANE_MODES:
-        if mode in roles and mode not in given:
-            if mode in lanes:
-                raise ConfigError(
-                    f"lanes.{mode} has the mode {lanes[mode].mode}", hint="give the lane another name"
-                )
-            lanes[mode] = LaneConfig(mode=mode)
-    return [(name, lane, roles[lane.mode]) for name, lane in lanes.items()]
+        if mode in roles:
+            given = [(name, lane) for name, lane in config.lanes.items() if lane.mode == mode]
+            default = [(str(mode), LaneConfig(mode=mode))]
+            planned += [(name, lane, roles[mode]) for name, lane in given or default]
+    return planned
 
 
 def plan_lanes(
@@ -315,7 +182,7 @@ def _obstacle_to_mixed(
             return fault, 'select another runner ("eager" serves every mode)'
         backend_name = lane.attention_backend or config.engine.attention_backend
         if mixed not in catalog.select("attention_backend", backend_name).capabilities.modes:
-            others = list_alternatives(_backends_that(lambda b: mixed in b.capabilities.modes, catalog))
+            others = list_alternatives(backends_that(lambda b: mixed in b.capabilities.modes, catalog))
             fault = f"the attention backend of lanes.{name}, {backend_name!r}, lacks the mode mixed; {others}"
             return fault, f"select another lanes.{name}.attention_backend"
     return None
@@ -349,7 +216,7 @@ def _plan_lane(
         raise ConfigError(
             f"lanes.{name}: runner {runner_name!r} captures {needs.value} batches;"
             f" the graph support of attention backend {backend_name!r} is {support.value};"
-            f" {list_alternatives(_backends_that(fits, catalog))}",
+            f" {list_alternatives(backends_that(fits, catalog))}",
             hint=f"select another lanes.{name}.attention_backend, or set lanes.{name}.capture = false",
         )
     _require_captures(name, lane, runner_name, runner, driver_name, driver)
@@ -465,93 +332,6 @@ def _unavailable(driver: type[GraphDriver], name: str, device: torch.device) -> 
     )
 
 
-def select_observers(config: EngineConfig, catalog: PluginCatalog) -> list[tuple[str, type[Any]]]:
-    """Look up the observers of the configuration; return names and classes, the outermost first.
-
-    Raises:
-        PluginError: A name is unknown, rejected or ambiguous.
-    """
-    return [(name, catalog.select("observer", name)) for name in config.engine.observers]
-
-
-def require_observers(observers: Sequence[object]) -> None:
-    """Refuse an object that cannot observe a lane, among observers that a caller passes.
-
-    Raises:
-        ConfigError: Names the object and its fault.
-    """
-    for at, observer in enumerate(observers):
-        reason = observer_fault(type(observer))
-        if isinstance(observer, type):
-            reason = f"it is the class {observer.__name__}, not an instance of it"
-        if reason is not None:
-            raise ConfigError(
-                f"observers[{at}] is not an observer: {reason}",
-                hint="an observer is an object with hook wrappers: @graphpact.hookimpl(wrapper=True)",
-            )
-
-
-def lane_without_latents(plans: Sequence[LanePlan]) -> LanePlan | None:
-    """Return the first lane whose backend has no MLA; None if every backend has MLA.
-
-    All lanes share one KV cache: one backend without MLA makes the cache hold keys and values of every head
-    instead of latents.
-    """
-    target = [p for p in plans if p.model == "target"]
-    return next((p for p in target if HeadLayout.MLA not in p.backend.capabilities.head_layouts), None)
-
-
-def check_backends(
-    plans: Sequence[LanePlan],
-    contexts: Sequence[BackendContext],
-    catalog: PluginCatalog,
-    specs: Mapping[ModelName, ModelSpec],
-) -> None:
-    """Refuse a model that the backend of a lane or its kernels cannot run, before any capture.
-
-    Logs one warning for each backend whose preferred kernels cannot run.
-
-    Raises:
-        UnsupportedModelError: The model needs what a backend lacks; names the backends that have it.
-        ConfigError: The kernel provider of the configuration cannot run the model.
-    """
-    warnings: dict[str, None] = {}
-    for plan, context in zip(plans, contexts, strict=True):
-        spec = specs[plan.model]
-        fits = functools.partial(_can_run, plan.runner, context, spec)
-        others = functools.partial(_backends_that, fits, catalog)
-        remedy = functools.partial(_another_backend, plan, plans, contexts, specs)
-        _require_backend_fits(plan, spec, context.limits, remedy, others)
-        choose = functools.partial(choose_provider, plan.provider_setting, plan.backend.providers)
-        asked = context.provider, context.device, context
-        chosen, passed_over = call_plugin("attention_backend", plan.backend_name, choose, *asked)
-        if chosen is not None and passed_over:
-            why = "; ".join(f"{name}: {reason}" for name, reason in passed_over.items())
-            line = f"attention backend {plan.backend_name!r} runs {chosen.name} kernels; {why}"
-            warnings[line] = None
-    for line in warnings:
-        _log.warning("%s", line)
-
-
-def _backends_that(fits: Callable[[type[AttentionBackend]], bool], catalog: PluginCatalog) -> list[str]:
-    """Return the names of the installed attention backends that ``fits`` accepts.
-
-    Broken backends, and those for which ``fits`` raises, are left out.
-    """
-
-    def ask(backend: type[AttentionBackend]) -> bool:
-        try:
-            return fits(backend)
-        except Exception:  # noqa: BLE001  third-party code; a refused provider raises too
-            return False
-
-    return [
-        plugin.info.name
-        for plugin in map(catalog.load, catalog.infos("attention_backend"))
-        if isinstance(plugin, Loaded) and ask(plugin.cls)
-    ]
-
-
 def _serves(
     mode: ForwardMode,
     needs: GraphSupport,
@@ -563,90 +343,3 @@ def _serves(
     can = backend.capabilities
     choose_provider(backend.__name__, backend.providers, provider, device)
     return mode in can.modes and device.type in can.devices and can.graph_support.covers(needs)
-
-
-def _can_run(
-    runner: type[GraphRunner],
-    context: BackendContext,
-    spec: ModelSpec,
-    backend: type[AttentionBackend],
-) -> bool:
-    """Return whether ``backend`` fits a lane of ``runner`` with this model."""
-    can = backend.capabilities
-    if spec.expanded_layers is not None and HeadLayout.MLA not in can.head_layouts:
-        context = replace(context, layers=spec.expanded_layers())
-    choose_provider(backend.__name__, backend.providers, context.provider, context.device, context)
-    return can.graph_support.covers(runner.needs) and not lacking(can, context)
-
-
-def _demands(plan: LanePlan, spec: ModelSpec, limits: Limits) -> dict[str, Any]:
-    """Return what a lane needs of its backend, as `Capabilities.missing` takes it."""
-    return {
-        "layers": spec.layers,
-        "mode": plan.mode,
-        "dtype": spec.dtype,
-        "device": spec.device,
-        "page_size": limits.page_size,
-        "topk": limits.draft.topk,
-    }
-
-
-def _another_backend(
-    plan: LanePlan,
-    plans: Sequence[LanePlan],
-    contexts: Sequence[BackendContext],
-    specs: Mapping[ModelName, ModelSpec],
-) -> str:
-    """Return how another backend is selected for a lane, so that other lanes can keep the one it has."""
-    if plan.config.attention_backend is not None:
-        return f"select another lanes.{plan.name}.attention_backend"
-    keep = [
-        f'lanes.{each.name}.attention_backend = "{plan.backend_name}"'
-        for each, context in zip(plans, contexts, strict=True)
-        if each.config.attention_backend is None
-        and not plan.backend.capabilities.missing(**_demands(each, specs[each.model], context.limits))
-    ]
-    another = "select another engine.attention_backend"
-    return f"set {' and '.join(keep)}, and {another} for the other lanes" if keep else another
-
-
-def _require_backend_fits(
-    plan: LanePlan,
-    spec: ModelSpec,
-    limits: Limits,
-    remedy: Callable[[], str],
-    others: Callable[[], list[str]],
-) -> None:
-    """Refuse a model that needs what the lane's backend lacks; name the lane that made MLA run expanded."""
-    try:
-        require_capabilities(
-            plan.backend_name,
-            plan.backend.capabilities,
-            **_demands(plan, spec, limits),
-            remedy=remedy,
-            others=others,
-        )
-    except UnsupportedModelError as error:
-        other, layouts = spec.expanded_for, plan.backend.capabilities.head_layouts
-        fits = all(layer.head_layout in layouts for layer in spec.layers)
-        if other is None or fits or HeadLayout.MLA not in layouts:
-            raise
-        raise UnsupportedModelError(
-            f"{error.message}; the model has MLA, which runs in expanded form, because all lanes share one KV"
-            f" cache and the attention backend of lanes.{other.name}, {other.backend_name!r}, has no MLA",
-            hint=f'set lanes.{other.name}.attention_backend = "{plan.backend_name}", or do not select'
-            f" {plan.backend_name!r}",
-        ) from error
-
-
-def call_plugin(kind: str, name: str, make: Callable[..., T], *args: Any) -> T:
-    """Call into a plugin; raise `PluginError` with its name for any exception that is no `GraphpactError`."""
-    try:
-        return make(*args)
-    except (GraphpactError, KeyboardInterrupt):
-        raise
-    except BaseException as error:  # SystemExit; the panics of Rust extensions
-        raise PluginError(
-            f"{kind} {name!r} cannot be used: it raised {describe_error(error)} (at {place_of(error)})",
-            hint="select another one, or set GRAPHPACT_TRACEBACK=1 to see the traceback",
-        ) from error

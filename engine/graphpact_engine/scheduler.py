@@ -24,67 +24,21 @@ Does not: run the model, choose tokens, handle text or vocabulary, or lock: one 
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
 
 import torch
 
-from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, EngineError
 from graphpact_engine.batches import BatchBuilder
 from graphpact_engine.errors import RequestError
 from graphpact_engine.logs import log_event
 from graphpact_engine.pools import PagePool, RequestPool
 from graphpact_engine.request import FinishReason, Request, RequestState
+from graphpact_engine.request_memory import RequestMemory
+from graphpact_engine.scheduled import ScheduledBatch
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class ScheduledBatch:
-    """The work of one step: a batch to run, and which of its requests yield a token.
-
-    Args:
-        batch: The batch.
-        requests: In batch order, oldest first.
-        samples: Whether each request yields a token; False while part of its prompt remains.
-        step: Number of the step; only the newest step can be committed.
-        cache_loc: ``[bs, num_reserved]`` int64: the KV slots that a decode reserved for each request, the one
-            of its newest token first; None for a prefill step, in which nothing is drafted.
-        computed: The computed tokens of each request after a prefill step; None for a decode, after which it
-            is one for each of its tokens more.
-
-    The tensors of a decode hold it until the next step is scheduled.
-    """
-
-    batch: ForwardBatch
-    requests: list[Request]
-    samples: list[bool]
-    step: int
-    cache_loc: torch.Tensor | None = None
-    computed: list[int] | None = None
-
-    @property
-    def all_sample(self) -> bool:
-        """Whether every request yields a token."""
-        return all(self.samples)
-
-    @property
-    def sampled_indices(self) -> list[int]:
-        """Batch indices of the requests that yield a token."""
-        return [at for at, yields in enumerate(self.samples) if yields]
-
-    def tokens_of(self, sampled: Iterable[int]) -> list[list[int]]:
-        """Return the tokens of each request, one or none, from those of `sampled_requests`."""
-        if self.all_sample:
-            return [[token] for token in sampled]
-        each = iter(sampled)
-        return [[next(each)] if yields else [] for yields in self.samples]
-
-    @property
-    def sampled_requests(self) -> list[Request]:
-        """The requests that yield a token, in batch order."""
-        return self.requests if self.all_sample else [self.requests[at] for at in self.sampled_indices]
 
 
 class Scheduler:
@@ -166,6 +120,9 @@ class Scheduler:
         self.num_preemptions = 0
         self._rows = request_pool
         self._pages = page_pool
+        self._memory = RequestMemory(
+            request_pool, page_pool, num_reserved=num_reserved, max_model_len=max_model_len
+        )
         self._builder = BatchBuilder(
             request_pool,
             page_pool,
@@ -215,7 +172,7 @@ class Scheduler:
                 f"leave room for a new one within max_model_len {self.max_model_len}",
                 hint="shorten the prompt, or raise engine.max_model_len up to the limit of the model",
             )
-        longest = self._most_slots(request)
+        longest = self._memory.most_slots(request)
         needed = self._pages.pages_for(longest)
         if needed > self._pages.num_pages:
             raise RequestError(
@@ -442,7 +399,7 @@ class Scheduler:
                 self._tell_finished(request)
                 return
         if self.num_reserved > 1:
-            self._give_back(request)
+            self._memory.give_back(request)
 
     def _stop(self, request: Request) -> FinishReason:
         """Give a request the reason "stop", because its text has a stop string; end it if it is alive."""
@@ -451,18 +408,6 @@ class Scheduler:
         else:
             self._finish(request, "stop")
         return "stop"
-
-    def _most_slots(self, request: Request) -> int:
-        """Return the maximum number of KV slots of the request: its tokens, and those reserved after them."""
-        longest = min(len(request.prompt_token_ids) + request.sampling.max_new_tokens, self.max_model_len)
-        return longest + self.num_reserved - 1
-
-    def _pages_to_grow(self, request: Request) -> int:
-        """Return how many pages an admitted request may lack in its next decode step."""
-        owned = len(request.pages)
-        if self._most_slots(request) <= owned * self._pages.page_size:
-            return 0
-        return max(self._pages.pages_for(request.num_tokens - 1 + self.num_reserved) - owned, 1)
 
     def _plan(self) -> ScheduledBatch | None:
         """Return the next step, or None if no request can advance."""
@@ -519,39 +464,19 @@ class Scheduler:
         if not self._waiting or len(self._admitted) >= self.max_num_seqs:
             return None
         request = self._waiting[0]
-        pages_for = self._pages.pages_for
-        margin = sum(map(self._pages_to_grow, self._admitted))
-        if (
-            self._rows.num_free == 0
-            or pages_for(request.num_tokens + self.num_reserved) + margin > self._pages.num_free
-            or (pages := self._pages.alloc(pages_for(request.num_tokens))) is None
-        ):
+        if not self._memory.admit(request, sum(map(self._memory.pages_to_grow, self._admitted))):
             return None
-        request.row = self._rows.alloc()
-        request.pages = pages
         request.state = RequestState.PREFILLING
         self._admitted.append(self._waiting.popleft())
         return request
 
     def _grow(self, request: Request) -> None:
         """Allocate the slots of a decode step; preempt from the youngest, at last the request itself."""
-        most = request.num_computed + self.num_reserved
-        if most <= len(request.pages) * self._pages.page_size:
-            return
-        needed = self._pages.pages_for(most) - len(request.pages)
-        while (pages := self._pages.alloc(needed)) is None:
+        while not self._memory.grow(request):
             youngest = self._admitted[-1]
             self._preempt(youngest)
             if youngest is request:
                 return
-        request.pages += pages
-
-    def _give_back(self, request: Request) -> None:
-        """Free the pages of a running request that hold none of its tokens."""
-        kept = self._pages.pages_for(request.num_computed)
-        if kept < len(request.pages):
-            self._pages.free(request.pages[kept:])
-            del request.pages[kept:]
 
     def _preempt(self, request: Request) -> None:
         """Send the youngest admitted request back to the front of the queue."""
@@ -574,11 +499,7 @@ class Scheduler:
         """Free the memory of an admitted request."""
         self._running = None
         self._admitted.remove(request)
-        self._pages.free(request.pages)
-        request.pages = []
-        if request.row is not None:
-            self._rows.free(request.row)
-        request.row = None
+        self._memory.release(request)
 
     def _finish(self, request: Request, reason: FinishReason) -> None:
         """End a request in any state."""

@@ -34,7 +34,7 @@ from graphpact.speculation import (
 )
 from graphpact.step import StepOutputs
 from graphpact_engine.request import Request
-from graphpact_engine.scheduler import ScheduledBatch
+from graphpact_engine.scheduled import ScheduledBatch
 
 SampleAfter: TypeAlias = Callable[[torch.Tensor, Sequence[Request], Sequence[Sequence[int]]], list[int]]
 """`Sampler.sample_after`."""

@@ -41,7 +41,7 @@ from graphpact.lane import Lane, PreparedStep
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_engine.output_file import OutputFile
 from graphpact_engine.phases import Around, HookObserver, Phase
-from graphpact_engine.scheduler import ScheduledBatch
+from graphpact_engine.scheduled import ScheduledBatch
 
 _MOST_KEPT = 1024  # events that are kept before they are written
 

@@ -19,6 +19,7 @@ from graphpact_engine.config import (
     RESERVED_VARIABLES,
     ConfigKey,
     EngineConfig,
+    LaneConfig,
     LanesConfig,
     config_keys,
 )
@@ -81,9 +82,7 @@ KEYS: dict[str, ConfigKey] = {key.name: key for key in config_keys(["decode", "p
 DEFAULTS = {key.name: key.default for key in KEYS.values()} | {
     "engine.observers": [],
     "lanes.decode.mode": "decode",
-    "lanes.decode.runner": "cuda_graph",
     "lanes.prefill.mode": "prefill",
-    "lanes.prefill.runner": "eager",
 }
 SETTINGS = st.fixed_dictionaries({}, optional=VALUES)
 
@@ -97,7 +96,10 @@ def look_up(config: EngineConfig, key: str) -> Any:
     """Return the value of a dotted key of a configuration; a tuple as a list."""
     value: Any = config
     for name in key.split("."):
-        value = value[name] if isinstance(value, LanesConfig) else getattr(value, name)
+        if isinstance(value, LanesConfig):
+            value = value.root.get(name) or LaneConfig.model_validate({"mode": name})
+        else:
+            value = getattr(value, name)
     return list(value) if isinstance(value, tuple) else value
 
 
@@ -133,10 +135,7 @@ def test_the_defaults_are_those_of_the_design() -> None:
     config = EngineConfig.load(env={})
     assert config == EngineConfig()
     assert {key: look_up(config, key) for key in KEYS} == DEFAULTS
-    assert [(n, lane.runner) for n, lane in config.lanes.items()] == [
-        ("decode", "cuda_graph"),
-        ("prefill", "eager"),
-    ]
+    assert [*config.lanes.items()] == []
     assert (config.engine.attention_backend, config.engine.page_size) == ("flashinfer", 16)
     assert (config.verify.pact, config.verify.replay_against_eager) == ("always", 0.0)
 

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_engine import Engine
-from graphpact_engine.build import require_each_can_run
 from graphpact_engine.config import LANE_MODES, EngineConfig, LaneConfig, LanesConfig, config_keys
+from graphpact_engine.lanes import LaneSet
+from graphpact_engine.plans import _planned
 
 NAMES = st.from_regex(r"[a-z][a-z0-9_]{0,9}", fullmatch=True).filter(lambda name: name not in LANE_MODES)
 TABLES = st.fixed_dictionaries(
@@ -35,9 +35,9 @@ def load(*overrides: str, text: str = "", env: dict[str, str] | None = None) -> 
 
 
 def lanes(*overrides: str, text: str = "", env: dict[str, str] | None = None) -> list[str]:
-    """Return each lane of a configuration as ``name mode runner``."""
-    found = load(*overrides, text=text, env=env).lanes.items()
-    return [f"{name} {lane.mode} {lane.runner}" for name, lane in found]
+    """Return each lane of an engine of this configuration as ``name mode runner``."""
+    planned = _planned(load(*overrides, text=text, env=env), None)
+    return [f"{name} {lane.mode} {lane.runner or role.runner}" for name, lane, role in planned]
 
 
 def refusal(*overrides: str, text: str = "", env: dict[str, str] | None = None) -> str:
@@ -100,9 +100,7 @@ def test_every_source_makes_the_same_lanes(tables: dict[str, dict[str, Any]]) ->
     keys = {(name, key): json.dumps(value) for name, table in tables.items() for key, value in table.items()}
     text = "\n".join(f"lanes.{name}.{key} = {value}" for (name, key), value in keys.items())
     from_file = load(text=text).lanes
-    assert [name for name, _ in from_file.items() if name in tables] == sorted(
-        tables, key=lambda name: tables[name]["mode"]
-    )
+    assert [name for name, _ in from_file.items()] == sorted(tables, key=lambda name: tables[name]["mode"])
     assert from_file == load(*(f"lanes.{n}.{k}={value}" for (n, k), value in keys.items())).lanes
     variables = {f"GRAPHPACT_LANES__{n}__{k}".upper(): value for (n, k), value in keys.items()}
     assert dict(from_file.items()) == dict(load(env=variables).lanes.items())
@@ -247,11 +245,10 @@ class FakeLane:
         return next(fits, EagerReason.OVER_LARGEST)
 
 
-def engine_of(*fakes: FakeLane) -> Any:
-    """Return an engine with these decode lanes only."""
-    engine: Any = object.__new__(Engine)
-    engine._lanes_of = {"decode": list(fakes)}
-    return engine
+def lanes_of(*fakes: FakeLane) -> LaneSet:
+    """Return a set of these decode lanes only."""
+    lanes: Any = list(fakes)
+    return LaneSet({"decode": lanes})
 
 
 def batch(size: int) -> Any:
@@ -262,8 +259,8 @@ def batch(size: int) -> Any:
 def test_the_first_lane_with_a_shape_runs_and_else_the_first() -> None:
     """The first lane with a shape for a batch runs it; if no lane has one, the first lane does."""
     small, large, other = FakeLane("small", [1, 2]), FakeLane("large", [4]), FakeLane("other", [8])
-    engine = engine_of(small, large, other)
-    chosen = [engine.lane_of(batch(size)).name for size in (1, 2, 3, 4, 5, 9)]
+    lanes = lanes_of(small, large, other)
+    chosen = [lanes.choose_target(batch(size)).name for size in (1, 2, 3, 4, 5, 9)]
     assert chosen == ["small", "small", "large", "large", "other", "small"]
     assert (small.asked, large.asked, other.asked) == (6, 4, 2)
 
@@ -271,7 +268,7 @@ def test_the_first_lane_with_a_shape_runs_and_else_the_first() -> None:
 def test_the_only_lane_of_a_mode_is_not_asked() -> None:
     """The only lane of a mode is chosen without a call of `fit`."""
     lane = FakeLane("decode", [1])
-    assert engine_of(lane).lane_of(batch(5)) is lane
+    assert lanes_of(lane).choose_target(batch(5)) is lane
     assert lane.asked == 0
 
 
@@ -293,13 +290,12 @@ def test_the_only_lane_of_a_mode_is_not_asked() -> None:
 )
 def test_a_lane_that_never_runs_is_refused(sizes: list[list[int]], says: str) -> None:
     """A later lane is refused if an earlier one has all its shapes, or if it has no shape."""
-    fakes: Any = [FakeLane(name, own) for name, own in zip("abc", sizes, strict=False)]
+    fakes = [FakeLane(name, own) for name, own in zip("abc", sizes, strict=False)]
     with pytest.raises(ConfigError, match=says):
-        require_each_can_run(fakes)
+        lanes_of(*fakes)
 
 
 @pytest.mark.parametrize("sizes", [[], [[]], [[1, 2], [1, 2, 4]], [[], [1]], [[2], [1], [4]]])
 def test_lanes_that_can_all_run_are_let_in(sizes: list[list[int]]) -> None:
     """A lane with a shape that earlier lanes lack is accepted, and so is a first lane without shapes."""
-    fakes: Any = [FakeLane(name, own) for name, own in zip("abc", sizes, strict=False)]
-    require_each_can_run(fakes)
+    lanes_of(*(FakeLane(name, own) for name, own in zip("abc", sizes, strict=False)))

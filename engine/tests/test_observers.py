@@ -9,9 +9,9 @@ from importlib_metadata import EntryPoint
 from graphpact.errors import ConfigError, PluginError, RejectedPluginError, UnknownPluginError
 from graphpact.hookspecs import hookimpl
 from graphpact.plugins import PluginCatalog, PluginInfo
-from graphpact_engine.build import build_observers
+from graphpact_engine.build_lanes import build_observers
 from graphpact_engine.config import EngineConfig
-from graphpact_engine.plans import require_observers, select_observers
+from graphpact_engine.selection import require_observers, select_observers
 from graphpact_engine.trace import HookTrace
 
 TARGETS = {

@@ -23,7 +23,8 @@ from graphpact_engine.errors import RequestError
 from graphpact_engine.pools import PagePool, RequestPool
 from graphpact_engine.request import Request, RequestState, SamplingParams
 from graphpact_engine.sampler import Sampler
-from graphpact_engine.scheduler import ScheduledBatch, Scheduler
+from graphpact_engine.scheduled import ScheduledBatch
+from graphpact_engine.scheduler import Scheduler
 
 VOCAB = 50
 EOS = 7

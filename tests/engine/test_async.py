@@ -17,7 +17,7 @@ from graphpact.errors import ConfigError, EngineError
 from graphpact.hookspecs import hookimpl
 from graphpact_engine import Engine, Request, SamplingParams
 from graphpact_engine.config import EngineConfig
-from graphpact_engine.plans import choose_async
+from graphpact_engine.selection import choose_async
 from graphpact_engine.timeline import ChromeTrace
 from support import thinned
 
@@ -89,7 +89,7 @@ def run(engine: Engine, seed: int, *, aborts: bool = False) -> tuple[list[list[i
         before = {one.request_id: len(one.output_token_ids) for one, _ in started}
         got = engine.step()
         assert all(len(one.output_token_ids) == before[one.request_id] + 1 for one in got)
-        num_ahead += engine._flight is not None
+        num_ahead += getattr(engine._loop, "_flight", None) is not None
         engine.scheduler.check_invariants()
         for one, most in started:
             if most is not None and len(one.output_token_ids) >= most:
@@ -127,7 +127,7 @@ def test_a_request_that_arrives_is_not_kept_waiting() -> None:
         engine.add([1, 2, 3], sampling)
         for _ in range(4):
             engine.step()
-        assert engine._flight is not None
+        assert engine._loop._flight is not None
         late = engine.add([4, 5], sampling)
         engine.step()
         assert engine.step()[-1] is late
@@ -236,13 +236,13 @@ def test_an_aborted_request_of_a_step_in_flight_is_dropped() -> None:
         requests = [engine.add([1, 2, at], make()) for at in range(3)]
         for _ in range(3):
             engine.step()
-        assert engine._flight is not None
+        assert engine._loop._flight is not None
         for request in requests:
             assert engine.abort(request)
         assert engine.memory.pages.num_free == engine.memory.pages.num_pages
         assert not engine.scheduler.has_work
         assert engine.step() == []
-        assert engine._flight is None
+        assert engine._loop._flight is None
         counts = [len(request.output_token_ids) for request in requests]
         (later,) = engine.generate([[5, 6]], make())
         assert [len(request.output_token_ids) for request in requests] == counts
@@ -259,7 +259,7 @@ def test_invalid_logits_of_an_aborted_request_end_no_step() -> None:
         engine.step()
         fails.at = {fails.num_steps + 2}  # the step ahead, whose last row is the aborted request's
         engine.step()
-        assert engine._flight is not None
+        assert engine._loop._flight is not None
         assert engine.abort(aborted)
         while engine.scheduler.has_work:
             engine.step()

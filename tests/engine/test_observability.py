@@ -168,9 +168,9 @@ def test_without_an_observer_of_phases_nothing_is_wrapped() -> None:
     """An engine calls scheduler and sampler themselves, and its lanes are plain ones."""
     with build() as engine:
         assert [type(lane) for lane in engine.lanes] == [Lane, Lane]
-        assert engine._schedule == engine.scheduler.schedule
-        assert engine._commit == engine.scheduler.commit
-        assert engine._run_step is Engine._step
+        assert engine._loop._schedule == engine.scheduler.schedule
+        assert engine._loop._commit == engine.scheduler.commit
+        assert engine._run_step == engine._loop.step
 
 
 # -- metrics ---------------------------------------------------------------------------------------

@@ -164,8 +164,8 @@ def _try_models(problems: list[Fault]) -> None:
 
 def _try_defaults(catalog: PluginCatalog, problems: list[Fault]) -> None:
     """Check that the plugins selected by default or by the environment can be used here."""
-    from graphpact_engine.plans import (  # noqa: PLC0415
-        plan_lanes,
+    from graphpact_engine.plans import plan_lanes  # noqa: PLC0415
+    from graphpact_engine.selection import (  # noqa: PLC0415
         resolve_device,
         select_algorithm,
         select_observers,

@@ -14,7 +14,7 @@ from graphpact_cli.console import clean, talk
 
 if TYPE_CHECKING:
     from graphpact.shapes import GraphShape
-    from graphpact_engine.build import OnCapture
+    from graphpact_engine.build_lanes import OnCapture
 
 
 @contextmanager
