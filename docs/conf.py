@@ -44,9 +44,13 @@ Every public name, by distribution, read from the source.
 {%- endfor %}
 """
 
+# Types in signatures link to what the reference has. The others, and names at a second place, have no target.
+nitpick_ignore_regex = [("py:.*", ".*")]
 suppress_warnings = [
     # Links to files of the repository that are no pages; tests/test_docs.py checks that the files are there.
     "myst.xref_missing",
+    # Types that a signature names without their module, where several attributes have that name.
+    "ref.python",
     # Functions called `_`, which register implementations.
     "autodoc2.dup_item",
 ]
