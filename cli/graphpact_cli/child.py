@@ -133,7 +133,10 @@ def main(
         work: The function, as ``module:name``. Its first argument is a `Parent`.
         arguments: Its other arguments.
     """
+    if pipe.poll():
+        return  # the parent was interrupted while it waited for the start
     os.setsid()
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # which its server blocks
     parent = Parent(pipe, folder, limit)
     os.environ.clear()
     os.environ.update(environment)

@@ -20,7 +20,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import connection, forkserver
+from multiprocessing import connection, forkserver, resource_tracker
 from pathlib import Path
 from types import ModuleType
 from typing import Any, Self
@@ -37,7 +37,6 @@ _START_LIMIT = 300.0  # seconds for the imports of the work, before the limit of
 _GRACE = 1.0  # seconds in which helpers of libraries may end after their process
 _KILL_LIMIT = 10.0  # seconds for the end of processes that start others faster than they are killed
 _MOST_WRITTEN = 64 << 20  # bytes of stdout or stderr; a child that writes more is killed
-_MOST_SHOWN = 1 << 20  # bytes of these in an ending
 _MOST_MESSAGES = 256  # heard in a row, before other children and limits get their turn
 _TICK = 0.05  # seconds between two looks at children without messages
 _SAMPLES, _SAMPLE_PAUSE = 10, 0.02  # stack samples of a hanging child, and seconds between two
@@ -111,8 +110,13 @@ def prepare(preload: Iterable[str]) -> None:
         preload: Modules that the server imports. A server that runs already imports no more.
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([child.__name__, *preload])
-    with _as_children_need():
-        forkserver.ensure_running()
+    resource_tracker.ensure_running()  # the server starts it otherwise, which unblocks SIGINT
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # no Ctrl-C for the server, in imports
+    try:
+        with _as_children_need():
+            forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def run(tasks: Iterable[Task], workers: int) -> None:
@@ -155,14 +159,17 @@ class _Child:
             (self._folder / name).touch()
         context = multiprocessing.get_context("forkserver")
         self._pipe, theirs = context.Pipe()
-        arguments = (theirs, self._folder, _environment(), task.limit, task.work, task.arguments())
+        environment = {**os.environ, **_variables()}
+        arguments = (theirs, self._folder, environment, task.limit, task.work, task.arguments())
         self._process = context.Process(target=child.main, args=arguments, daemon=False)
         try:
             with theirs, _as_children_need():
                 self._process.start()
-        except (OSError, EOFError) as error:
-            with self:
+        except BaseException as error:
+            self.__exit__()  # which ends the child, if there is one
+            if isinstance(error, OSError | EOFError):
                 raise EngineError(f"no child process can be started: {error}") from error
+            raise
         self._pid = self._process.pid or 0
         self._began = time.monotonic()
         self._deadline = self._began + _START_LIMIT
@@ -207,7 +214,8 @@ class _Child:
         names = sorted(left.values())
         deadline = time.monotonic() + _KILL_LIMIT
         while time.monotonic() < deadline:
-            _kill(os.kill, self._pid)  # it may lead no group yet
+            if self._process.exitcode is None:
+                _kill(os.kill, self._pid)  # it may lead no group yet
             _kill(os.killpg, self._pid)
             for pid in left:
                 _kill(os.kill, pid)
@@ -241,7 +249,7 @@ class _Child:
 
     def _written(self, name: str) -> str:
         with (self._folder / name).open("rb") as file:
-            return file.read(_MOST_SHOWN).decode(errors="replace")
+            return file.read(2 * _MOST_WRITTEN).decode(errors="replace")
 
     def _listen(self) -> None:
         for _ in range(_MOST_MESSAGES):
@@ -304,21 +312,25 @@ def _as_children_need() -> Iterator[None]:
     `multiprocessing` imports the main module in each child. Children need nothing of it, and a script
     without a guard would run again.
     """
-    environment, main = dict(os.environ), sys.modules["__main__"]
-    os.environ.update(_environment())
+    variables, main = _variables(), sys.modules["__main__"]
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
     sys.modules["__main__"] = ModuleType("__main__")
     try:
         yield
     finally:
         sys.modules["__main__"] = main
-        os.environ.clear()
-        os.environ.update(environment)
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
-def _environment() -> dict[str, str]:
-    """Return the environment of a child: with the import path of this process."""
+def _variables() -> dict[str, str]:
+    """Return the environment variables that children do not share with this process."""
     path = os.pathsep.join(folder or os.getcwd() for folder in sys.path)  # noqa: PTH109  text to text
-    return {**os.environ, **_SETTINGS, "PYTHONPATH": path}
+    return {**_SETTINGS, "PYTHONPATH": path}
 
 
 def _session(leader: int) -> dict[int, str]:

@@ -174,7 +174,7 @@ class Bench:
 def stand_in() -> Iterator[None]:
     """Have child processes use the stand-in suite."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(supervise.Examination, "work", "stand_in_suite:examine")
+        patch.setattr(supervise.TargetTask, "work", "stand_in_suite:examine")
         patch.setattr(supervise._NameResolution, "work", "stand_in_suite:resolve")
         yield
 
@@ -435,7 +435,7 @@ def test_a_process_that_does_not_start_again_is_an_error(
     bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If the worker cannot start for an examination, the result is an error of the suite."""
-    monkeypatch.setattr(supervise.Examination, "work", "not_here:examine")
+    monkeypatch.setattr(supervise.TargetTask, "work", "not_here:examine")
     report = bench.check("good")
     assert outcomes(of(report, "good")) == [("suite", "start", "error")]
     assert "No module named 'not_here'" in evidence(of(report, "good"), "suite")

@@ -28,7 +28,40 @@ _NAMES = {
     "step": ("RegionContext", "StepOutputs"),
 }
 _MODULE_OF = {name: f"graphpact.{module}" for module, names in _NAMES.items() for name in names}
-__all__ = sorted(_MODULE_OF)  # noqa: PLE0605  the names above
+__all__ = [
+    "CONTRACT_VERSION",
+    "AttentionBackend",
+    "BackendContext",
+    "Capabilities",
+    "CaptureSizes",
+    "CudaGraphBufferRegistry",
+    "EagerReason",
+    "FillContext",
+    "ForwardBatch",
+    "ForwardMode",
+    "Graph",
+    "GraphDriver",
+    "GraphRunner",
+    "GraphShape",
+    "GraphSlot",
+    "GraphpactError",
+    "Lane",
+    "LayerSpec",
+    "Limits",
+    "Pact",
+    "PaddingPolicy",
+    "PreparedStep",
+    "RegionContext",
+    "SpeculationAlgorithm",
+    "StepOutputs",
+    "TaskKey",
+    "bounded",
+    "declare_kernel",
+    "hookimpl",
+    "hookspec",
+    "metadata_slot",
+    "updated",
+]
 
 
 def __getattr__(name: str) -> Any:

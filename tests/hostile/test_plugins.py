@@ -47,6 +47,7 @@ IMPORTS = {  # what each module does, and its reason in the list
     "closes": ("os.close(1); os.close(2); sys.stdout.close(); sys.stderr = None", None),
     "writes": ("print('{\"kind\": 1}'); os.write(1, b'noise')", None),
     "forks": ("os.fork() or time.sleep(1000)", None),
+    "splits": ("os.fork()", None),
 }
 
 

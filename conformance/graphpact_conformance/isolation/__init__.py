@@ -1,7 +1,7 @@
 """Plugins in child processes, which may hang, exit, crash or print.
 
     supervise      what a run asks of processes, and the report of what they found
-    examination    the processes of one target: its results, and what their ends mean
+    target_task    the processes of one target: its results, and what their ends mean
     worker         the process that imports a plugin and examines it
     messages       what a worker tells besides results
 

@@ -24,14 +24,14 @@ from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError
 from graphpact.plugins import PluginCatalog
 from graphpact_cli import children
 from graphpact_cli.children import Ending, Task
-from graphpact_conformance.isolation.examination import (
+from graphpact_conformance.isolation.messages import Raised, Refused, Resolved, Warned, evidence
+from graphpact_conformance.isolation.target_task import (
     TIMEOUT_VARIABLE,
     WORKER,
-    Examination,
     OnBegin,
     OnResult,
+    TargetTask,
 )
-from graphpact_conformance.isolation.messages import Raised, Refused, Resolved, Warned, evidence
 from graphpact_conformance.merge import merged
 from graphpact_conformance.results import Environment, PluginResults, Report
 from graphpact_conformance.targets import Options, Target
@@ -95,7 +95,7 @@ def check(
     parts = max(1, workers // max(len(resolved.targets), 1))  # per target, if there are few targets
     examinations = [
         [
-            Examination(target, options, catalog, xfails, bound, on_result, on_begin, (first, parts))
+            TargetTask(target, options, catalog, xfails, bound, on_result, on_begin, (first, parts))
             for first in range(parts)
         ]
         for target in resolved.targets

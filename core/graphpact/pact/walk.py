@@ -20,7 +20,12 @@ Form = Literal["fields", "keys", "items"]
 
 
 class Parts(NamedTuple):
-    """The parts of a container: attributes by name, values by key, or items by index."""
+    """The parts of a container.
+
+    Args:
+        form: Whether they are attributes, values of a mapping, or items of a list or tuple.
+        items: The parts by attribute name, by key, or by index.
+    """
 
     form: Form
     items: dict[Hashable, Any]

@@ -1,4 +1,4 @@
-"""`Examination`: the child processes that examine a target, its results, and what their ends mean.
+"""`TargetTask`: the child processes that examine a target, its results, and what their ends mean.
 
 Does not: start or watch processes (see `graphpact_cli.children`), or check a rule.
 """
@@ -27,7 +27,7 @@ OnResult = Callable[[Target, Result], None]
 OnBegin = Callable[[Target, str], None]
 
 
-class Examination(Task):
+class TargetTask(Task):
     """The task that examines a target, or a part of its lanes, with restarts."""
 
     work = f"{WORKER}:examine"
