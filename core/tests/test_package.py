@@ -28,7 +28,7 @@ def test_every_public_name_is_there_and_declared_once() -> None:
         for node in stub.body
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
     ]
-    assert sorted(declared) == graphpact.__all__
+    assert declared == graphpact.__all__
     for name in graphpact.__all__:
         assert getattr(graphpact, name) is not None
     assert "lane" not in graphpact.__all__
