@@ -99,7 +99,7 @@ LONG = (
     "recipes.short_context",
     "recipes.providers",
 )
-"""Recipes that take longest; `tests/engine/test_prefill_graphs.py` runs the first two in engines."""
+"""Recipes that take longest; `engine/tests/test_prefill_graphs.py` runs the first two in engines."""
 
 
 @pytest.mark.parametrize(

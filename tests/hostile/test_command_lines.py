@@ -1,6 +1,6 @@
 """Command lines that ask for what is not there: one line, the right status, no traceback.
 
-Does not: name every option; `tests/test_commands.py` and `tests/test_cli_*.py` have the commands' own tests.
+Does not: name every option; the commands' own tests do, such as `engine/tests/test_cli_generate.py`.
 """
 
 from pathlib import Path

@@ -1,6 +1,6 @@
 """Prompts and sampling parameters of every type: served right, or refused with what a prompt is.
 
-Does not: run the command; `tests/test_cli_generate.py` has its prompts.
+Does not: run the command; `engine/tests/test_cli_generate.py` has its prompts.
 """
 
 import array
@@ -20,7 +20,7 @@ from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import RequestError
 
-TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
+TINY = Path(__file__).parents[3] / "examples/models/tiny-llama"
 IDS = [84, 104, 101, 32]  # the bytes of "The "
 SHORT = SamplingParams(max_new_tokens=2)
 

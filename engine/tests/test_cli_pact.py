@@ -17,7 +17,7 @@ from graphpact_engine.cli.pact import pact
 from graphpact_engine.saved_pacts import SavedPacts
 from graphpact_tape.tape import Tape
 
-DEMO = Path(__file__).parents[1] / "examples/demo.toml"
+DEMO = Path(__file__).parents[2] / "examples/demo.toml"
 ENGINE = ["--config", str(DEMO), "--set", 'engine.device="cpu"']
 
 

@@ -786,7 +786,7 @@ def test_an_unknown_activation_is_named(
 
 # -- the tokenizer ---------------------------------------------------------------------------------
 
-TINY = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
+TINY = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 
 
 @pytest.mark.parametrize("case", ODD_JSON)

@@ -16,7 +16,7 @@ from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.tape import Tape, TapeDriver
 from support import survey_here
 
-DEMO = Path(__file__).parents[1] / "examples/demo.toml"
+DEMO = Path(__file__).parents[2] / "examples/demo.toml"
 MEMORY = ["doctor", "--memory", "--config", str(DEMO), "--set", 'engine.device="cpu"']
 
 

@@ -11,7 +11,7 @@ from random_programs import operations_of, run
 Seeds = Callable[[int, int], Sequence[int]]
 
 NAMES = operations_of("strict")
-AGAIN = "tests/graphs/test_random_strict_tapes.py -k replays_equal"
+AGAIN = "plugins/tape/tests/test_random_strict_tapes.py -k replays_equal"
 
 
 def _driver() -> TapeDriver:

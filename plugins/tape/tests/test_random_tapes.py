@@ -18,7 +18,7 @@ from random_programs import error_of, first_failure, operations_of, run
 Seeds = Callable[[int, int], Sequence[int]]
 
 NAMES = operations_of("fast")
-AGAIN = "tests/graphs/test_random_tapes.py -k replays_equal"
+AGAIN = "plugins/tape/tests/test_random_tapes.py -k replays_equal"
 
 
 def _driver() -> TapeDriver:

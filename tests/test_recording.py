@@ -20,7 +20,7 @@ from graphpact_engine.engine import Engine
 from graphpact_engine.recording import Recorder
 from graphpact_engine.request import SamplingParams
 
-MODELS = Path(__file__).resolve().parents[2] / "examples" / "models"
+MODELS = Path(__file__).resolve().parents[1] / "examples" / "models"
 PROMPTS = [[3, 5, 7], [11], [2] * 20]
 EAGLE = {"algorithm": "eagle", "draft_model": str(MODELS / "tiny-llama-eagle"), "num_steps": 2}
 MTP = {"algorithm": "frozen_kv_mtp", "draft_model": str(MODELS / "tiny-llama-mtp"), "num_steps": 2}

@@ -28,7 +28,7 @@ from graphpact_engine.config import EngineConfig
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
 from support import Catalog, thinned
 
-MODEL = Path(__file__).parents[1] / "examples/models/tiny-llama"
+MODEL = Path(__file__).parents[2] / "examples/models/tiny-llama"
 CPU = torch.device("cpu")
 
 

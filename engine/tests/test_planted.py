@@ -34,7 +34,7 @@ from graphpact_engine.errors import VerificationError
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
 from support import Catalog, thinned
 
-MODEL = Path(__file__).parents[1] / "examples/models/tiny-llama"
+MODEL = Path(__file__).parents[2] / "examples/models/tiny-llama"
 PROMPTS = ["Return the ", "A", "The value of a graph is "]
 ALL = ("lanes.decode.strict=true", "verify.replay_against_eager=1")
 STRICT = ("lanes.decode.strict=true", "verify.pact=off")
