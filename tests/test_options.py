@@ -4,7 +4,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterator
 from types import ModuleType
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from pydantic import BaseModel
@@ -14,7 +14,10 @@ import graphpact.buffers
 import graphpact_adapters.sglang
 import graphpact_adapters.vllm
 import graphpact_engine
+from graphpact import attention
 from graphpact.errors import UnknownOptionError, UsageError, named_options
+from graphpact_conformance import targets
+from graphpact_conformance.cli import check
 from graphpact_engine import SamplingParams, config
 from graphpact_engine.config import EngineConfig
 
@@ -97,3 +100,11 @@ def test_what_is_decorated_stays_what_it_was() -> None:
     assert (add(1), add(1, b=2), add.__doc__) == (2, 3, "Return a sum.")
     with pytest.raises(UnknownOptionError, match="did you mean 'b'"):
         add(1, bb=2)  # type: ignore[call-arg]
+
+
+def test_the_names_of_providers_are_the_same_everywhere() -> None:
+    """Core, engine, suite and command know the same names; only the core imports torch for them."""
+    names = {"auto", "native", "compiled", "portable"}
+    assert {*get_args(attention.ProviderName)} == names
+    assert {*get_args(config.ProviderName)} == {*get_args(targets.Kernels)} == names
+    assert {*check.KernelsOption} == names

@@ -53,7 +53,7 @@ class Tiny:
         return StepOutputs(logits=(hidden @ self.head, "bs"))
 
 
-class World:
+class TinyLane:
     """A lane, the memory under it, and batches on that memory."""
 
     def __init__(self, seed: int, runner: type[CudaGraphRunner] = CudaGraphRunner) -> None:
@@ -118,26 +118,26 @@ class World:
 @torch.inference_mode()
 def test_replayed_batches_equal_eager_whatever_came_before() -> None:
     """Random decode batches of every size, in random order, replay to the logits of eager execution."""
-    world = World(seed=1)
-    captured_calls = world.model.calls
+    tiny = TinyLane(seed=1)
+    captured_calls = tiny.model.calls
     sizes = [size for size in range(1, 5) for _ in range(8)]
-    world.random.shuffle(sizes)
+    tiny.random.shuffle(sizes)
     for size in sizes:
-        replayed, eager = world.step(size)
+        replayed, eager = tiny.step(size)
         torch.testing.assert_close(replayed, eager, rtol=0, atol=1e-9)
-    stats = world.lane.stats
+    stats = tiny.lane.stats
     assert stats.replays == stats.pact_checks == len(sizes)
     assert {shape.batch_size: s.replays for shape, s in stats.shapes.items()} == {4: 16, 2: 8, 1: 8}
     assert not stats.eager
-    assert world.model.calls == captured_calls + len(sizes)  # the eager runs
+    assert tiny.model.calls == captured_calls + len(sizes)  # the eager runs
 
 
 @torch.inference_mode()
 def test_shrink_after_grow_in_one_shape() -> None:
     """Three requests after four, in the shape of four, are not changed by the stale fourth row."""
-    world = World(seed=2)
+    tiny = TinyLane(seed=2)
     for size in (4, 3, 4, 3, 3):
-        replayed, eager = world.step(size)
+        replayed, eager = tiny.step(size)
         assert replayed.shape == (size, VOCAB)
         torch.testing.assert_close(replayed, eager, rtol=0, atol=1e-9)
 
@@ -145,11 +145,11 @@ def test_shrink_after_grow_in_one_shape() -> None:
 @torch.inference_mode()
 def test_larger_than_the_largest_shape_runs_eagerly() -> None:
     """A batch that is larger than the largest shape runs eagerly, and its reason is counted."""
-    world = World(seed=3)
-    replayed, eager = world.step(5)
+    tiny = TinyLane(seed=3)
+    replayed, eager = tiny.step(5)
     torch.testing.assert_close(replayed, eager, rtol=0, atol=1e-9)
-    assert world.lane.stats.replays == 0
-    assert [reason.name for _, reason in world.lane.stats.eager.elements()] == ["over_largest"]
+    assert tiny.lane.stats.replays == 0
+    assert [reason.name for _, reason in tiny.lane.stats.eager.elements()] == ["over_largest"]
 
 
 class KeepsRows(CudaGraphRunner):
@@ -166,12 +166,12 @@ class KeepsRows(CudaGraphRunner):
 @torch.inference_mode()
 def test_a_stale_row_is_caught_when_planted() -> None:
     """With poisoned memory, a stale request row in the padding raises or gives wrong logits."""
-    world = World(seed=4, runner=KeepsRows)
-    world.step(4)
+    tiny = TinyLane(seed=4, runner=KeepsRows)
+    tiny.step(4)
     wrong = 0
     for _ in range(4):
         try:
-            replayed, eager = world.step(3)
+            replayed, eager = tiny.step(3)
         except IndexError:  # the stale row has no valid slot
             wrong += 1
         else:

@@ -227,3 +227,16 @@ def test_another_contract_is_named_to_people(
     assert "rejected" in row
     assert "cli-fake 2.5" in row
     assert f"contract version 7; this graphpact has version {CONTRACT_VERSION}" in row
+
+
+@pytest.mark.usefixtures("here")
+@pytest.mark.parametrize("stranger", [object, "portable", type("Nameless", (KernelProvider,), {})])
+def test_what_is_no_provider_keeps_a_backend_from_loading(
+    stranger: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A backend with an invalid provider is listed as rejected, and others as loaded."""
+    monkeypatch.setattr(FlashInferBackend, "providers", (stranger,))
+    found = listed(capsys, "-k", "attention_backend")
+    assert found["flashinfer"]["status"] == "rejected"
+    assert "FlashInferBackend.providers has" in found["flashinfer"]["reason"]
+    assert (found["trtllm_mla"]["status"], found["trtllm_mla"]["reason"]) == ("loaded", None)

@@ -8,9 +8,7 @@ import torch
 
 from graphpact import ForwardBatch, ForwardMode
 from graphpact.errors import EngineError, ReplayError
-from graphpact_tape.tape import TapeDriver
-from lane_rig import Rig
-from mode_rig import ModeRig
+from rigs.lane import LaneRig
 
 
 def _batch(mode: ForwardMode, bs: int, tokens: int, **more: Any) -> ForwardBatch:
@@ -72,7 +70,7 @@ def test_contradictions_are_refused(
 
 def test_a_lane_lets_in_no_contradiction() -> None:
     """A lane checks a batch before it counts a replay or an eager run."""
-    rig = Rig()
+    rig = LaneRig()
     batch = rig.batch(3, 2)
     wrong = replace(batch, out_cache_loc=batch.out_cache_loc[:, None])
     for run in (rig.lane.run, rig.lane.run_eager):
@@ -84,7 +82,7 @@ def test_a_lane_lets_in_no_contradiction() -> None:
 
 def test_a_sequence_longer_than_its_row_is_refused() -> None:
     """A sequence that is longer than a row of the page table is refused with its length and the limit."""
-    rig = Rig()
+    rig = LaneRig()
     batch = rig.batch(3, 2)
     batch.seq_lens_cpu[0] = 9
     with pytest.raises(EngineError, match=r"a sequence of 9 tokens .* holds 8"):
@@ -93,8 +91,7 @@ def test_a_sequence_longer_than_its_row_is_refused() -> None:
 
 def test_lengths_of_host_and_device_have_to_agree() -> None:
     """A strict lane refuses a batch whose host lengths differ from the device's, and runs others."""
-    driver = TapeDriver(torch.device("cpu"), strict=True)
-    rig = Rig(driver=driver, observers=[driver.strict_observer()])
+    rig = LaneRig(strict=True)
     batch = rig.batch(3, 2)
     rig.lane.run(batch)
     batch.seq_lens_cpu[1] = 4
@@ -105,8 +102,8 @@ def test_lengths_of_host_and_device_have_to_agree() -> None:
 
 def test_a_tree_is_refused_by_a_lane_of_chains() -> None:
     """A tree mask is not ignored: a lane that has no slot for it refuses the batch."""
-    rig = ModeRig(ForwardMode.TARGET_VERIFY)
-    batch = rig.batch([3, 5])
+    rig = LaneRig(ForwardMode.TARGET_VERIFY, strict=True)
+    batch = rig.batch(3, 5)
     rig.lane.run(batch)
     with pytest.raises(EngineError, match="the batch carries 'tree_mask'"):
         rig.lane.run(replace(batch, tree_mask=torch.ones(6, 3, dtype=torch.bool)))

@@ -15,9 +15,7 @@ from graphpact.errors import EngineError, SlotError
 from graphpact.runners import EagerRunner
 from graphpact.step import Attend
 from graphpact_cuda_graph import CudaGraphRunner
-from graphpact_tape.strict_observer import StrictObserver
-from graphpact_tape.tape import TapeDriver
-from lane_rig import CPU, DTYPE, SHAPE_OF, WIDTH, Rig
+from rigs.lane import DTYPE, SHAPE_OF, WIDTH, LaneRig
 
 HIDDEN, FLAG = "eagle.hidden_states", "eagle.flag"
 
@@ -61,15 +59,15 @@ def refused(lane: Lane, batch: ForwardBatch, *names: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def plain() -> Rig:
+def plain() -> LaneRig:
     """Return a rig with the default slots, captured once."""
     with torch.inference_mode():
-        return Rig()
+        return LaneRig()
 
 
 @settings(derandomize=True, max_examples=40)
 @given(names=st.sets(st.sampled_from(sorted(FIELDS)), min_size=1))
-def test_every_live_field_without_a_slot_is_refused(names: set[str], plain: Rig) -> None:
+def test_every_live_field_without_a_slot_is_refused(names: set[str], plain: LaneRig) -> None:
     """The refusal names exactly the tensors of a batch that have no slot."""
     with torch.inference_mode():
         batch = plain.batch(3, 2, 4)
@@ -79,7 +77,7 @@ def test_every_live_field_without_a_slot_is_refused(names: set[str], plain: Rig)
 
 @settings(derandomize=True, max_examples=20)
 @given(names=st.sets(st.sampled_from([HIDDEN, FLAG, "acme.rows"]), min_size=1))
-def test_every_entry_of_extra_without_a_slot_is_refused(names: set[str], plain: Rig) -> None:
+def test_every_entry_of_extra_without_a_slot_is_refused(names: set[str], plain: LaneRig) -> None:
     """Entries of ``extra`` without a slot are refused by their dotted names."""
     with torch.inference_mode():
         batch = plain.batch(3, 2, 4)
@@ -89,7 +87,7 @@ def test_every_entry_of_extra_without_a_slot_is_refused(names: set[str], plain: 
 
 def test_an_embedding_of_ngrams_without_its_slots_is_refused() -> None:
     """A tensor in ``ngram_embedding_info`` without a slot is refused like a field."""
-    rig = Rig()
+    rig = LaneRig()
     info = SimpleNamespace(column_starts=_counts(3), req_lens=_counts(3))
     batch = replace(rig.batch(3, 2, 4), ngram_embedding_info=info)
     refused(rig.lane, batch, "ngram_embedding_info.req_lens")
@@ -97,7 +95,7 @@ def test_an_embedding_of_ngrams_without_its_slots_is_refused() -> None:
 
 def test_a_kind_of_batch_is_looked_at_once() -> None:
     """An admitted kind of batch is checked once for each shape; a refused kind is refused every time."""
-    rig = Rig()
+    rig = LaneRig()
     record = rig.lane.captured[SHAPE_OF[4]]
     looks: list[tuple[object, ...]] = []
     admit = rig.lane._admit
@@ -122,7 +120,7 @@ def test_a_kind_of_batch_is_looked_at_once() -> None:
 
 def test_host_numbers_need_no_slot() -> None:
     """Integers and tuples on the host are admitted without a slot, because no graph reads them."""
-    rig = Rig()
+    rig = LaneRig()
     batch = replace(
         rig.batch(3, 2, 4),
         num_token_non_padded_cpu=3,
@@ -137,7 +135,7 @@ def test_host_numbers_need_no_slot() -> None:
 def test_an_eager_step_takes_every_field(lane: str) -> None:
     """An eager step admits every field and every entry of ``extra``, and the model gets them."""
     seen: list[ForwardBatch] = []
-    rig = Rig(runner=EagerRunner) if lane == "no graphs" else Rig(capture=lane == "too large")
+    rig = LaneRig(runner=EagerRunner) if lane == "no graphs" else LaneRig(capture=lane == "too large")
     plain = rig.model
     rig.lane.model = lambda batch, meta, attend: (seen.append(batch), plain(batch, meta, attend))[1]
     batch = rig.batch(*[2] * (5 if lane == "too large" else 3))
@@ -198,10 +196,9 @@ def with_extra(batch: ForwardBatch, size: int, value: float = 0.0) -> ForwardBat
 
 
 @pytest.fixture(scope="module")
-def eagle() -> Rig:
+def eagle() -> LaneRig:
     """Return a strict rig whose model adds its hidden states to the logits, captured once."""
-    driver = TapeDriver(CPU, strict=True)
-    rig = Rig(runner=Eagle, capture=False, driver=driver, observers=[StrictObserver(driver)])
+    rig = LaneRig(runner=Eagle, capture=False, strict=True)
     plain = rig.model
 
     def model(batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
@@ -216,7 +213,7 @@ def eagle() -> Rig:
 
 @settings(derandomize=True, max_examples=15)
 @given(steps=st.lists(st.integers(1, 4), min_size=1, max_size=4))
-def test_fields_of_a_plugin_are_filled_padded_and_seen_by_the_graph(steps: list[int], eagle: Rig) -> None:
+def test_fields_of_a_plugin_are_filled_padded_and_seen_by_the_graph(steps: list[int], eagle: LaneRig) -> None:
     """Entries of ``extra`` are copied to their slots and padded by policy; a replay computes with them."""
     with torch.inference_mode():
         rig = eagle
@@ -239,7 +236,7 @@ def test_fields_of_a_plugin_are_filled_padded_and_seen_by_the_graph(steps: list[
                 assert view.extra[name].data_ptr() == buffer.data_ptr()
 
 
-def test_a_batch_without_a_field_that_has_a_slot_is_refused(eagle: Rig) -> None:
+def test_a_batch_without_a_field_that_has_a_slot_is_refused(eagle: LaneRig) -> None:
     """A batch that lacks an entry of ``extra`` with a slot is refused: the slot would keep earlier rows."""
     batch = with_extra(eagle.batch(3, 2), 2)
     for name in (HIDDEN, FLAG):
@@ -250,7 +247,7 @@ def test_a_batch_without_a_field_that_has_a_slot_is_refused(eagle: Rig) -> None:
 
 def test_a_field_that_no_capture_had_is_refused() -> None:
     """A field with a slot that the dummy lacked is refused, because no graph was recorded with it."""
-    rig = Rig(runner=Forgets)
+    rig = LaneRig(runner=Forgets)
     batch = rig.batch(3, 2)
     rig.lane.run(batch)
     with pytest.raises(EngineError, match=f"'{HIDDEN}', '{FLAG}', which .* was captured without"):
@@ -261,5 +258,5 @@ def test_a_field_that_no_capture_had_is_refused() -> None:
 @pytest.mark.parametrize("name", ["hidden", "input_ids"])
 def test_an_entry_of_extra_without_an_owner_is_refused(name: str) -> None:
     """A name without a dot is refused even if a slot has it: the slot copies the field of that name."""
-    rig = Rig()
+    rig = LaneRig()
     refused(rig.lane, replace(rig.batch(3, 2), extra={name: torch.zeros(2, dtype=torch.int64)}), name)

@@ -13,7 +13,7 @@ from graphpact.attention import DraftLimits
 from graphpact.errors import EngineError
 from graphpact.runners import RunnerContext, dummy_batch
 from graphpact_flashinfer import FlashInferBackend
-from mode_rig import CONTEXT, CPU, DRAFTS, MODES, PAGE, ROWS, STEPS, FullGraphs, ModeRig
+from rigs.lane import CONTEXT, CPU, DRAFTS, MAX_BS, MODES, PAGE, STEPS, FullGraphs, LaneRig
 
 CASES = [(mode, 1) for mode in MODES] + [
     (ForwardMode.TARGET_VERIFY, 2),
@@ -119,28 +119,30 @@ def test_a_ragged_dummy_of_a_uniform_mode_is_refused(mode: ForwardMode) -> None:
 # -- capture and replay ----------------------------------------------------------------------------
 
 
-def _lengths(data: st.DataObject, rig: ModeRig) -> tuple[list[int], list[int] | None]:
-    """Draw numbers of cached and new tokens of one to four requests, with room for the step's tokens."""
-    bs = data.draw(st.integers(1, ROWS))
-    room = CONTEXT - max(DRAFTS, STEPS)
-    if not rig.mode.is_ragged:
-        return data.draw(st.lists(st.integers(1, room), min_size=bs, max_size=bs)), None
-    lengths = data.draw(st.lists(st.integers(0, room), min_size=bs, max_size=bs))
-    most = [min(CONTEXT - length, 16 // ROWS) for length in lengths]
-    return lengths, [data.draw(st.integers(1, n)) for n in most]
+def _batch(data: st.DataObject, rig: LaneRig) -> ForwardBatch:
+    """Draw a batch of one to four requests, with room for the step's tokens."""
+    bs = data.draw(st.integers(1, MAX_BS))
+    room, ragged = CONTEXT - max(DRAFTS, STEPS), rig.mode.is_ragged
+    cached = data.draw(st.lists(st.integers(0 if ragged else 1, room), min_size=bs, max_size=bs))
+    if rig.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE):
+        return rig.batch(*cached)
+    each = rig.runner.context.tokens_per_request
+    most = [min(CONTEXT - length, 16 // MAX_BS) for length in cached]
+    new = [data.draw(st.integers(1, n)) if each is None else each for n in most]
+    return rig.batch(*map(sum, zip(cached, new, strict=True)), new=new)
 
 
 @pytest.mark.parametrize(("mode", "topk"), CASES, ids=NAMES)
 def test_every_mode_is_captured_on_scratch_alone(mode: ForwardMode, topk: int) -> None:
     """Capturing every shape of a mode writes neither KV slots outside scratch nor the page table."""
-    rig = ModeRig(mode, topk=topk, capture=False)
-    for cache in (rig.kv.k[0], rig.kv.v[0]):
+    rig = LaneRig(mode, topk=topk, runner=FullGraphs, strict=True, capture=False)
+    for cache in rig.caches:
         cache[PAGE:] = 7.0
     table = rig.table.clone()
     rig.lane.capture_all()
     assert set(rig.lane.captured) == set(rig.lane.shapes)
     assert len(rig.lane.shapes) == 3
-    for cache in (rig.kv.k[0], rig.kv.v[0]):
+    for cache in rig.caches:
         assert bool((cache[PAGE:] == 7.0).all())
         assert bool(cache[:1].any())  # the dummy did run
     assert torch.equal(rig.table, table)
@@ -149,24 +151,25 @@ def test_every_mode_is_captured_on_scratch_alone(mode: ForwardMode, topk: int) -
 @pytest.mark.parametrize(("mode", "topk"), CASES, ids=NAMES)
 def test_replays_of_every_mode_equal_eager_steps(mode: ForwardMode, topk: int) -> None:
     """On poisoned memory, a replay of any batch gives the outputs and the KV cache of an eager step."""
-    rig = ModeRig(mode, topk=topk)
+    rig = LaneRig(mode, topk=topk, runner=FullGraphs, strict=True)
 
     @settings(derandomize=True, max_examples=12)
     @given(data=st.data())
     def steps(data: st.DataObject) -> None:
         with torch.inference_mode():
-            batch = rig.batch(*_lengths(data, rig))
-            caches = (rig.kv.k[0], rig.kv.v[0])
-            before = [cache.clone() for cache in caches]
+            batch = _batch(data, rig)
+            before = [cache.clone() for cache in rig.caches]
             replayed = rig.lane.run(batch).clone()
-            after = [cache.clone() for cache in caches]
-            for cache, old in zip(caches, before, strict=True):
+            after = [cache.clone() for cache in rig.caches]
+            for cache, old in zip(rig.caches, before, strict=True):
                 cache.copy_(old)
             eager = rig.lane.run_eager(batch)
-            for name in ("logits", "hidden_states"):
+            assert "logits" in replayed
+            assert [*replayed] == [*eager]
+            for name in replayed:
                 assert len(replayed[name]) == batch.num_tokens
                 torch.testing.assert_close(replayed[name], eager[name], rtol=0, atol=1e-9)
-            for cache, written in zip(caches, after, strict=True):
+            for cache, written in zip(rig.caches, after, strict=True):
                 torch.testing.assert_close(written[PAGE:], cache[PAGE:], equal_nan=True)
 
     steps()

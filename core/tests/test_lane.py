@@ -37,7 +37,7 @@ from graphpact.errors import (
 from graphpact.runners import EagerRunner
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
-from lane_rig import DTYPE, HOOKS, LAYER, SHAPE_OF, VOCAB, WIDTH, Rig
+from rigs.lane import DTYPE, HOOKS, LAYER, SHAPE_OF, VOCAB, WIDTH, LaneRig
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +52,7 @@ def _inference() -> Iterator[None]:
 
 def test_replays_and_eager_runs_are_counted_with_their_reasons() -> None:
     """Each run counts as a replay of a shape, with its live rows, or as an eager run for a reason."""
-    rig = Rig()
+    rig = LaneRig()
     assert rig.agrees(3)
     assert rig.agrees(2, 5, 1)
     assert rig.agrees(8, 8, 8)
@@ -76,10 +76,10 @@ def test_replays_and_eager_runs_are_counted_with_their_reasons() -> None:
 
 def test_eager_reasons_of_lanes_without_graphs() -> None:
     """The reason is NOT_CAPTURED before capture; with the eager runner it is NO_GRAPHS, and capture fails."""
-    rig = Rig(capture=False)
+    rig = LaneRig(capture=False)
     rig.lane.run(rig.batch(2))
     assert list(rig.lane.stats.eager) == [(ForwardMode.DECODE, EagerReason.NOT_CAPTURED)]
-    rig = Rig(runner=EagerRunner)
+    rig = LaneRig(runner=EagerRunner)
     assert rig.lane.run(rig.batch(2)).logits.shape == (1, VOCAB)
     assert list(rig.lane.stats.eager) == [(ForwardMode.DECODE, EagerReason.NO_GRAPHS)]
     assert rig.lane.stats.replays == 0
@@ -91,7 +91,7 @@ def test_eager_reasons_of_lanes_without_graphs() -> None:
 def test_a_lane_that_may_not_capture_runs_eagerly_for_its_own_reason() -> None:
     """A lane with an `eager_reason` has no shapes and counts its eager steps under that reason."""
     reason = EagerReason("no_compiler", "no C++ compiler")
-    rig = Rig(eager_reason=reason)
+    rig = LaneRig(eager_reason=reason)
     assert rig.lane.shapes == ()
     assert rig.lane.registry is None
     assert rig.agrees(2, 3)
@@ -112,14 +112,14 @@ def test_shapes_are_captured_largest_first_and_announced() -> None:
             seen.append(shape)
             return captured
 
-    rig = Rig(observers=[Announces()])
+    rig = LaneRig(observers=[Announces()])
     assert [s.batch_size for s in seen] == [4, 2, 1]
     assert list(rig.lane.stats.shapes) == seen
 
 
 def test_only_real_rows_come_back() -> None:
     """A padded replay returns only the live rows, in the output memory of the graph."""
-    rig = Rig()
+    rig = LaneRig()
     logits = rig.lane.run(rig.batch(4, 4, 4)).logits
     assert logits.shape == (3, VOCAB)
     assert logits.data_ptr() == rig.lane.captured[SHAPE_OF[4]].graph.outputs.logits.data_ptr()
@@ -128,7 +128,7 @@ def test_only_real_rows_come_back() -> None:
 @pytest.mark.parametrize(("mode", "every", "checks"), [("always", 1, 7), ("sampled", 3, 3), ("off", 1, 0)])
 def test_the_pact_is_checked_as_often_as_asked(mode: str, every: int, checks: int) -> None:
     """The pact is checked at every replay, at the first and every n-th after it, or never."""
-    rig = Rig(pact=mode, pact_sample_every=every)
+    rig = LaneRig(pact=mode, pact_sample_every=every)
     for _ in range(7):
         assert rig.agrees(1, 2)
     assert rig.lane.stats.pact_checks == checks
@@ -136,7 +136,7 @@ def test_the_pact_is_checked_as_often_as_asked(mode: str, every: int, checks: in
 
 def test_a_closed_lane_runs_eagerly() -> None:
     """`close` releases every graph; later batches run eagerly."""
-    rig = Rig()
+    rig = LaneRig()
     assert rig.agrees(2, 2)
     graphs = [captured.graph for captured in rig.lane.captured.values()]
     rig.lane.close()
@@ -149,7 +149,7 @@ def test_a_closed_lane_runs_eagerly() -> None:
 
 def test_closing_a_lane_releases_every_graph() -> None:
     """If the release of a graph raises, the other graphs are released, and later batches run eagerly."""
-    rig = Rig()
+    rig = LaneRig()
     graphs = [captured.graph for captured in rig.lane.captured.values()]
 
     def refuse() -> None:
@@ -205,14 +205,14 @@ class Watcher:
         return (yield from self._watch("run_step"))
 
 
-def _resolved(rig: Rig, name: str) -> Any:
+def _resolved(rig: LaneRig, name: str) -> Any:
     """Return the callable that a step of the lane uses for hook ``name``."""
     return getattr(rig.lane, f"_{name}")
 
 
 def test_unobserved_hooks_are_bound_methods() -> None:
     """Without an observer a step calls the plugins' bound methods directly, without pluggy."""
-    rig = Rig(capture=False)
+    rig = LaneRig(capture=False)
     owners = {"populate": rig.runner, "prepare_replay": rig.runner}
     for name in HOOKS:
         owner = owners.get(name, rig.backend)
@@ -223,7 +223,7 @@ def test_unobserved_hooks_are_bound_methods() -> None:
 def test_an_observer_sees_every_call() -> None:
     """A wrapped hook is a pluggy caller; the observer sees captures, replays and eager steps."""
     watcher = Watcher()
-    rig = Rig(observers=[watcher])
+    rig = LaneRig(observers=[watcher])
     for name in (*HOOKS, "run_step"):
         assert isinstance(_resolved(rig, name), pluggy.HookCaller)
     assert watcher.seen == ["populate", "prepare_replay", "init_metadata_capture"] * 3
@@ -253,7 +253,7 @@ def test_an_observer_of_one_hook_costs_the_others_nothing() -> None:
             OnlyReplay.calls += 1
             return (yield)
 
-    rig = Rig(observers=[OnlyReplay()])
+    rig = LaneRig(observers=[OnlyReplay()])
     assert isinstance(_resolved(rig, "init_metadata_replay"), pluggy.HookCaller)
     assert all(inspect.ismethod(_resolved(rig, n)) for n in HOOKS[:3])
     assert rig.agrees(3)
@@ -269,14 +269,14 @@ def test_a_hook_with_fewer_arguments_goes_through_pluggy() -> None:
             self.fill_metadata(view, captured)
             return captured
 
-    rig = Rig(backend=Brief)
+    rig = LaneRig(backend=Brief)
     assert isinstance(_resolved(rig, "init_metadata_replay"), pluggy.HookCaller)
     assert rig.agrees(2, 7)
 
 
 def test_an_observer_that_does_nothing_changes_nothing() -> None:
     """Logits with and without observers are the same, bit for bit."""
-    plain, watched = Rig(), Rig(observers=[Watcher()])
+    plain, watched = LaneRig(), LaneRig(observers=[Watcher()])
     for lengths in ((3,), (1, 8), (5, 2, 2)):
         a, b = (rig.lane.run(rig.batch(*lengths)).logits for rig in (plain, watched))
         assert torch.equal(a, b)
@@ -304,7 +304,7 @@ def test_an_override_of_a_hook_needs_no_marker(name: str, way: str) -> None:
         kind = type("Unmarked", (base,), with_hook)
     else:
         kind = type("Unmarked", (type("Mixin", (), with_hook), base), {})
-    rig = Rig(**{"runner" if base is CudaGraphRunner else "backend": kind})
+    rig = LaneRig(**{"runner" if base is CudaGraphRunner else "backend": kind})
     at_capture = len(calls)
     assert rig.agrees(2, 7)
     assert len(calls) - at_capture == (name != "init_metadata_capture")
@@ -323,7 +323,7 @@ def test_a_missing_hook_is_refused_when_the_lane_is_built(name: str) -> None:
     kind = type("Unmarked", (base,), {})
     setattr(kind, name, unmarked)
     with pytest.raises(EngineError) as error:
-        Rig(**{part: kind})
+        LaneRig(**{part: kind})
     assert repr(name) in str(error.value)
     assert "@graphpact.hookimpl" in str(error.value)
 
@@ -337,7 +337,7 @@ def test_a_misspelt_hook_is_refused_when_the_lane_is_built() -> None:
             """Never called."""
 
     with pytest.raises(pluggy.PluginValidationError, match="init_metadata_reply"):
-        Rig(backend=Misspelt)
+        LaneRig(backend=Misspelt)
 
 
 def test_a_hook_with_an_unknown_argument_is_refused_when_the_lane_is_built() -> None:
@@ -349,7 +349,7 @@ def test_a_hook_with_an_unknown_argument_is_refused_when_the_lane_is_built() -> 
             return (yield)
 
     with pytest.raises(pluggy.PluginValidationError, match="everything"):
-        Rig(observers=[Greedy()])
+        LaneRig(observers=[Greedy()])
 
 
 def test_the_contract_is_eight_first_result_hooks() -> None:
@@ -374,9 +374,9 @@ def test_the_contract_is_eight_first_result_hooks() -> None:
 # -- outputs ---------------------------------------------------------------------------------------
 
 
-def _gives(outputs: Callable[[StepOutputs], Any], **lane: Any) -> Rig:
+def _gives(outputs: Callable[[StepOutputs], Any], **lane: Any) -> LaneRig:
     """Return a captured rig whose model returns ``outputs`` applied to its usual outputs."""
-    rig = Rig(capture=False, **lane)
+    rig = LaneRig(capture=False, **lane)
     plain = rig.model
     rig.lane.model = lambda batch, metadata, attend: outputs(plain(batch, metadata, attend))
     rig.lane.capture_all()
@@ -417,7 +417,7 @@ def test_outputs_without_clear_rows_are_refused_at_capture(
     outputs: Callable[[StepOutputs], Any], says: str
 ) -> None:
     """A wrong return type and an output with a wrong axis or row count are refused; no graph is kept."""
-    rig = Rig(capture=False)
+    rig = LaneRig(capture=False)
     plain = rig.model
     rig.lane.model = lambda batch, metadata, attend: outputs(plain(batch, metadata, attend))
     with pytest.raises(GraphpactError, match=says):
@@ -431,7 +431,7 @@ def test_outputs_without_clear_rows_are_refused_at_capture(
 
 def test_there_is_one_record_of_each_captured_shape() -> None:
     """`captured` maps each shape, read-only, to its own step, graph, pact and statistics."""
-    rig = Rig()
+    rig = LaneRig()
     captured = rig.lane.captured
     assert [shape.batch_size for shape in captured] == [4, 2, 1]
     for shape, record in captured.items():
@@ -457,7 +457,7 @@ def test_there_is_one_record_of_each_captured_shape() -> None:
 
 def test_a_shape_that_is_captured_again_has_one_record() -> None:
     """Capturing a shape again replaces its record and its statistics; replays stay correct."""
-    rig = Rig()
+    rig = LaneRig()
     first = rig.lane.captured[SHAPE_OF[2]]
     rig.lane.capture(SHAPE_OF[2])
     second = rig.lane.captured[SHAPE_OF[2]]
@@ -470,7 +470,7 @@ def test_a_shape_that_is_captured_again_has_one_record() -> None:
 
 def test_a_run_is_a_launch_of_what_was_prepared() -> None:
     """`prepare` and `launch` give the same logits as `run`, bit for bit, for replays and eager steps."""
-    one, other = Rig(), Rig()
+    one, other = LaneRig(), LaneRig()
     for lengths in ((3,), (1, 8, 2), (1, 1, 1, 1, 1)):
         whole = one.lane.run(one.batch(*lengths))
         prepared = other.lane.prepare(other.batch(*lengths))
@@ -483,7 +483,7 @@ def test_a_run_is_a_launch_of_what_was_prepared() -> None:
 @pytest.mark.parametrize("lengths", [(3, 2), (1, 1, 1, 1, 1)], ids=["replay", "eager"])
 def test_a_prepared_step_is_launched_once_and_before_the_next(lengths: tuple[int, ...]) -> None:
     """`launch` refuses a step that was launched before, or that a later `prepare` or capture replaced."""
-    rig = Rig()
+    rig = LaneRig()
     prepared = rig.lane.prepare(rig.batch(*lengths))
     rig.lane.launch(prepared)
     counted = rig.lane.stats.replays, rig.lane.stats.eager.total()
@@ -510,7 +510,7 @@ def test_the_order_of_a_step() -> None:
 
     watcher = Watcher()
     watcher.seen = order
-    rig = Rig(observers=[watcher], backend=Ordered, capture=False, metadata_in_graph=False)
+    rig = LaneRig(observers=[watcher], backend=Ordered, capture=False, metadata_in_graph=False)
     with pytest.MonkeyPatch.context() as patch:
         of, check = Pact.of, Pact.check
         patch.setattr(Pact, "of", lambda *a, **k: (order.append("pact"), of(*a, **k))[1])
@@ -547,7 +547,7 @@ def test_the_step_sees_the_live_batch_and_its_metadata() -> None:
             steps.append(step)
             return super().compose(forward, step)
 
-    rig = Rig(runner=Composes)
+    rig = LaneRig(runner=Composes)
     assert [step.shape.batch_size for step in steps] == [4, 2, 1]
     batch = rig.batch(2, 3, 4)
     rig.lane.run(batch)
@@ -628,12 +628,12 @@ def test_a_backend_fills_its_own_slots(more: dict[str, Any]) -> None:
     with pytest.raises(
         SlotError, match=r"slot 'acme\.table' of acme: a backend's slots have a role and are filled by"
     ):
-        Rig(backend=backend)
+        LaneRig(backend=backend)
 
 
 def test_a_buffer_is_not_replaced_behind_a_graph() -> None:
     """The buffer of a slot cannot be reassigned, so fills always write the memory that graphs read."""
-    rig = Rig()
+    rig = LaneRig()
     registry = rig.lane.registry
     assert registry is not None
     slot = registry.get_slot("positions")
@@ -663,7 +663,7 @@ class ReadsHost(FlashInferBackend):
 )
 def test_the_pact_catches_when_planted(backend: type[FlashInferBackend], field: str) -> None:
     """A moved tensor or a changed host number is a breach that names the field; no replay is counted."""
-    rig = Rig(backend=backend)
+    rig = LaneRig(backend=backend)
     with pytest.raises(PactBreach, match=field):
         rig.lane.run(rig.batch(3, 2))
     assert rig.lane.stats.replays == 0
@@ -672,20 +672,20 @@ def test_the_pact_catches_when_planted(backend: type[FlashInferBackend], field: 
 
 def test_without_a_pact_the_same_bug_is_a_wrong_answer() -> None:
     """The planted bug is real: without the pact check its replays are wrong."""
-    rig = Rig(backend=Rebuilds, pact="off", metadata_in_graph=False)
+    rig = LaneRig(backend=Rebuilds, pact="off", metadata_in_graph=False)
     assert not rig.agrees(3, 2)
 
 
 def test_a_replay_hook_that_does_nothing_is_wrong_in_values() -> None:
     """Stale metadata passes the pact check and gives wrong logits: the pact does not compare contents."""
-    rig = Rig(backend=Forgets, metadata_in_graph=False)
+    rig = LaneRig(backend=Forgets, metadata_in_graph=False)
     assert not rig.agrees(5, 3)
     assert rig.lane.stats.pact_checks == 1
 
 
 def test_a_stale_request_row_is_caught_when_planted(monkeypatch: pytest.MonkeyPatch) -> None:
     """A stale request row of a larger batch leads to poisoned table entries, and the replay raises."""
-    rig = Rig()
+    rig = LaneRig()
     assert rig.agrees(2, 3, 4, 5)
     registry = rig.lane.registry
     assert registry is not None
@@ -703,12 +703,12 @@ def test_a_stale_request_row_is_caught_when_planted(monkeypatch: pytest.MonkeyPa
 def test_a_host_read_in_the_model_keeps_no_graph() -> None:
     """A kernel path that reads on the host is refused at capture; the error names the line."""
     with pytest.raises(CaptureError, match=r"test_lane\.py:\d+: .*\.item\(\)"):
-        Rig(backend=ReadsHost)
+        LaneRig(backend=ReadsHost)
 
 
 def test_a_failed_capture_leaves_an_eager_lane() -> None:
     """After a failed capture, batches run eagerly with the reason NOT_CAPTURED."""
-    rig = Rig(backend=ReadsHost, capture=False)
+    rig = LaneRig(backend=ReadsHost, capture=False)
     with pytest.raises(CaptureError):
         rig.lane.capture_all()
     rig.lane.run(rig.batch(2, 2))
@@ -723,7 +723,7 @@ def test_a_failed_capture_leaves_an_eager_lane() -> None:
 def test_metadata_is_the_same_in_the_graph_as_outside(steps: list[list[int]]) -> None:
     """Metadata work in the graph or in the hook leaves the same slots and logits, bit for bit."""
     with torch.inference_mode():
-        rigs = [Rig(metadata_in_graph=in_graph) for in_graph in (True, False)]
+        rigs = [LaneRig(metadata_in_graph=in_graph) for in_graph in (True, False)]
         assert [rig.lane.backend.records_metadata for rig in rigs] == [True, False]
         for lengths in steps:
             logits = [rig.lane.run(rig.batch(*lengths)).logits for rig in rigs]
@@ -738,7 +738,7 @@ def test_metadata_is_the_same_in_the_graph_as_outside(steps: list[list[int]]) ->
 
 def test_metadata_in_the_graph_leaves_the_hook_nothing_to_do() -> None:
     """Recorded metadata work adds nodes to the graph, and its slots stay stale until the graph runs."""
-    inside, outside = Rig(), Rig(metadata_in_graph=False)
+    inside, outside = LaneRig(), LaneRig(metadata_in_graph=False)
     registry = inside.lane.registry
     assert registry is not None
     lengths = registry.get_slot("flashinfer.kv_last_page_len").buffer
@@ -750,7 +750,7 @@ def test_metadata_in_the_graph_leaves_the_hook_nothing_to_do() -> None:
     assert inside.lane.captured[shape].context.metadata is captured
     assert set(lengths.tolist()) == {99}
     inside.lane.launch(prepared)
-    assert lengths.tolist() == [1, 1, 1, 1, 99]
+    assert lengths.tolist() == [1, 2, 1, 1, 99]
     nodes = [rig.lane.stats.shapes[shape].num_nodes for rig in (inside, outside)]
     assert nodes[0] > nodes[1]
 
@@ -763,8 +763,8 @@ class MakesItOutside(FlashInferBackend):
 
 def test_a_backend_that_cannot_is_not_asked_to() -> None:
     """By default its hook fills the metadata; `metadata_in_graph=True` is refused."""
-    rig = Rig(backend=MakesItOutside)
+    rig = LaneRig(backend=MakesItOutside)
     assert not rig.lane.backend.records_metadata
     assert rig.agrees(3, 2)
     with pytest.raises(ConfigError, match="metadata_in_graph=True, but MakesItOutside"):
-        Rig(backend=MakesItOutside, metadata_in_graph=True)
+        LaneRig(backend=MakesItOutside, metadata_in_graph=True)

@@ -1,6 +1,5 @@
 """Tests of observers: found as plugins, nested around the hooks in the lane's order, or rejected."""
 
-import io
 import sys
 import types
 from collections.abc import Iterator
@@ -13,8 +12,7 @@ import torch
 from fake_site import Site, installed
 from graphpact.errors import RejectedPluginError
 from graphpact.plugins import Loaded, PluginCatalog, Rejected
-from graphpact_engine.trace import HookTrace
-from lane_rig import SHAPE_OF, Rig
+from rigs.lane import SHAPE_OF, LaneRig
 
 HOOKS = ["populate", "prepare_replay", "init_metadata_replay", "run_step"]
 CALLS: list[str] = []
@@ -77,7 +75,7 @@ def test_observers_of_two_distributions_nest_in_the_declared_order(
     site: Site, names: tuple[str, str]
 ) -> None:
     """Around every hook of a replay the first observer is outermost, whatever its name."""
-    rig = Rig(observers=observers(site, *names), capture=False)
+    rig = LaneRig(observers=observers(site, *names), capture=False)
     rig.lane.capture(SHAPE_OF[4])
     CALLS.clear()
     with torch.inference_mode():
@@ -96,7 +94,7 @@ def test_observers_of_two_distributions_nest_in_the_declared_order(
 
 def test_observers_see_eager_steps_too(site: Site) -> None:
     """A step without a graph goes through `run_step` of every observer, and through no other hook."""
-    rig = Rig(observers=observers(site, "one", "two"))
+    rig = LaneRig(observers=observers(site, "one", "two"))
     CALLS.clear()
     with torch.inference_mode():
         rig.lane.run(rig.batch(1, 1, 1, 1, 1))
@@ -131,13 +129,13 @@ def test_what_the_inner_observer_returns_is_what_the_outer_gets(site: Site) -> N
     catalog = PluginCatalog.scan()
     adds, doubles = (catalog.select("observer", n)() for n in ("fake_adds", "fake_doubles"))
     with torch.inference_mode():
-        plain = Rig()
+        plain = LaneRig()
         expected = plain.lane.run(plain.batch(3, 2)).logits
         for order, result in (
             ([adds, doubles], expected * 2 + 1),
             ([doubles, adds], (expected + 1) * 2),
         ):
-            rig = Rig(observers=order)
+            rig = LaneRig(observers=order)
             assert torch.equal(rig.lane.run(rig.batch(3, 2)).logits, result)
 
 
@@ -204,19 +202,3 @@ def test_what_is_no_observer_is_rejected_with_the_reason(site: Site) -> None:
         assert says in plugin.reason
         with pytest.raises(RejectedPluginError, match="was rejected"):
             catalog.select("observer", f"fake_{name}")
-
-
-def test_the_trace_writes_a_line_for_each_hook_and_each_step() -> None:
-    """The observer ``trace`` writes a line for each hook of a replay in order, and the step last."""
-    said = io.StringIO()
-    rig = Rig(observers=[HookTrace(said)])
-    with torch.inference_mode():
-        rig.lane.run(rig.batch(3, 2))
-    lines = said.getvalue().splitlines()[-4:]
-    assert [line.split()[1] for line in lines] == [
-        "populate",
-        "prepare_replay",
-        "init_metadata_replay",
-        "step",
-    ]
-    assert "step of lane 'decode': decode of 2 requests -> StepOutputs(logits=(2, 7)" in lines[-1]

@@ -2,18 +2,16 @@
 
 import copy
 import dataclasses
-import enum
 import json
 import math
-from collections import namedtuple
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from graphpact.batch import ForwardMode
@@ -21,21 +19,9 @@ from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.errors import Breach, EngineError, PactBreach
 from graphpact.pact import ANY, Pact, bounded, updated, walk
 from graphpact.shapes import GraphShape
-from graphpact_engine.saved_pacts import SavedPacts, diff
+from metadata_trees import NUMBERS, PROPERTY, TREES, Kind, Pair, Plan, mutations, replace_leaf
 
 SHAPE = GraphShape(ForwardMode.DECODE, 2, 2)
-Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  the pact must see plain ones too
-
-
-class Kind(enum.Enum):
-    """A host value that is neither number nor text."""
-
-    A = 1
-    B = 2
-
-
-class Plan:
-    """An opaque object that a graph may hold."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -688,128 +674,28 @@ def test_long_values_are_cut() -> None:
 # -- random metadata -------------------------------------------------------------------------------
 
 
-_TENSOR_MUTATIONS: list[tuple[Any, str]] = [  # of a tensor [4, 4]
-    (lambda t: t.clone(), "address"),
-    (lambda t: t[:3], "shape"),
-    (lambda t: t.t(), "stride"),
-    (lambda t: t.view(torch.int32), "dtype"),
-    (lambda t: t.to("meta"), "address device"),
-    (lambda t: None, "type"),
-]
-
-
-def _mutations(leaf: Any) -> list[tuple[Any, str]]:
-    """Return other values for a leaf, each as a function of it, with the rules that it breaks."""
-    by_type: dict[Any, list[tuple[Any, str]]] = {
-        torch.Tensor: _TENSOR_MUTATIONS,
-        type(None): [(lambda _: 1, "type"), (lambda _: torch.zeros(1), "type")],
-        bool: [(lambda v: not v, "value"), (int, "type")],
-        int: [(lambda v: v + 1, "value"), (str, "type"), (float, "type"), (bool, "type")],
-        float: [(lambda v: v + 1, "value"), (str, "type"), (bool, "type")],
-        str: [(lambda v: v + "x", "value"), (str.encode, "type")],
-        Kind: [(lambda v: Kind.B if v is Kind.A else Kind.A, "value")],
-        torch.dtype: [(lambda v: torch.int8 if v != torch.int8 else torch.int16, "value")],
-        Plan: [(lambda _: Plan(), "value")],
-    }
-    return by_type[type(leaf)]
-
-
-def _make(names: list[str], values: list[Any], *, slots: bool) -> Any:
-    kind = dataclasses.make_dataclass(f"Made{len(names)}", names, slots=slots)
-    return kind(*values)
-
-
-_NUMBERS = st.integers(-(2**40), 2**40)
-_LEAVES = st.one_of(
-    st.builds(lambda: torch.zeros(4, 4)),
-    _NUMBERS,
-    st.floats(-1e6, 1e6),
-    st.booleans(),
-    st.none(),
-    st.text(max_size=5),
-    st.sampled_from([*Kind, torch.float32, torch.int8]),
-    st.builds(Plan),
-)
-
-
-def _containers(inside: st.SearchStrategy[Any]) -> st.SearchStrategy[Any]:
-    many = st.lists(inside, min_size=1, max_size=3)
-    return st.one_of(
-        many,
-        many.map(tuple),
-        st.dictionaries(st.one_of(st.text(max_size=3), st.integers()), inside, min_size=1, max_size=3),
-        st.builds(Pair, inside, inside),
-        st.builds(
-            lambda values, slots: _make([f"f{i}" for i in range(len(values))], values, slots=slots),
-            many,
-            st.booleans(),
-        ),
-    )
-
-
-_TREES = _containers(st.recursive(_LEAVES, _containers, max_leaves=8))
-
-
-def _replace(value: Any, path: str, at: str, change: Callable[[Any], Any]) -> Any:
-    """Return a rebuilt ``value`` in which the leaf at path ``at`` is changed."""
-
-    def inside(item: Any, suffix: str) -> Any:
-        return _replace(item, path + suffix, at, change)
-
-    if path == at:
-        value = change(value)
-    elif isinstance(value, Mapping):
-        value = {k: inside(v, f"[{k!r}]") for k, v in value.items()}
-    elif isinstance(value, Pair):
-        value = Pair(*(inside(v, f".{n}") for n, v in value._asdict().items()))
-    elif isinstance(value, (list, tuple)):
-        value = type(value)(inside(v, f"[{i}]") for i, v in enumerate(value))
-    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value)]
-        value = dataclasses.replace(value, **{n: inside(getattr(value, n), f".{n}") for n in names})
-    return value
-
-
-def _saved(tree: Any) -> SavedPacts:
-    return SavedPacts.of([("decode", Pact.of(SHAPE, None, metadata=tree))])
-
-
-PROPERTY = settings(
-    derandomize=True,
-    max_examples=60,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-
-
 @PROPERTY
-@given(_TREES)
+@given(TREES)
 def test_every_mutation_of_one_leaf_is_named_exactly(tree: Any) -> None:
-    """A rebuilt tree passes; with one leaf changed, the breaches have its path and the right rules.
-
-    A difference of saved pacts names the same path, except for addresses and opaque objects.
-    """
-    pact, saved = Pact.of(SHAPE, None, metadata=tree), _saved(tree)
+    """A rebuilt tree passes; with one leaf changed, the breaches have its path and the right rules."""
+    pact = Pact.of(SHAPE, None, metadata=tree)
     leaves = dict(walk({"metadata": tree}))
     assert list(leaves) == [p.path for p in pact.promises if p.form is None]
-    again = _replace(tree, "metadata", "nowhere", Plan)
+    again = replace_leaf(tree, "metadata", "nowhere", Plan)
     assert pact._holds({"metadata": again})  # the check of every step, without the walk
     assert pact.breaches(metadata=again) == ()
-    assert diff(saved, _saved(tree)) == ()
     for path, leaf in leaves.items():
-        for change, rules in _mutations(leaf):
-            other = _replace(tree, "metadata", path, change)
+        for change, rules in mutations(leaf):
+            other = replace_leaf(tree, "metadata", path, change)
             with pytest.raises(PactBreach) as error:
                 pact.check(metadata=other)
             assert [(b.path, b.rule) for b in error.value.breaches] == [
                 (path, rule) for rule in rules.split()
             ]
-            changed = {(c.lane, c.shape, c.path) for c in diff(saved, _saved(other))}
-            visible = rules != "address" and not isinstance(leaf, Plan)
-            assert changed == ({("decode", str(SHAPE), path)} if visible else set())
 
 
 @PROPERTY
-@given(st.lists(_NUMBERS, max_size=4), st.lists(_NUMBERS, max_size=4))
+@given(st.lists(NUMBERS, max_size=4), st.lists(NUMBERS, max_size=4))
 def test_bounded_lists_are_bounds_entry_by_entry(captured: list[int], replayed: list[int]) -> None:
     """A replay passes if its list has the captured length and no larger entry."""
     pact = Pact.of(SHAPE, None, metadata=_limits(per_tier=captured))
@@ -818,15 +704,6 @@ def test_bounded_lists_are_bounds_entry_by_entry(captured: list[int], replayed: 
     expected = [("metadata.per_tier", "length")] if len(captured) != len(replayed) else []
     expected += [(f"metadata.per_tier[{i}]", "bound") for i in larger]
     assert [(b.path, b.rule) for b in found] == expected
-
-
-@PROPERTY
-@given(_TREES)
-def test_what_is_saved_is_loaded(tree: Any) -> None:
-    """A saved document is read back unchanged, through JSON without NaN."""
-    saved = _saved(tree)
-    text = json.dumps(saved.to_dict(), allow_nan=False)
-    assert SavedPacts.from_json(text) == saved
 
 
 def test_breaches_are_plain_data() -> None:

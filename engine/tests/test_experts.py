@@ -95,7 +95,7 @@ def _poison(model: models.TransformersModel) -> None:
     embedding[NAN_TOKEN], embedding[INF_TOKEN] = torch.nan, torch.inf
 
 
-class Rig:
+class ExpertLane:
     """A lane of one graph of `SIZE` tokens over a model with experts; extend where attention is eager."""
 
     def __init__(self, path: Path, runner: type[GraphRunner], driver: GraphDriver) -> None:
@@ -193,7 +193,7 @@ def test_padding_reaches_no_expert(
 
     Padding rows are NaN, infinite, or a token with experts of its own.
     """
-    Rig(checkpoint(architecture), Padded, TapeDriver(CPU, strict=strict)).check()
+    ExpertLane(checkpoint(architecture), Padded, TapeDriver(CPU, strict=strict)).check()
 
 
 class Broken(Padding, BreakableCudaGraphRunner):
@@ -213,7 +213,7 @@ def test_padding_of_prompts_reaches_no_expert(
     architecture: str, runner: type[GraphRunner], checkpoint: Callable[..., Path], *, strict: bool
 ) -> None:
     """The same for prompts in graphs that attention leaves."""
-    Rig(checkpoint(architecture), runner, TapeDriver(CPU, strict=strict)).check()
+    ExpertLane(checkpoint(architecture), runner, TapeDriver(CPU, strict=strict)).check()
 
 
 class Compiled(Padding, CpuGraphRunner):
@@ -227,7 +227,7 @@ def test_padding_reaches_no_expert_of_a_compiled_graph(
 ) -> None:
     """Compiled graphs route no padding either."""
     request.getfixturevalue("compiler")
-    Rig(checkpoint(architecture), Compiled, InductorDriver(CPU)).check()
+    ExpertLane(checkpoint(architecture), Compiled, InductorDriver(CPU)).check()
 
 
 class Stale(Padded):
@@ -270,7 +270,7 @@ class OneLess(Padded):
 @pytest.mark.parametrize("planted", [Stale, CountsPadding, OneMore, OneLess])
 def test_a_wrong_number_is_seen(planted: type[GraphRunner], checkpoint: Callable[..., Path]) -> None:
     """The check above fails for a runner whose graph reads a wrong number."""
-    rig = Rig(checkpoint("mixtral"), planted, TapeDriver(CPU))
+    rig = ExpertLane(checkpoint("mixtral"), planted, TapeDriver(CPU))
     with pytest.raises(AssertionError):
         rig.check()
 

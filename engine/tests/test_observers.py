@@ -1,9 +1,11 @@
 """Observers that a configuration or a caller selects, and refused ones."""
 
+import io
 from collections.abc import Generator
 from typing import Any
 
 import pytest
+import torch
 from importlib_metadata import EntryPoint
 
 from graphpact.errors import ConfigError, PluginError, RejectedPluginError, UnknownPluginError
@@ -13,6 +15,7 @@ from graphpact_engine.build_lanes import build_observers
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.selection import require_observers, select_observers
 from graphpact_engine.trace import HookTrace
+from rigs.lane import LaneRig
 
 TARGETS = {
     "trace": "graphpact_engine.trace:HookTrace",
@@ -124,3 +127,19 @@ def test_what_cannot_observe_is_refused(observer: object, says: str) -> None:
     require_observers([Steps(), HookTrace()])
     with pytest.raises(ConfigError, match=rf"observers\[1\] is not an observer: .*{says}"):
         require_observers([Steps(), observer])
+
+
+def test_the_trace_writes_a_line_for_each_hook_and_each_step() -> None:
+    """The observer ``trace`` writes a line for each hook of a replay in order, and the step last."""
+    said = io.StringIO()
+    rig = LaneRig(observers=[HookTrace(said)])
+    with torch.inference_mode():
+        rig.lane.run(rig.batch(3, 2))
+    lines = said.getvalue().splitlines()[-4:]
+    assert [line.split()[1] for line in lines] == [
+        "populate",
+        "prepare_replay",
+        "init_metadata_replay",
+        "step",
+    ]
+    assert "step of lane 'decode': decode of 2 requests -> StepOutputs(logits=(2, 7)" in lines[-1]

@@ -22,7 +22,7 @@ def _inference() -> Iterator[None]:
         yield
 
 
-class Rig:
+class OwnedPools:
     """Pools, a cache of two layers, and their `EngineOwnership`."""
 
     def __init__(self) -> None:
@@ -65,14 +65,14 @@ class Rig:
 
 def test_everything_except_scratch_is_poison_at_first() -> None:
     """At first no row and no page has an owner; row 0 and page 0 are unchanged."""
-    rig = Rig()
-    rig.ownership.poison_free()
-    for poisoned in rig.slots().values():
+    pools = OwnedPools()
+    pools.ownership.poison_free()
+    for poisoned in pools.slots().values():
         assert poisoned.tolist() == [False] * PAGE + [True] * (PAGES * PAGE)
-    table = is_poison(rig.requests.req_to_token)
+    table = is_poison(pools.requests.req_to_token)
     assert not bool(table[0].any())
     assert bool(table[1:].all())
-    rig.ownership.check_free()
+    pools.ownership.check_free()
 
 
 @settings(derandomize=True, max_examples=60)
@@ -81,19 +81,19 @@ def test_owned_memory_is_unchanged_and_unowned_memory_is_poison(
     history: list[tuple[str, bool, int]],
 ) -> None:
     """After any sequence of alloc and free, owners keep what they wrote, and unowned memory is poison."""
-    rig = Rig()
+    pools = OwnedPools()
     owned: dict[str, list[int]] = {"row": [], "page": []}
     for kind, takes, which in history:
         held = owned[kind]
         if takes:
-            held += rig.take(kind)
+            held += pools.take(kind)
         elif held:
-            rig.give_back(kind, held.pop(which % len(held)))
-        rig.ownership.poison_free()
-        rig.ownership.check_free()
+            pools.give_back(kind, held.pop(which % len(held)))
+        pools.ownership.poison_free()
+        pools.ownership.check_free()
         for of, count in (("row", ROWS), ("page", PAGES)):
             for number in range(1, count + 1):
-                for mine in rig.memory(of, number):
+                for mine in pools.memory(of, number):
                     expected = (mine == number) if number in owned[of] else is_poison(mine)
                     assert bool(expected.all())
 
@@ -101,34 +101,34 @@ def test_owned_memory_is_unchanged_and_unowned_memory_is_poison(
 def test_a_write_to_a_free_page_is_named_by_slot() -> None:
     """A write of one element to an unowned slot is detected in any layer."""
     for kind, layer, slot in (("k", 0, 3), ("v", 1, 8), ("k", 1, 9)):
-        rig = Rig()
-        taken = rig.pages.alloc(1)
+        pools = OwnedPools()
+        taken = pools.pages.alloc(1)
         assert taken == [1]
-        rig.ownership.poison_free()
+        pools.ownership.poison_free()
         if slot // PAGE == 1:
-            getattr(rig.cache, kind)[layer][slot].fill_(1.0)
-            rig.ownership.check_free()
+            getattr(pools.cache, kind)[layer][slot].fill_(1.0)
+            pools.ownership.check_free()
             continue
-        getattr(rig.cache, kind)[layer][slot, 0, 1] = 0.5
+        getattr(pools.cache, kind)[layer][slot, 0, 1] = 0.5
         name = "keys" if kind == "k" else "values"
         with pytest.raises(ReplayError, match=f"{name} of layer {layer} in KV slot {slot},"):
-            rig.ownership.check_free()
+            pools.ownership.check_free()
 
 
 def test_scratch_may_be_written() -> None:
     """Page 0 may be written by padding tokens."""
-    rig = Rig()
-    rig.ownership.poison_free()
-    for cache in (*rig.cache.k, *rig.cache.v):
+    pools = OwnedPools()
+    pools.ownership.poison_free()
+    for cache in (*pools.cache.k, *pools.cache.v):
         cache[:PAGE] = 7
-    rig.ownership.check_free()
+    pools.ownership.check_free()
 
 
 @pytest.mark.parametrize("row", [0, 2])
 def test_a_write_to_the_table_is_named_by_row(row: int) -> None:
     """A write to row 0 or to an unowned row is detected."""
-    rig = Rig()
-    rig.ownership.poison_free()
-    rig.requests.req_to_token[row, 3] = 5
+    pools = OwnedPools()
+    pools.ownership.poison_free()
+    pools.requests.req_to_token[row, 3] = 5
     with pytest.raises(ReplayError, match=f"row {row} of req_to_token"):
-        rig.ownership.check_free()
+        pools.ownership.check_free()

@@ -1,7 +1,6 @@
 """Saved pacts: files keep the promises of a pact, and two files are compared field by field."""
 
 import dataclasses
-import enum
 import json
 import math
 from collections.abc import Callable
@@ -16,33 +15,24 @@ from hypothesis import strategies as st
 from graphpact.batch import ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.errors import UsageError
-from graphpact.pact import Pact, bounded
+from graphpact.pact import Pact, bounded, walk
 from graphpact.shapes import GraphShape
 from graphpact_engine.saved_pacts import Change, SavedPact, SavedPacts, diff
+from metadata_trees import PROPERTY, TREES, Kind, Plan, mutations, replace_leaf
 
 SHAPE = GraphShape(ForwardMode.DECODE, 2, 2)
 
 
-class Kind(enum.Enum):
-    """A host value that is neither number nor text."""
-
-    A = 1
-
-
-class Plan:
-    """An opaque object that a graph may hold."""
-
-
 @dataclasses.dataclass
-class Limits:
-    """Limits of recorded kernels."""
+class RecordedLimits:
+    """RecordedLimits of recorded kernels."""
 
     most: int = bounded(default=512)
     share: float = bounded(default=math.inf)
 
 
 @dataclasses.dataclass
-class Meta:
+class SavedMetadata:
     """Metadata with every kind of leaf that is saved in its own way."""
 
     lengths: torch.Tensor
@@ -70,8 +60,8 @@ def _registry() -> CudaGraphBufferRegistry:
     return registry
 
 
-def _meta(registry: CudaGraphBufferRegistry) -> Meta:
-    return Meta(registry.get_slot("fi.lengths").slice_for(4, 4), torch.zeros(4, 4))
+def _meta(registry: CudaGraphBufferRegistry) -> SavedMetadata:
+    return SavedMetadata(registry.get_slot("fi.lengths").slice_for(4, 4), torch.zeros(4, 4))
 
 
 def _saved(tree: Any) -> SavedPacts:
@@ -80,7 +70,7 @@ def _saved(tree: Any) -> SavedPacts:
 
 def _document() -> dict[str, Any]:
     registry = _registry()
-    parts = {"view": Limits(), "metadata": _meta(registry)}
+    parts = {"view": RecordedLimits(), "metadata": _meta(registry)}
     pacts = [Pact.of(dataclasses.replace(SHAPE, variant=v), registry, **parts) for v in ("", "b")]
     return SavedPacts.of([("decode", pacts[0]), ("decode", pacts[1]), ("verify", pacts[0])]).to_dict()
 
@@ -90,7 +80,7 @@ def test_a_saved_pact_has_what_can_be_compared_and_no_address() -> None:
     registry = _registry()
     meta = _meta(registry)
     meta.lengths = registry.get_slot("fi.lengths").slice_for(4, 4)[1:]
-    pact = Pact.of(SHAPE, registry, view=Limits(), metadata=meta)
+    pact = Pact.of(SHAPE, registry, view=RecordedLimits(), metadata=meta)
     (saved,) = SavedPacts.of([("decode", pact)]).pacts
     assert (saved.lane, saved.shape) == ("decode", SHAPE)
     found = {promise.path: promise for promise in saved.promises}
@@ -247,3 +237,25 @@ def test_a_difference_names_lane_shape_field_and_both_values() -> None:
 def test_one_and_true_are_two_values() -> None:
     """A number and a bool that Python calls equal differ in a comparison of documents."""
     assert [c.what for c in diff(_saved([1]), _saved([True]))] == ["type", "value"]
+
+
+@PROPERTY
+@given(TREES)
+def test_a_difference_names_the_leaf_that_changed(tree: Any) -> None:
+    """A changed leaf is the only one that is named, except where only its address or an opaque object did."""
+    saved = _saved(tree)
+    assert diff(saved, _saved(replace_leaf(tree, "metadata", "nowhere", Plan))) == ()
+    for path, leaf in walk({"metadata": tree}):
+        for change, rules in mutations(leaf):
+            other = _saved(replace_leaf(tree, "metadata", path, change))
+            visible = rules != "address" and not isinstance(leaf, Plan)
+            expected = {("decode", str(SHAPE), path)} if visible else set()
+            assert {(c.lane, c.shape, c.path) for c in diff(saved, other)} == expected
+
+
+@PROPERTY
+@given(TREES)
+def test_what_is_saved_is_loaded(tree: Any) -> None:
+    """A saved document is read back unchanged, through JSON without NaN."""
+    saved = _saved(tree)
+    assert SavedPacts.from_json(json.dumps(saved.to_dict(), allow_nan=False)) == saved

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpact import (
-    BackendContext,
     ForwardBatch,
     ForwardMode,
     Lane,
@@ -26,30 +24,19 @@ from graphpact.buffers import GraphSlot, build_decode_registry
 from graphpact.errors import EngineError
 from graphpact.graphs import Graph
 from graphpact.hookspecs import hookimpl
-from graphpact.runners import RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Attend
+from graphpact.tensors import equal
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine.errors import VerificationError
 from graphpact_engine.verify import Verifier
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
 from graphpact_tape.tape import TapeDriver
+from rigs.lane import CONTEXT, CPU, PAGE, SLOTS, VOCAB, LaneRig
 from support import make_slot
 
-CPU = torch.device("cpu")
-CONTEXT, PAGE, ROWS, VOCAB, WIDTH = 8, 2, 4, 7, 4
-SLOTS = PAGE + ROWS * CONTEXT + PAGE  # scratch first, and a page at the end that no request owns
-LAYERS = [LayerSpec(i, 1, 1, WIDTH, WIDTH, scaling=0.5) for i in range(2)]
 
-
-def _cache(fill: float = 0.0) -> Any:
-    def tensors() -> list[torch.Tensor]:
-        return [torch.full((SLOTS, 1, WIDTH), fill) for _ in LAYERS]
-
-    return SimpleNamespace(k=tensors(), v=tensors())
-
-
-class Rig:
+class VerifiedRig(LaneRig):
     """A verified lane of two attention layers.
 
     Args:
@@ -57,11 +44,14 @@ class Rig:
         seed: Seed of the choice of these replays.
         backend: Class of the backends of the lane and of the eager runs.
         captured: Another class, for the lane only: the wrong backend of a test.
-        runner: Class of the lane's runner.
         observers: More observers, inside the verifier.
         outside: More observers, outside the verifier.
         in_graph: Whether metadata work is recorded, which overwrites bugs planted before a replay.
+        driver: Makes the lane's driver.
+        rig: More arguments of `LaneRig`.
     """
+
+    verifier: Verifier
 
     def __init__(
         self,
@@ -70,71 +60,43 @@ class Rig:
         seed: int = 0,
         backend: type[FlashInferBackend] = FlashInferBackend,
         captured: type[FlashInferBackend] | None = None,
-        runner: type[CudaGraphRunner] = CudaGraphRunner,
         observers: tuple[object, ...] = (),
         outside: tuple[object, ...] = (),
         in_graph: bool = False,
         driver: Callable[[torch.device], TapeDriver] = TapeDriver,
+        **rig: Any,
     ) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-        self.weights = [torch.randn(VOCAB, WIDTH, generator=self.generator) for _ in range(4)]
-        self.kv, self.shadow = _cache(), _cache(float("nan"))
-        self.table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32)
-        for row in range(1, ROWS + 1):
-            first = PAGE + (row - 1) * CONTEXT
-            self.table[row] = torch.arange(first, first + CONTEXT)
-        limits = Limits(4, 4, CONTEXT, PAGE)
+        def observed() -> list[object]:
+            self.shadow = self.new_cache(float("nan"))
+            self.verifier = Verifier(
+                make_backend=lambda kv: self.make_backend(backend, kv),
+                kv_cache=self.kv,
+                shadow=self.shadow,
+                share=share,
+                page_size=PAGE,
+                seed=seed,
+            )
+            return [*outside, self.verifier, *observers]
 
-        def make_backend(kv: Any, kind: type[FlashInferBackend] = backend) -> FlashInferBackend:
-            return kind(BackendContext(CPU, torch.float32, LAYERS, limits, self.table, kv))
-
-        self.verifier = Verifier(
-            make_backend=make_backend,
-            kv_cache=self.kv,
-            shadow=self.shadow,
-            share=share,
-            page_size=PAGE,
-            seed=seed,
-        )
-        self.runner = runner(
-            RunnerContext(CPU, backend.capabilities, limits, batch_sizes=[2, 4], lane="decode")
-        )
-        self.lane = Lane(
-            "decode",
-            model=self.model,
-            runner=self.runner,
-            backend=make_backend(self.kv, captured or backend),
+        self.eager_calls = 0
+        super().__init__(
+            num_layers=2,
+            dtype=torch.float32,
+            backend=captured or backend,
             driver=driver(CPU),
             pact="off",  # it would find some bugs that are planted before the replay
             metadata_in_graph=in_graph,
-            observers=[*outside, self.verifier, *observers],
+            observers=observed,
+            poisons=False,
+            batch_sizes=[2, 4],
+            **rig,
         )
-        self.eager_calls = 0
-        self.lane.capture_all()
         self.eager_calls = 0
 
     def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Embed, attend twice, unembed."""
+        """Count the call."""
         self.eager_calls += 1
-        q, k, v = (w[batch.input_ids][:, None] for w in self.weights[:3])
-        for layer in LAYERS:
-            q = attend(q, k, v, layer, metadata)
-        return StepOutputs(logits=(q[:, 0] @ self.weights[3].t(), "bs"))
-
-    def batch(self, *lengths: int) -> ForwardBatch:
-        """Return a batch of ``lengths`` on the first rows."""
-        lens = torch.tensor(lengths)
-        rows = torch.arange(1, len(lengths) + 1)
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(lengths),
-            input_ids=torch.randint(VOCAB, (len(lengths),), generator=self.generator),
-            positions=lens - 1,
-            out_cache_loc=self.table[rows, lens - 1].long(),
-            req_pool_indices=rows,
-            seq_lens=lens,
-            seq_lens_cpu=lens.clone(),
-        )
+        return super().model(batch, metadata, attend)
 
     def run(self, *lengths: int) -> StepOutputs:
         """Run a batch of ``lengths``."""
@@ -188,7 +150,7 @@ def _inference() -> Iterator[None]:
 
 def test_right_replays_pass_and_are_counted() -> None:
     """With a share of 1 every replay is verified and agrees, and the step returns the replay's rows."""
-    rig = Rig()
+    rig = VerifiedRig()
     for lengths in ((1,), (3, 2, 5), (4,), (6, 1, 8, 7), (2, 2, 2)):
         batch = rig.batch(*lengths)
         logits = rig.lane.run(batch).logits
@@ -206,7 +168,7 @@ def test_right_replays_pass_and_are_counted() -> None:
 def test_other_work_shows_to_the_last_bit(bits: int, driver: str, *, in_graph: bool) -> None:
     """If a graph repeats the operations of eager runs, a difference of a few bits in one logit raises."""
     options = {"strict": driver == "strict", "traced": driver != "untraced"}
-    rig = Rig(driver=functools.partial(TapeDriver, **options), in_graph=in_graph)
+    rig = VerifiedRig(driver=functools.partial(TapeDriver, **options), in_graph=in_graph)
     rig.run(3, 2, 4)
     assert rig.verifier.equal_to_the_bit == 1
     rig.after_replay(lambda outputs: outputs[1, :1].mul_(1 + bits * 2.0**-23))
@@ -272,7 +234,7 @@ class DenseBackend(FlashInferBackend):
 
 def test_other_extents_may_round_otherwise() -> None:
     """A right backend whose eager tensors have other extents is held to the tolerance, and counted so."""
-    rig = Rig(backend=DenseBackend, driver=functools.partial(TapeDriver, traced=True))
+    rig = VerifiedRig(backend=DenseBackend, driver=functools.partial(TapeDriver, traced=True))
     for lengths in ((1, 5, 3), (7, 2), (4, 4, 4), (6, 1, 7), (5,), (3, 5, 2)):
         rig.run(*lengths)
     assert rig.verifier.verified == 6
@@ -291,7 +253,7 @@ class OtherKernels(TapeDriver):
 
 def test_other_kernels_may_round_otherwise() -> None:
     """If a driver does not promise the same kernels, replays are compared with a tolerance."""
-    rig = Rig(driver=OtherKernels)
+    rig = VerifiedRig(driver=OtherKernels)
     rig.after_replay(lambda outputs: outputs[1, :1].mul_(1 + 2.0**-20))
     rig.run(3, 2, 4)
     assert rig.eager_calls == rig.verifier.verified == 1
@@ -323,15 +285,15 @@ class Shortens:
 def test_what_observers_make_of_outputs_is_verified_too() -> None:
     """Rows that an observer reorders or drops raise, although the graph is correct."""
     with pytest.raises(VerificationError, match="logits of request"):
-        Rig(observers=(Swaps(),)).run(3, 2, 4)
+        VerifiedRig(observers=(Swaps(),)).run(3, 2, 4)
     message = r"3 requests returned logits \(2, 7\), an eager run returned logits \(3, 7\)"
     with pytest.raises(VerificationError, match=message):
-        Rig(observers=(Shortens(),)).run(3, 2, 4)
+        VerifiedRig(observers=(Shortens(),)).run(3, 2, 4)
 
 
 def test_a_share_of_nothing_verifies_nothing() -> None:
     """With a share of 0 nothing is verified: there is no eager run and no copy of the cache."""
-    rig = Rig(share=0.0)
+    rig = VerifiedRig(share=0.0)
     rig.after_replay(lambda outputs: outputs.fill_(99))
     for _ in range(20):
         rig.run(3, 2)
@@ -343,7 +305,7 @@ def test_a_share_is_a_share() -> None:
     """A share of 0.25 verifies about a quarter of the replays; equal seeds choose the same replays."""
     counts = []
     for _ in range(2):
-        rig = Rig(share=0.25, seed=3)
+        rig = VerifiedRig(share=0.25, seed=3)
         chosen = []
         for _ in range(80):
             before = rig.verifier.verified
@@ -356,7 +318,7 @@ def test_a_share_is_a_share() -> None:
 
 def test_eager_steps_are_not_verified() -> None:
     """A batch that ran eagerly is not run again, not counted as verified, and its outputs are returned."""
-    rig, plain = Rig(), Rig(share=0.0)
+    rig, plain = VerifiedRig(), VerifiedRig(share=0.0)
     batch = rig.batch(2, 2, 2, 2)
     batch.forward_mode = ForwardMode.EXTEND
     batch.extend_seq_lens = batch.extend_seq_lens_cpu = torch.ones(4, dtype=torch.int64)
@@ -368,17 +330,17 @@ def test_eager_steps_are_not_verified() -> None:
 
 def test_the_eager_run_leaves_the_live_cache_alone() -> None:
     """Verification writes only its copy of the cache and keeps what the replay wrote."""
-    rig, plain = Rig(), Rig(share=0.0)
+    rig, plain = VerifiedRig(), VerifiedRig(share=0.0)
     for lengths in ((3, 2), (4, 3), (5, 4)):
         a, b = (r.run(*lengths).logits for r in (rig, plain))
         assert torch.equal(a, b)
-    for one, other in zip(rig.kv.k + rig.kv.v, plain.kv.k + plain.kv.v, strict=True):
-        assert torch.equal(one, other)
+    for one, other in zip(rig.caches, plain.caches, strict=True):
+        assert equal(one, other)
 
 
 def test_wrong_logits_are_named_by_request() -> None:
     """A row that differs raises an error with lane, request, and size of the difference."""
-    rig = Rig()
+    rig = VerifiedRig()
     rig.run(3, 2, 4)
     rig.after_replay(lambda outputs: outputs[1].add_(0.5))
     with pytest.raises(VerificationError, match=r"lane 'decode'.*logits of request 1 by 0\.5"):
@@ -387,7 +349,7 @@ def test_wrong_logits_are_named_by_request() -> None:
 
 def test_padded_rows_may_hold_anything() -> None:
     """Padding rows of the outputs are not compared."""
-    rig = Rig()
+    rig = VerifiedRig()
     rig.after_replay(lambda outputs: outputs[3:].fill_(float("nan")))
     rig.run(3, 2, 4)
     assert rig.verifier.verified == 1
@@ -396,7 +358,7 @@ def test_padded_rows_may_hold_anything() -> None:
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_no_number_is_caught(value: float) -> None:
     """NaN and infinities in a replay raise, though every comparison with NaN is false."""
-    rig = Rig()
+    rig = VerifiedRig()
     rig.after_replay(lambda outputs: outputs[0, 2:3].fill_(value))
     with pytest.raises(VerificationError, match=r"logits of request 0 by (inf|1.8e\+308)"):
         rig.run(3, 2)
@@ -404,7 +366,7 @@ def test_what_is_no_number_is_caught(value: float) -> None:
 
 def test_stale_metadata_is_caught() -> None:
     """A replay with other page indices attends to other keys and raises."""
-    rig = Rig()
+    rig = VerifiedRig()
     rig.run(1, 1)
     rig.run(2, 2)
     rig.before_replay(lambda: rig.slot("flashinfer.kv_indices").fill_(0))
@@ -414,7 +376,7 @@ def test_stale_metadata_is_caught() -> None:
 
 def test_a_stray_write_is_caught_though_logits_agree() -> None:
     """A padding row that writes to a KV slot outside scratch is found in the cache, though logits agree."""
-    rig = Rig()
+    rig = VerifiedRig()
     for lengths in ((1, 1, 1), (2, 2, 2)):
         rig.run(*lengths)
     stray = SLOTS - 1
@@ -430,7 +392,7 @@ def test_a_stray_write_is_caught_though_logits_agree() -> None:
 @pytest.mark.parametrize(("part", "layer", "name"), [("k", 1, "keys"), ("v", 0, "values")])
 def test_every_layer_and_both_halves_are_compared(part: str, layer: int, name: str) -> None:
     """A change of any cached key or value outside scratch is named by layer and slot."""
-    rig = Rig()
+    rig = VerifiedRig()
     rig.after_replay(lambda outputs: getattr(rig.kv, part)[layer][PAGE].fill_(3e3))
     with pytest.raises(VerificationError, match=f"{name} of layer {layer} in KV slot {PAGE} by"):
         rig.run(4)
@@ -438,7 +400,7 @@ def test_every_layer_and_both_halves_are_compared(part: str, layer: int, name: s
 
 def test_scratch_may_hold_anything() -> None:
     """The scratch page is not compared."""
-    rig = Rig()
+    rig = VerifiedRig()
     rig.after_replay(lambda outputs: rig.kv.k[0][:PAGE].fill_(float("nan")))
     rig.run(4, 3, 2)
     assert rig.verifier.verified == 1
@@ -446,8 +408,8 @@ def test_scratch_may_hold_anything() -> None:
 
 def test_poison_that_nobody_touched_is_no_difference() -> None:
     """Free KV slots that hold NaN before and after the step are no difference."""
-    rig = Rig()
-    for cache in rig.kv.k + rig.kv.v:
+    rig = VerifiedRig()
+    for cache in rig.caches:
         cache[-PAGE:] = float("nan")
     rig.run(1, 1)
 
@@ -478,7 +440,7 @@ class Damage:
         return self.metadata((yield))
 
 
-def _wrong_outputs(rig: Rig) -> None:
+def _wrong_outputs(rig: VerifiedRig) -> None:
     """Plant a bug in the recorded work: one row of logits is wrong."""
     rig.after_replay(lambda outputs: outputs[0].add_(1))
 
@@ -495,9 +457,7 @@ def _wrong_outputs(rig: Rig) -> None:
 def test_a_real_row_of_the_view_is_named(field: str, row: int, value: int, eager: int) -> None:
     """A live row that is changed after the fill is named by field and row; derived fields are not named."""
     damage = Damage(lambda view: getattr(view, field)[row : row + 1].fill_(value))
-    rig = Rig(observers=(damage,))
-    rig.kv.k[0].normal_(generator=rig.generator)
-    rig.kv.v[0].normal_(generator=rig.generator)
+    rig = VerifiedRig(observers=(damage,))
     error = rig.failure(3, 4, 5, input_ids=torch.tensor([1, 2, 3]))
     assert error.field == f"view.{field}"
     assert error.suspects == ()
@@ -519,9 +479,7 @@ def test_a_real_row_of_the_view_is_named(field: str, row: int, value: int, eager
 )
 def test_a_metadata_tensor_is_named(field: str, at: int, value: int, eager: int) -> None:
     """One wrong element of metadata is named with its slot and owner; the view is correct."""
-    rig = Rig()
-    rig.kv.k[0].normal_(generator=rig.generator)
-    rig.kv.v[0].normal_(generator=rig.generator)
+    rig = VerifiedRig()
     rig.before_replay(lambda: rig.slot(f"flashinfer.{field}")[at : at + 1].fill_(value))
     error = rig.failure(3, 4, 5)
     assert error.field == f"metadata.{field}"
@@ -535,7 +493,7 @@ def test_a_metadata_tensor_is_named(field: str, at: int, value: int, eager: int)
 
 def test_all_fields_that_differ_are_named_after_the_first() -> None:
     """The error names a second wrong field after the first."""
-    rig = Rig()
+    rig = VerifiedRig()
     rig.before_replay(lambda: rig.slot("flashinfer.kv_last_page_len").fill_(2))
     rig.before_replay(lambda: rig.slot("flashinfer.kv_indices").fill_(0))
     error = rig.failure(3, 3)
@@ -545,7 +503,7 @@ def test_all_fields_that_differ_are_named_after_the_first() -> None:
 
 def test_metadata_that_the_graph_writes_is_read_after_the_replay() -> None:
     """If metadata work is recorded, the metadata that the graph wrote is compared, not the hook's."""
-    rig = Rig(in_graph=True)
+    rig = VerifiedRig(in_graph=True)
     rig.before_replay(lambda: rig.slot("flashinfer.kv_last_page_len").fill_(9))
     rig.run(3, 4)
     _wrong_outputs(rig)
@@ -568,14 +526,14 @@ class DoesNothing(TapeDriver):
 
 def test_wrong_metadata_of_a_graph_that_makes_it_is_not_blamed_on_the_hook() -> None:
     """Where the graph makes the metadata, the driver and `fill_metadata` are the suspects, else the hook."""
-    error = Rig(in_graph=True, driver=DoesNothing).failure(3, 4)
+    error = VerifiedRig(in_graph=True, driver=DoesNothing).failure(3, 4)
     assert error.field is not None
     assert error.field.startswith("metadata.")
     assert "the graph makes this metadata: graph driver 'tape' replays" in error.message
     assert "replay() of the graph driver 'tape'" in (error.hint or "")
     assert "fill_metadata()" in (error.hint or "")
     assert "init_metadata_replay" not in str(error)
-    rig = Rig()
+    rig = VerifiedRig()
     rig.before_replay(lambda: rig.slot("flashinfer.kv_indices").fill_(0))
     hooks = rig.failure(3, 4)
     assert "init_metadata_replay() must refresh" in (hooks.hint or "")
@@ -642,7 +600,7 @@ class BoundTooLow(WithBound):
 
 def test_a_frozen_host_number_is_named() -> None:
     """A host number of the capture that differs from the batch's is named with both values."""
-    rig = Rig(backend=Scaling)
+    rig = VerifiedRig(backend=Scaling)
     rig.run(1, 1, 1)
     error = rig.failure(2, 5, 3)
     assert (error.field, error.suspects) == ("metadata.longest", ())
@@ -653,7 +611,7 @@ def test_a_frozen_host_number_is_named() -> None:
 def test_a_bound_may_be_larger_and_not_smaller() -> None:
     """A bounded number is a difference only if it is below the batch's number."""
     for kind, field in ((WithBound, None), (BoundTooLow, "metadata.longest")):
-        rig = Rig(backend=kind)
+        rig = VerifiedRig(backend=kind)
         rig.run(2, 5, 3)
         _wrong_outputs(rig)
         error = rig.failure(3, 6, 4)
@@ -750,7 +708,7 @@ def test_fields_and_types_are_named(
     backend: type[FlashInferBackend], change: Callable[[Any], Any], field: str, words: str
 ) -> None:
     """A field that exists on one side only, or has another type or extent, is named."""
-    rig = Rig(backend=backend, observers=(Damage(metadata=change),))
+    rig = VerifiedRig(backend=backend, observers=(Damage(metadata=change),))
     _wrong_outputs(rig)
     error = rig.failure(3, 4, 5)
     assert error.field == field
@@ -760,7 +718,7 @@ def test_fields_and_types_are_named(
 
 def test_a_number_where_eager_has_none_is_named() -> None:
     """NaN is compared as a value: a replay with a number where eager has NaN differs."""
-    rig = Rig(backend=Plain, observers=(Damage(metadata=lambda m: _filled(m, "weights")),))
+    rig = VerifiedRig(backend=Plain, observers=(Damage(metadata=lambda m: _filled(m, "weights")),))
     _wrong_outputs(rig)
     error = rig.failure(3, 1)
     assert error.field == "metadata.weights"
@@ -774,7 +732,7 @@ def _filled(metadata: Any, name: str) -> Any:
 
 def test_a_field_that_no_slot_carries_is_refused_and_not_compared() -> None:
     """A tensor without a slot is refused at the lane's door in a verified step too, and not verified."""
-    rig = Rig()
+    rig = VerifiedRig()
     rig.run(3, 4)
     batch = dataclasses.replace(rig.batch(3, 4), mrope_positions=torch.zeros(3, 2, dtype=torch.int64))
     with pytest.raises(EngineError, match="the batch carries 'mrope_positions'"):
@@ -786,8 +744,8 @@ def test_the_verifier_sees_what_the_lane_gets() -> None:
     """The verifier sees what observers after it in the lane's list change, and not what others do."""
     damage = Damage(metadata=lambda m: dataclasses.replace(m, max_q_len=0))
     for rig, field in (
-        (Rig(observers=(damage,)), "metadata.max_q_len"),
-        (Rig(outside=(damage,)), None),
+        (VerifiedRig(observers=(damage,)), "metadata.max_q_len"),
+        (VerifiedRig(outside=(damage,)), None),
     ):
         _wrong_outputs(rig)
         assert rig.failure(3, 4).field == field
@@ -802,7 +760,7 @@ def _write_tail(name: str, value: int) -> Callable[[ForwardBatch], Any]:
 
 def test_a_padded_row_that_writes_is_the_suspect() -> None:
     """If only padding rows are wrong no field is named; a slot that differs from capture is the suspect."""
-    rig = Rig()
+    rig = VerifiedRig()
     rig.before_replay(lambda: rig.slot("out_cache_loc")[3:].fill_(SLOTS - 1))
     error = rig.failure(3, 3, 3)
     assert error.field is None
@@ -818,7 +776,7 @@ def test_a_padded_row_that_writes_is_the_suspect() -> None:
 @pytest.mark.parametrize("name", ["req_pool_indices", "seq_lens", "positions", "input_ids"])
 def test_stale_rows_of_the_view_are_suspects(name: str) -> None:
     """Stale padding rows of the view are the only suspect; fields derived from them are not named."""
-    rig = Rig(observers=(Damage(_write_tail(name, 2)),))
+    rig = VerifiedRig(observers=(Damage(_write_tail(name, 2)),))
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
     assert (error.field, error.suspects) == (None, (f"view.{name}",))
@@ -830,7 +788,7 @@ def test_stale_rows_of_the_view_are_suspects(name: str) -> None:
 )
 def test_stale_rows_of_metadata_are_suspects(name: str, at: int, value: int) -> None:
     """Padding rows of metadata are compared with what the backend derives from the view."""
-    rig = Rig()
+    rig = VerifiedRig()
     rig.before_replay(lambda: rig.slot(f"flashinfer.{name}")[at].fill_(value))
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
@@ -858,7 +816,7 @@ class Loose(CudaGraphRunner):
 
 def test_suspects_that_a_policy_explains_come_last() -> None:
     """Suspects are a stale row, then a pad value that differs from capture, then rows kept by policy."""
-    rig = Rig(runner=Loose, observers=(Damage(_write_tail("req_pool_indices", 2)),))
+    rig = VerifiedRig(runner=Loose, observers=(Damage(_write_tail("req_pool_indices", 2)),))
     rig.lane.run(dataclasses.replace(rig.batch(1, 1, 1, 1), input_ids=torch.full((4,), 5)))
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
@@ -869,7 +827,7 @@ def test_suspects_that_a_policy_explains_come_last() -> None:
 
 def test_a_host_number_of_the_batch_is_a_suspect() -> None:
     """The view has the host number of capture; it is a suspect if the batch has another one."""
-    rig = Rig()
+    rig = VerifiedRig()
     _wrong_outputs(rig)
     error = rig.failure(3, 4, num_token_non_padded_cpu=2)
     assert (error.field, error.suspects) == (None, ("view.num_token_non_padded_cpu",))
@@ -892,9 +850,9 @@ class DevicePacking(FlashInferBackend):
 
 
 @functools.cache
-def _broken_rig(backend: type[FlashInferBackend], *, in_graph: bool) -> Rig:
+def _broken_rig(backend: type[FlashInferBackend], *, in_graph: bool) -> VerifiedRig:
     with torch.inference_mode():
-        rig = Rig(backend=backend, in_graph=in_graph)
+        rig = VerifiedRig(backend=backend, in_graph=in_graph)
         _wrong_outputs(rig)
         return rig
 
@@ -920,9 +878,9 @@ def test_right_fields_are_never_named(
 
 
 @functools.cache
-def _right_rig(*, in_graph: bool) -> Rig:
+def _right_rig(*, in_graph: bool) -> VerifiedRig:
     with torch.inference_mode():
-        return Rig(in_graph=in_graph)
+        return VerifiedRig(in_graph=in_graph)
 
 
 @pytest.mark.parametrize("in_graph", [False, True])
@@ -936,8 +894,6 @@ def test_right_replays_never_raise(
     """Batches of any lengths, on a cache with any contents, agree with their eager runs."""
     rig = _right_rig(in_graph=in_graph)
     rig.slot("flashinfer.kv_indices").fill_(garbage)
-    for cache in (*rig.kv.k, *rig.kv.v):
-        cache.normal_(generator=rig.generator)
     rig.run(*lengths)
     assert rig.verifier.largest_difference < 1e-4
 
@@ -968,7 +924,7 @@ class Counting(CudaGraphRunner):
 
 def test_what_is_no_copy_of_the_batch_is_not_held_to_it() -> None:
     """A computed slot, and an optional field that the batch lacks, are no difference."""
-    rig = Rig(runner=Counting)
+    rig = VerifiedRig(runner=Counting)
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3, global_num_tokens_gpu=torch.tensor([3], dtype=torch.int32))
     assert (error.field, error.suspects) == (None, ())
@@ -976,7 +932,7 @@ def test_what_is_no_copy_of_the_batch_is_not_held_to_it() -> None:
 
 def test_a_cache_is_no_metadata() -> None:
     """If metadata refers to the KV cache, a wrong key there is not reported as a field of metadata."""
-    rig = Rig(backend=Plain)
+    rig = VerifiedRig(backend=Plain)
     rig.after_replay(lambda outputs: rig.kv.k[0][PAGE].fill_(3e3))
     error = rig.failure(4)
     assert "keys of layer 0 in KV slot" in error.message
@@ -985,7 +941,7 @@ def test_a_cache_is_no_metadata() -> None:
 
 def test_what_padding_changes_is_said_beside_the_suspects() -> None:
     """A metadata element that differs only because of padding is reported as such, and is no suspect."""
-    rig = Rig(backend=DevicePacking)
+    rig = VerifiedRig(backend=DevicePacking)
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
     assert "changed by padding, not by the replay: metadata.kv_indices" in error.message
@@ -1004,7 +960,7 @@ class Fragile(FlashInferBackend):
 
 def test_a_backend_that_fails_in_the_comparison_hides_nothing() -> None:
     """The error has the difference, the reason why metadata was not compared, and the other suspects."""
-    rig = Rig(backend=Fragile, observers=(Damage(_write_tail("positions", 2)),))
+    rig = VerifiedRig(backend=Fragile, observers=(Damage(_write_tail("positions", 2)),))
     _wrong_outputs(rig)
     error = rig.failure(3, 3, 3)
     assert "logits of request 0 by 1" in error.message
@@ -1017,7 +973,7 @@ def test_a_backend_that_fails_in_the_comparison_hides_nothing() -> None:
 
 def test_a_replay_may_not_change_the_page_table() -> None:
     """A write of recorded work to ``req_to_token`` raises before any eager run, although results agree."""
-    rig, unverified = Rig(), Rig(share=0.0)
+    rig, unverified = VerifiedRig(), VerifiedRig(share=0.0)
     for each in (rig, unverified):
         each.after_replay(lambda outputs, each=each: each.table[4, 7:].fill_(1))
     batch = unverified.batch(3, 4)
@@ -1034,7 +990,7 @@ def test_a_replay_may_not_change_the_page_table() -> None:
 
 def test_a_verifier_belongs_to_the_one_lane_that_it_observes() -> None:
     """A verifier has no lane before its first step, and refuses the step of a second lane."""
-    rig = Rig()
+    rig = VerifiedRig()
     with pytest.raises(EngineError, match=r"observed no step of a lane\n.*observers=\[verifier\]"):
         _ = rig.verifier.lane
     rig.run(1)
@@ -1054,7 +1010,7 @@ def test_a_verifier_belongs_to_the_one_lane_that_it_observes() -> None:
 
 def test_an_unverified_step_keeps_nothing() -> None:
     """An unverified step copies and derives nothing, and a step that raised leaves nothing held."""
-    rig = Rig(share=0.5, seed=1)
+    rig = VerifiedRig(share=0.5, seed=1)
     derived: list[int] = []
     real = rig.verifier._backend.init_metadata_eager
 

@@ -56,7 +56,7 @@ class SharedConfig(Config):
         return [plain, replace(special, kv_layer=0)]
 
 
-class SharedRig(Rig):
+class SharedCacheRig(Rig):
     """A rig whose model writes KV in its first layer and only attends in the second."""
 
     def model(self, batch: Any, metadata: Any, attend: Attend) -> StepOutputs:
@@ -157,7 +157,7 @@ def test_a_graph_attends_to_a_shared_cache(
     def driver(device: torch.device) -> GraphDriver:
         return TapeDriver(device, strict=strict)
 
-    rig = SharedRig(shared(config), backend=backend, driver=driver, guarded=strict)
+    rig = SharedCacheRig(shared(config), backend=backend, driver=driver, guarded=strict)
     with torch.inference_mode():
         for steps in draw(rig.config, 2, 0):
             for problem in steps:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hostile_rig import command, refused
+from rigs.command import command, refused
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,7 @@ import pytest
 
 from fake_site import installed
 from graphpact_cli import main
-from hostile_rig import LIMIT, Ended, command
+from rigs.command import LIMIT, Ended, command
 from support import thinned
 
 DEMO = Path(__file__).parents[2] / "examples/demo.toml"

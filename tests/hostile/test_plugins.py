@@ -20,7 +20,7 @@ from graphpact_cli import main, survey
 from graphpact_engine import Engine
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.memory import EngineMemory
-from hostile_rig import command
+from rigs.command import command
 
 DEMO = Path(__file__).parents[2] / "examples/demo.toml"
 

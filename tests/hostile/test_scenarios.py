@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hostile_rig import command, refused
+from rigs.command import command, refused
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
 

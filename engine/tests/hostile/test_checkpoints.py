@@ -31,7 +31,7 @@ from graphpact_engine.config import EngineConfig
 from graphpact_engine.engine import Engine
 from graphpact_engine.errors import CheckpointError, UnsupportedModelError
 from graphpact_engine.request import SamplingParams
-from hostile_rig import Ended, command, refused
+from rigs.command import Ended, command, refused
 
 CPU = torch.device("cpu")
 UP = "model.layers.0.mlp.up_proj.weight"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from graphpact_cli import main
-from hostile_rig import command, refused
+from rigs.command import command, refused
 
 DIGITS = "9" * 5000
 FILES: dict[str, tuple[bytes, list[str]]] = {

@@ -3,7 +3,6 @@
 import json
 import logging
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,18 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpact import (
-    BackendContext,
-    ForwardBatch,
     ForwardMode,
-    GraphShape,
-    Lane,
-    LayerSpec,
     Limits,
-    StepOutputs,
 )
 from graphpact.errors import ConfigError
 from graphpact.runners import RunnerContext
-from graphpact.step import Attend
 from graphpact_cli import main
 from graphpact_cpu_graph import NO_COMPILER, CpuGraphRunner, inductor
 from graphpact_cpu_graph.inductor import InductorDriver
@@ -32,13 +24,10 @@ from graphpact_engine.config import EngineConfig
 from graphpact_engine.memory import EngineMemory
 from graphpact_engine.plans import plan_lanes
 from graphpact_flashinfer import FlashInferBackend
+from rigs.lane import CONTEXT, CPU, MAX_BS, SHAPE_OF, LaneRig
 from support import Catalog, survey_here
 
-CPU = torch.device("cpu")
 TINY = Path(__file__).parents[3] / "examples/models/tiny-llama"
-DTYPE, CONTEXT, ROWS, VOCAB, WIDTH = torch.float64, 8, 4, 7, 4
-SLOTS = 1 + ROWS * CONTEXT
-LAYER = LayerSpec(0, 1, 1, WIDTH, WIDTH, scaling=0.5)
 
 
 def runner(max_bs: int = 8, **context: Any) -> CpuGraphRunner:
@@ -47,65 +36,11 @@ def runner(max_bs: int = 8, **context: Any) -> CpuGraphRunner:
     return CpuGraphRunner(RunnerContext(CPU, FlashInferBackend.capabilities, limits, **context))
 
 
-class Rig:
-    """A compiled lane of one capture size over a model of one attention layer, and batches for it."""
-
-    def __init__(self) -> None:
-        self.generator = torch.Generator().manual_seed(0)
-        self.weights = [self._random(VOCAB, WIDTH) for _ in range(4)]
-        caches = [torch.zeros(SLOTS, 1, WIDTH, dtype=DTYPE) for _ in range(2)]
-        self.kv = SimpleNamespace(k=caches[:1], v=caches[1:])
-        self.table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32)
-        limits = Limits(ROWS, ROWS, CONTEXT, 1)
-        self.runner = runner(ROWS, batch_sizes=[ROWS])
-        self.lane = Lane(
-            "decode",
-            model=self.model,
-            runner=self.runner,
-            backend=FlashInferBackend(BackendContext(CPU, DTYPE, [LAYER], limits, self.table, self.kv)),
-            driver=InductorDriver(CPU),
-        )
-        self.lane.capture_all()
-
-    def _random(self, *shape: int) -> torch.Tensor:
-        return torch.randn(shape, dtype=DTYPE, generator=self.generator)
-
-    def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Embed tokens and positions, attend, unembed."""
-        at = batch.positions[:, None] * 0.1
-        q, k, v = ((w[batch.input_ids] + at)[:, None] for w in self.weights[:3])
-        attended = attend(q, k, v, LAYER, metadata)[:, 0]
-        return StepOutputs(logits=(attended @ self.weights[3].t(), "bs"))
-
-    def batch(self, lengths: list[int]) -> ForwardBatch:
-        """Return a batch of requests of ``lengths`` on the last rows; all other memory is poison."""
-        size, lens = len(lengths), torch.tensor(lengths)
-        rows = torch.arange(ROWS, ROWS - size, -1)
-        self.table[1:] = SLOTS + 1
-        for cache in (self.kv.k[0], self.kv.v[0]):
-            cache[1:] = float("nan")
-        for row, length in zip(rows.tolist(), lengths, strict=True):
-            first = 1 + (row - 1) * CONTEXT
-            self.table[row, :length] = torch.arange(first, first + length, dtype=torch.int32)
-            for cache in (self.kv.k[0], self.kv.v[0]):
-                cache[first : first + length - 1] = self._random(length - 1, 1, WIDTH)
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=size,
-            input_ids=torch.randint(VOCAB, (size,), generator=self.generator),
-            positions=lens - 1,
-            out_cache_loc=self.table[rows, lens - 1].long(),
-            req_pool_indices=rows,
-            seq_lens=lens,
-            seq_lens_cpu=lens.clone(),
-        )
-
-
 @pytest.fixture(scope="module")
-def rig(compiler: None) -> Rig:
-    """Return a lane, compiled once."""
+def rig(compiler: None) -> LaneRig:
+    """Return a lane of one capture size, compiled once."""
     with torch.inference_mode():
-        return Rig()
+        return LaneRig(runner=CpuGraphRunner, driver=InductorDriver(CPU), batch_sizes=[MAX_BS])
 
 
 # -- capture sizes ---------------------------------------------------------------------------------
@@ -125,23 +60,23 @@ def test_the_default_sizes_are_few_and_cover_every_step(largest: int) -> None:
 
 
 @settings(derandomize=True, max_examples=60)
-@given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=ROWS))
-def test_replays_equal_eager_runs(lengths: list[int], rig: Rig) -> None:
+@given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=MAX_BS))
+def test_replays_equal_eager_runs(lengths: list[int], rig: LaneRig) -> None:
     """The replay of any batch that fits, after any other batch, equals its eager run."""
-    batch = rig.batch(lengths)
+    batch = rig.batch(*lengths)
     (captured,) = rig.lane.captured.values()
     captured.graph.outputs.logits.fill_(float("nan"))
     replayed = rig.lane.run(batch).clone().logits
     torch.testing.assert_close(replayed, rig.lane.run_eager(batch).logits, rtol=0, atol=1e-9)
 
 
-def test_the_tail_is_scratch_after_a_larger_batch(rig: Rig) -> None:
+def test_the_tail_is_scratch_after_a_larger_batch(rig: LaneRig) -> None:
     """Padding rows hold no earlier batch: they are row 0, KV slot 0, position 0, the fill length."""
-    shape = GraphShape(ForwardMode.DECODE, ROWS, ROWS)
+    shape = SHAPE_OF[MAX_BS]
     view = rig.lane.captured[shape].context.view
     for lengths in ([8, 7, 6, 5], [3]):
-        rig.lane.run(rig.batch(lengths))
-    assert view.req_pool_indices.tolist() == [ROWS, 0, 0, 0]
+        rig.lane.run(rig.batch(*lengths))
+    assert view.req_pool_indices.tolist() == [1, 0, 0, 0]
     assert view.out_cache_loc[1:].tolist() == view.positions[1:].tolist() == [0, 0, 0]
     assert view.seq_lens.tolist() == view.seq_lens_cpu.tolist() == [3, 1, 1, 1]
 

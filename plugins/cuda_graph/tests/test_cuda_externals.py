@@ -21,7 +21,7 @@ from graphpact_cuda_graph.driver import CudaDriver
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_kernels import write_indptr
 from graphpact_tape.tape import Tape
-from lane_rig import SHAPE_OF, Rig
+from rigs.lane import SHAPE_OF, LaneRig
 
 CPU = torch.device("cpu")
 SHAPE = SHAPE_OF[2]
@@ -222,7 +222,7 @@ class HoldsLengths(FlashInferBackend):
 
 def test_the_pact_covers_what_the_backend_holds() -> None:
     """The pact covers a tensor of the backend that the graph reads; replacing it is a breach."""
-    rig = Rig(backend=HoldsLengths, driver=CudaDriver(CPU))
+    rig = LaneRig(backend=HoldsLengths, driver=CudaDriver(CPU))
     assert rig.lane.captured[SHAPE].held == ["lens"]
     assert rig.lane.stats.externals == "dispatched"
     with pytest.raises(PactBreach, match=r"backend\.lens"):
@@ -242,17 +242,17 @@ class NoSlot(FlashInferBackend):
 def test_a_strict_lane_finds_metadata_outside_the_slots() -> None:
     """A strict lane refuses metadata that the graph reads outside all slots, as on the tape."""
     with pytest.raises(CaptureError, match=r"metadata\.qo_indptr, which is no slot's memory"):
-        Rig(backend=NoSlot, driver=CudaDriver(CPU, strict=True))
-    assert Rig(driver=CudaDriver(CPU, strict=True)).lane.captured.get(SHAPE) is not None
+        LaneRig(backend=NoSlot, driver=CudaDriver(CPU, strict=True))
+    assert LaneRig(driver=CudaDriver(CPU, strict=True)).lane.captured.get(SHAPE) is not None
 
 
 def test_a_driver_that_tells_nothing_is_named_in_the_statistics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """If the driver does not report external tensors, the statistics of the lane say `unknown`."""
-    assert Rig().lane.stats.externals == "all"
+    assert LaneRig().lane.stats.externals == "all"
     monkeypatch.setattr(Tape, "external_tensors", lambda _: None)
-    lane = Rig().lane
+    lane = LaneRig().lane
     assert lane.stats.externals == "unknown"
     assert {s.externals for s in lane.stats.shapes.values()} == {"unknown"}
     assert isinstance(lane.registry, CudaGraphBufferRegistry)

@@ -1,133 +1,33 @@
 """The runner of full decode graphs: capture sizes, dummy batches, captures and replays."""
 
 from collections.abc import Iterator
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from graphpact import (
-    AttentionBackend,
-    BackendContext,
-    Capabilities,
-    EagerReason,
-    ForwardBatch,
-    ForwardMode,
-    GraphShape,
-    GraphSlot,
-    Lane,
-    LayerSpec,
-    Limits,
-    StepOutputs,
-)
-from graphpact.attention import GraphSupport, HeadLayout
+from graphpact import EagerReason, ForwardBatch, ForwardMode, GraphShape, Limits
+from graphpact.attention import GraphSupport
 from graphpact.errors import CaptureError, ConfigError
 from graphpact.runners import RunnerContext
-from graphpact.step import Attend
+from graphpact.tensors import equal
 from graphpact_cuda_graph import CudaGraphRunner
-from graphpact_kernels import write_kv_cache
-from graphpact_tape.tape import TapeDriver
-
-CPU = torch.device("cpu")
-PAGE, CONTEXT = 4, 8
-LAYER = LayerSpec(0, 1, 1, 2, 2, scaling=1.0)
+from graphpact_flashinfer import FlashInferBackend
+from rigs.lane import CONTEXT, CPU, PAGE, SHAPE_OF, LaneRig
 
 
-def _capabilities(fill: int = 1) -> Capabilities:
-    return Capabilities(
-        modes=frozenset({ForwardMode.DECODE}),
-        graph_support=GraphSupport.UNIFORM_DECODE,
-        dtypes=frozenset({torch.float32}),
-        devices=frozenset({"cpu"}),
-        head_layouts=frozenset({HeadLayout.MHA}),
-        seq_len_fill_value=fill,
-    )
+def _backend(fill: int) -> type[FlashInferBackend]:
+    capabilities = replace(FlashInferBackend.capabilities, seq_len_fill_value=fill)
+    return type("Filled", (FlashInferBackend,), {"capabilities": capabilities})
 
 
 def _runner(max_bs: int = 8, batch_sizes: list[int] | None = None, fill: int = 1) -> CudaGraphRunner:
     limits = Limits(max_bs, max_bs, CONTEXT, PAGE)
     return CudaGraphRunner(
-        RunnerContext(CPU, _capabilities(fill), limits, batch_sizes=batch_sizes, lane="decode")
+        RunnerContext(CPU, _backend(fill).capabilities, limits, batch_sizes=batch_sizes, lane="decode")
     )
-
-
-class SumBackend(AttentionBackend):
-    """A minimal backend that reads and writes a cache: it sums the cached keys of each request."""
-
-    capabilities = _capabilities()
-
-    def declare_slots(self, limits: Limits) -> list[GraphSlot]:
-        """Return no slots: the metadata is tensors of the view."""
-        return []
-
-    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Any) -> Any:
-        """Return the view's own tensors."""
-        return {
-            "rows": view.req_pool_indices,
-            "lens": view.seq_lens,
-            "out": view.out_cache_loc,
-        }
-
-    def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Do nothing: the view is refreshed already."""
-
-    def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, layer: LayerSpec, metadata: Any
-    ) -> torch.Tensor:
-        """Write the cache, then add the keys up to each length to the queries."""
-        cache = self.context.kv_cache
-        write_kv_cache(k, v, cache.k[0], cache.v[0], metadata["out"])
-        keys = cache.k[0][self.context.req_to_token[metadata["rows"]]]
-        seen = torch.arange(CONTEXT) < metadata["lens"][:, None]
-        return q + torch.where(seen[..., None, None], keys, 0).sum(1)
-
-
-class Rig:
-    """A lane of the runner over `SumBackend`."""
-
-    def __init__(self, batch_sizes: list[int], max_bs: int = 8, fill: int = 1) -> None:
-        num_slots = PAGE * (1 + max_bs * CONTEXT // PAGE)
-        generator = torch.Generator().manual_seed(0)
-
-        def cache() -> torch.Tensor:
-            return torch.randn(num_slots, 1, 2, generator=generator)
-
-        self.kv = SimpleNamespace(k=[cache()], v=[cache()])
-        self.table = torch.zeros(max_bs + 1, CONTEXT, dtype=torch.int32)
-        self.table[1:] = torch.arange(PAGE, num_slots, dtype=torch.int32).view(max_bs, CONTEXT)
-        limits = Limits(max_bs, max_bs, CONTEXT, PAGE)
-        backend = SumBackend(BackendContext(CPU, torch.float32, [LAYER], limits, self.table, self.kv))
-        self.runner = _runner(max_bs, batch_sizes, fill)
-        self.lane = Lane(
-            "decode",
-            model=self.model,
-            runner=self.runner,
-            backend=backend,
-            driver=TapeDriver(CPU),
-        )
-
-    @staticmethod
-    def model(batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Attend with token ids and positions as queries, keys and values."""
-        q = torch.stack([batch.input_ids, batch.positions], 1)[:, None].float()
-        return StepOutputs(logits=(attend(q, q * 2, q * 3, LAYER, metadata)[:, 0], "bs"))
-
-    def batch(self, *lengths: int) -> ForwardBatch:
-        """Return a batch of requests of ``lengths`` on the first rows."""
-        lens, rows = torch.tensor(lengths), torch.arange(1, len(lengths) + 1)
-        return ForwardBatch(
-            forward_mode=ForwardMode.DECODE,
-            batch_size=len(lengths),
-            input_ids=lens * 3 + rows,
-            positions=lens - 1,
-            out_cache_loc=self.table[rows, lens - 1].long(),
-            req_pool_indices=rows,
-            seq_lens=lens,
-            seq_lens_cpu=lens.clone(),
-        )
 
 
 @pytest.fixture(autouse=True)
@@ -175,7 +75,7 @@ def test_a_lane_serves_its_mode_only() -> None:
     """A decode lane gives other modes, and batches over the largest size, an eager reason."""
     assert CudaGraphRunner.modes == {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
     assert CudaGraphRunner.needs is GraphSupport.UNIFORM_DECODE
-    rig = Rig([2])
+    rig = LaneRig(batch_sizes=[2], capture=False)
     assert rig.lane.fit(rig.batch(1)) is EagerReason.NOT_CAPTURED
     rig.lane.capture_all()
     batch = rig.batch(1)
@@ -191,12 +91,12 @@ def test_a_lane_serves_its_mode_only() -> None:
 @pytest.mark.parametrize("fill", [0, 1, 5])
 def test_slots_are_padded_with_the_backends_length(fill: int) -> None:
     """The largest capture size sizes the registry; padding rows hold row 0 and the backend's fill length."""
-    registry = Rig([2, 6], fill=fill).lane.registry
+    registry = LaneRig(backend=_backend(fill), batch_sizes=[2, 3], capture=False).lane.registry
     assert registry is not None
-    assert (registry.max_bs, registry.max_num_tokens) == (6, 6)
+    assert (registry.max_bs, registry.max_num_tokens) == (3, 3)
     for name in ("seq_lens", "seq_lens_cpu"):
-        assert registry.get_slot(name).slice_for(6, 6).tolist() == [fill] * 6
-    assert registry.get_slot("req_pool_indices").slice_for(6, 6).tolist() == [0] * 6
+        assert registry.get_slot(name).slice_for(3, 3).tolist() == [fill] * 3
+    assert registry.get_slot("req_pool_indices").slice_for(3, 3).tolist() == [0] * 3
 
 
 @pytest.mark.parametrize("fill", [0, 1, 5])
@@ -221,13 +121,12 @@ def test_a_dummy_is_a_batch_that_could_have_been(fill: int, size: int) -> None:
 
 def test_capture_writes_scratch_only() -> None:
     """Captures write KV slot 0 only: all other slots and the request table stay bit-equal."""
-    rig = Rig([1, 2, 8])
-    before = [t.clone() for t in (rig.kv.k[0], rig.kv.v[0])]
+    rig = LaneRig(poisons=False, capture=False)
+    before = [t.clone() for t in rig.caches]
     table = rig.table.clone()
     rig.lane.capture_all()
-    for cache, old in zip((rig.kv.k[0], rig.kv.v[0]), before, strict=True):
-        assert torch.equal(cache[PAGE:], old[PAGE:])
-        assert torch.equal(cache[1:PAGE], old[1:PAGE])
+    for cache, old in zip(rig.caches, before, strict=True):
+        assert equal(cache[1:], old[1:])
         assert not torch.equal(cache[0], old[0])  # the dummy did run
     assert torch.equal(rig.table, table)
     assert len(rig.lane.stats.shapes) == 3
@@ -235,7 +134,7 @@ def test_capture_writes_scratch_only() -> None:
 
 def test_a_dummy_on_live_memory_is_caught_when_planted() -> None:
     """A dummy batch that would write a live KV slot is refused before the write; the error names the slot."""
-    rig = Rig([2])
+    rig = LaneRig(batch_sizes=[2], poisons=False, capture=False)
     honest = rig.runner.dummy
 
     def careless(shape: GraphShape) -> ForwardBatch:
@@ -243,35 +142,28 @@ def test_a_dummy_on_live_memory_is_caught_when_planted() -> None:
         batch.out_cache_loc += PAGE
         return batch
 
-    rig.runner.dummy = careless  # type: ignore[method-assign]
+    rig.runner.dummy = careless
     before = rig.kv.k[0].clone()
     with pytest.raises(CaptureError, match=f"writes KV slot {PAGE}, which a live request may own"):
         rig.lane.capture_all()
-    assert torch.equal(rig.kv.k[0], before)
+    assert equal(rig.kv.k[0], before)
     assert not rig.lane.captured
 
 
 def test_replays_of_every_size_equal_eager() -> None:
     """Replays of growing and shrinking batches equal eager runs."""
-    rig = Rig([1, 2, 4, 8])
-    rig.lane.capture_all()
+    rig = LaneRig()
     generator = torch.Generator().manual_seed(5)
-    sizes = [8, 7, 3, 8, 1, 5, 2, 6, 4, 3]
+    sizes = [4, 3, 1, 4, 1, 2, 4, 2, 3, 1]
     for size in sizes:
-        lengths = torch.randint(1, CONTEXT + 1, (size,), generator=generator).tolist()
-        batch = rig.batch(*lengths)
-        for captured in rig.lane.captured.values():
-            captured.graph.outputs.logits.fill_(float("nan"))
-        replayed = rig.lane.run(batch).clone().logits
-        torch.testing.assert_close(replayed, rig.lane.run_eager(batch).logits)
+        assert rig.agrees(*torch.randint(1, CONTEXT + 1, (size,), generator=generator).tolist())
     assert rig.lane.stats.replays == len(sizes)
 
 
 def test_one_shape_is_one_view() -> None:
     """The view of a shape is the same object, in the same memory, at every replay."""
-    rig = Rig([2, 4])
-    rig.lane.capture_all()
-    shape = GraphShape(ForwardMode.DECODE, 4, 4)
+    rig = LaneRig(batch_sizes=[2, 4])
+    shape = SHAPE_OF[4]
     captured = rig.lane.captured[shape]
     assert rig.lane.registry is not None
     views = [captured.context.view]

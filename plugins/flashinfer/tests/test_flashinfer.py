@@ -30,7 +30,7 @@ EXAMPLES = settings(derandomize=True, max_examples=60)
 CONTEXT, ROWS, MAX_BS = 20, 6, 4
 
 
-class Rig:
+class RandomPages:
     """A backend on a table of random pages, and batches on it."""
 
     def __init__(self, page_size: int) -> None:
@@ -103,8 +103,8 @@ class Rig:
         assert {t.dtype for t in (*tensors, metadata.kv_last_page_len)} == {torch.int32}
 
 
-RIGS = {size: Rig(size) for size in (1, 3, 16)}
-PAGE_SIZES = st.sampled_from(sorted(RIGS))
+PAGES = {size: RandomPages(size) for size in (1, 3, 16)}
+PAGE_SIZES = st.sampled_from(sorted(PAGES))
 REQUESTS = st.lists(st.tuples(st.integers(1, ROWS), st.integers(1, CONTEXT)), min_size=1, max_size=MAX_BS)
 
 
@@ -142,11 +142,11 @@ def _view(registry: CudaGraphBufferRegistry, batch: ForwardBatch, padded: int) -
 @given(page_size=PAGE_SIZES, requests=REQUESTS)
 def test_decode_metadata_equals_a_loop(page_size: int, requests: list[tuple[int, int]]) -> None:
     """The index tensors of any decode batch equal a loop over its requests."""
-    rig = RIGS[page_size]
+    paged = PAGES[page_size]
     rows, lengths = [r for r, _ in requests], [n for _, n in requests]
-    batch = rig.batch(rows, lengths)
-    metadata = rig.backend.init_metadata_eager(batch)
-    rig.check(metadata, rows, lengths)
+    batch = paged.batch(rows, lengths)
+    metadata = paged.backend.init_metadata_eager(batch)
+    paged.check(metadata, rows, lengths)
     assert metadata.out_cache_loc is batch.out_cache_loc
     assert (metadata.max_q_len, metadata.max_kv_len) == (1, CONTEXT)
 
@@ -157,11 +157,11 @@ def test_extend_metadata_equals_a_loop(
     page_size: int, requests: list[tuple[int, int]], data: st.DataObject
 ) -> None:
     """The index tensors of any extend batch, with and without cached prefixes, equal a loop."""
-    rig = RIGS[page_size]
+    paged = PAGES[page_size]
     rows, lengths = [r for r, _ in requests], [n for _, n in requests]
     new = [data.draw(st.integers(1, n)) for n in lengths]
-    metadata = rig.backend.init_metadata_eager(rig.batch(rows, lengths, new))
-    rig.check(metadata, rows, lengths, new)
+    metadata = paged.backend.init_metadata_eager(paged.batch(rows, lengths, new))
+    paged.check(metadata, rows, lengths, new)
     assert metadata.max_q_len == max(new)
     assert metadata.max_kv_len == max(lengths)
 
@@ -172,19 +172,19 @@ def test_replay_says_what_capture_would_say_whatever_came_before(
     page_size: int, history: list[list[tuple[int, int]]]
 ) -> None:
     """After any history, a replay's metadata equals that of a new capture of the same batch."""
-    rig = RIGS[page_size]
-    registry, backend = _registry(), rig.make()
+    paged = PAGES[page_size]
+    registry, backend = _registry(), paged.make()
     backend.attach(registry)
     shapes = {n: GraphShape(ForwardMode.DECODE, n, n) for n in (2, MAX_BS)}
     captured, pacts = {}, {}
     for padded, shape in shapes.items():
-        view = _view(registry, rig.batch([0] * padded, [1] * padded), padded)
+        view = _view(registry, paged.batch([0] * padded, [1] * padded), padded)
         captured[padded] = backend.init_metadata_capture(view, shape)
         pacts[padded] = Pact.of(shape, registry, view=view, metadata=captured[padded])
     for requests in history:
         padded = 2 if len(requests) <= 2 else MAX_BS
         rows, lengths = [r for r, _ in requests], [n for _, n in requests]
-        batch = rig.batch(rows, lengths)
+        batch = paged.batch(rows, lengths)
         view = _view(registry, batch, padded)
         for slot in registry:  # the replay must not need contents of an earlier step
             if slot.owner == "flashinfer" and slot.buffer is not None:
@@ -192,9 +192,9 @@ def test_replay_says_what_capture_would_say_whatever_came_before(
         replayed = backend.init_metadata_replay(view, shapes[padded], captured[padded])
         pacts[padded].check(view=view, metadata=replayed)
         pad = padded - len(rows)
-        rig.check(replayed, rows + [0] * pad, lengths + [1] * pad)
+        paged.check(replayed, rows + [0] * pad, lengths + [1] * pad)
 
-        other, fresh = _registry(), rig.make()
+        other, fresh = _registry(), paged.make()
         fresh.attach(other)
         anew = fresh.init_metadata_capture(_view(other, batch, padded), shapes[padded])
         used = int(anew.kv_indptr[-1])
@@ -206,10 +206,10 @@ def test_replay_says_what_capture_would_say_whatever_came_before(
 
 def test_padding_is_one_key_in_scratch() -> None:
     """A padding row has one key, in page 0, and writes KV slot 0."""
-    rig = RIGS[3]
-    registry, backend = _registry(), rig.make()
+    paged = PAGES[3]
+    registry, backend = _registry(), paged.make()
     backend.attach(registry)
-    view = _view(registry, rig.batch([2], [7]), MAX_BS)
+    view = _view(registry, paged.batch([2], [7]), MAX_BS)
     metadata = backend.init_metadata_capture(view, GraphShape(ForwardMode.DECODE, MAX_BS, MAX_BS))
     assert metadata.kv_indptr.tolist() == [0, 3, 4, 5, 6]
     assert metadata.kv_indices[3:6].tolist() == [0, 0, 0]
@@ -219,37 +219,37 @@ def test_padding_is_one_key_in_scratch() -> None:
 
 def test_a_stale_length_is_caught_when_planted() -> None:
     """Stale lengths in padding rows of the view give other metadata: the tests above can fail."""
-    rig = RIGS[1]
-    registry, backend = _registry(), rig.make()
+    paged = PAGES[1]
+    registry, backend = _registry(), paged.make()
     backend.attach(registry)
     shape = GraphShape(ForwardMode.DECODE, MAX_BS, MAX_BS)
-    view = _view(registry, rig.batch([1, 2, 3, 4], [5, 6, 7, 8]), MAX_BS)
+    view = _view(registry, paged.batch([1, 2, 3, 4], [5, 6, 7, 8]), MAX_BS)
     captured = backend.init_metadata_capture(view, shape)
-    view = _view(registry, rig.batch([1, 2], [5, 6]), MAX_BS)
+    view = _view(registry, paged.batch([1, 2], [5, 6]), MAX_BS)
     view.seq_lens[2:] = torch.tensor([7, 8])  # the padding rows, which a fill must reset
     backend.init_metadata_replay(view, shape, captured)
     with pytest.raises(AssertionError):
-        rig.check(captured, [1, 2, 0, 0], [5, 6, 1, 1])
+        paged.check(captured, [1, 2, 0, 0], [5, 6, 1, 1])
 
 
-@pytest.mark.parametrize("page_size", sorted(RIGS))
+@pytest.mark.parametrize("page_size", sorted(PAGES))
 def test_slots_hold_the_longest_requests(page_size: int) -> None:
     """kv_indices has room for a full step of the longest sequences, and for the fake request."""
-    rig = RIGS[page_size]
-    registry, backend = _registry(), rig.make()
+    paged = PAGES[page_size]
+    registry, backend = _registry(), paged.make()
     backend.attach(registry)
-    batch = rig.batch([ROWS] * MAX_BS, [CONTEXT] * MAX_BS)
+    batch = paged.batch([ROWS] * MAX_BS, [CONTEXT] * MAX_BS)
     shape = GraphShape(ForwardMode.DECODE, MAX_BS, MAX_BS)
     metadata = backend.init_metadata_capture(_view(registry, batch, MAX_BS), shape)
-    rig.check(metadata, [ROWS] * MAX_BS, [CONTEXT] * MAX_BS)
+    paged.check(metadata, [ROWS] * MAX_BS, [CONTEXT] * MAX_BS)
     fake = -(-MAX_BS // page_size)  # pages of the padding tokens of an extend
     assert int(metadata.kv_indptr[-1]) == metadata.kv_indices.shape[0] - fake
 
 
 def test_every_slot_is_declared_with_owner_and_reason() -> None:
     """Slots are int32 with owner and reason, and no fill writes them; metadata tensors lie in slots."""
-    rig = RIGS[16]
-    registry, backend = _registry(), rig.make()
+    paged = PAGES[16]
+    registry, backend = _registry(), paged.make()
     inputs = set(registry.slot_names())
     backend.attach(registry)
     mine = [slot for slot in registry if slot.name not in inputs]
@@ -262,7 +262,7 @@ def test_every_slot_is_declared_with_owner_and_reason() -> None:
         assert slot.padding_policy is PaddingPolicy.KEEP_PAD
         assert slot.dtype is torch.int32
         assert not slot.copy_from_fb
-    view = _view(registry, rig.batch([1, 2], [3, 4]), 2)
+    view = _view(registry, paged.batch([1, 2], [3, 4]), 2)
     metadata = backend.init_metadata_capture(view, GraphShape(ForwardMode.DECODE, 2, 2))
     owned = {s.buffer.untyped_storage().data_ptr() for s in registry if s.buffer is not None}
     for name in (*names, "out_cache_loc"):
@@ -271,58 +271,58 @@ def test_every_slot_is_declared_with_owner_and_reason() -> None:
 
 def test_eager_metadata_is_memory_of_its_own() -> None:
     """Eager metadata writes no slot."""
-    rig = RIGS[3]
-    registry, backend = _registry(), rig.make()
+    paged = PAGES[3]
+    registry, backend = _registry(), paged.make()
     backend.attach(registry)
     for slot in registry:
         assert slot.buffer is not None
         slot.buffer.fill_(-9)
-    backend.init_metadata_eager(rig.batch([1, 2], [3, 4]))
+    backend.init_metadata_eager(paged.batch([1, 2], [3, 4]))
     assert all(bool((s.buffer == -9).all()) for s in registry if s.buffer is not None)
 
 
 @pytest.mark.parametrize("new", [None, [2, 5]])
 def test_forward_writes_the_cache_and_attends(new: list[int] | None) -> None:
     """New keys and values are written to their slots only; attention sees them and the prefix."""
-    rig = Rig(3)
+    paged = RandomPages(3)
     generator = torch.Generator().manual_seed(1)
     rows, lengths = [3, 5], [4, 9]
     total = sum(new or [1, 1])
-    for cache in (rig.kv.k[0], rig.kv.v[0]):
+    for cache in (paged.kv.k[0], paged.kv.v[0]):
         cache.copy_(torch.randn(cache.shape, generator=generator))
     q, k, v = (torch.randn(total, 1, 4, generator=generator) for _ in range(3))
-    batch = rig.batch(rows, lengths, new)
-    metadata = rig.backend.init_metadata_eager(batch)
-    before = rig.kv.k[0].clone()
-    out = rig.backend.forward(q, k, v, rig.layer, metadata)
-    assert torch.equal(rig.kv.k[0][batch.out_cache_loc], k)
-    assert torch.equal(rig.kv.v[0][batch.out_cache_loc], v)
+    batch = paged.batch(rows, lengths, new)
+    metadata = paged.backend.init_metadata_eager(batch)
+    before = paged.kv.k[0].clone()
+    out = paged.backend.forward(q, k, v, paged.layer, metadata)
+    assert torch.equal(paged.kv.k[0][batch.out_cache_loc], k)
+    assert torch.equal(paged.kv.v[0][batch.out_cache_loc], v)
     untouched = torch.ones(len(before), dtype=torch.bool)
     untouched[batch.out_cache_loc] = False
-    assert torch.equal(rig.kv.k[0][untouched], before[untouched])
+    assert torch.equal(paged.kv.k[0][untouched], before[untouched])
     at = 0
     for row, length, count in zip(rows, lengths, new or [1, 1], strict=True):
         for position in range(length - count, length):
-            slots = rig.table[row, : position + 1].long()
-            weights = torch.softmax(rig.kv.k[0][slots, 0] @ q[at, 0] * 0.5, 0)
-            torch.testing.assert_close(out[at, 0], weights @ rig.kv.v[0][slots, 0])
+            slots = paged.table[row, : position + 1].long()
+            weights = torch.softmax(paged.kv.k[0][slots, 0] @ q[at, 0] * 0.5, 0)
+            torch.testing.assert_close(out[at, 0], weights @ paged.kv.v[0][slots, 0])
             at += 1
 
 
 def test_an_extend_batch_needs_its_lengths() -> None:
     """An extend without the number of new tokens of each request is refused."""
-    rig = RIGS[1]
-    batch = rig.batch([1], [4], [2])
+    paged = PAGES[1]
+    batch = paged.batch([1], [4], [2])
     batch.extend_seq_lens = None
     with pytest.raises(EngineError, match="extend_seq_lens"):
-        rig.backend.init_metadata_eager(batch)
+        paged.backend.init_metadata_eager(batch)
 
 
 def test_capture_needs_a_registry() -> None:
     """A capture with a backend that is not attached to a registry raises EngineError."""
-    rig = Rig(1)
+    paged = RandomPages(1)
     with pytest.raises(EngineError, match="attached to no registry"):
-        rig.backend.init_metadata_capture(rig.batch([1], [1]), GraphShape(ForwardMode.DECODE, 1, 1))
+        paged.backend.init_metadata_capture(paged.batch([1], [1]), GraphShape(ForwardMode.DECODE, 1, 1))
 
 
 def _missing(**changes: Any) -> list[str]:

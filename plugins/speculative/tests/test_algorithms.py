@@ -8,7 +8,6 @@ import torch
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from draft_rig import CONTEXT, HIDDEN, ROWS, VOCAB, DraftRig
 from graphpact import EagerReason, ForwardBatch, ForwardMode, Lane, StepOutputs
 from graphpact.attention import DraftLimits
 from graphpact.runners import EagerRunner, GraphRunner
@@ -27,6 +26,7 @@ from graphpact_speculative import (
     FrozenKvMtp,
     FrozenKvMtpRunner,
 )
+from rigs.draft_model import CONTEXT, HIDDEN, ROWS, VOCAB, DraftModelRig
 
 RUNNERS: dict[str, type[GraphRunner]] = {
     "eager": EagerRunner,
@@ -57,7 +57,7 @@ class Engine:
         seed: int = 0,
         dtype: torch.dtype = torch.float32,
     ) -> None:
-        self.rig = DraftRig(draft, seed, frozen=kind is FrozenKvMtp, dtype=dtype)
+        self.rig = DraftModelRig(draft, seed, frozen=kind is FrozenKvMtp, dtype=dtype)
         self.algorithm = kind(SpeculationContext(draft, CONTEXT, HIDDEN, HIDDEN, dtype))
         self.draft = draft
         self.lanes: dict[str, Lane] = {}

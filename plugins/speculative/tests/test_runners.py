@@ -8,7 +8,6 @@ import torch
 from hypothesis import Phase, assume, example, given, settings
 from hypothesis import strategies as st
 
-from draft_rig import CPU, HIDDEN, ROWS, DraftRig, Node, Path, beam_search, drafts_of
 from graphpact import ForwardBatch, ForwardMode, GraphShape, Lane, Limits, StepOutputs
 from graphpact.attention import DraftLimits, GraphSupport
 from graphpact.errors import ConfigError, EngineError
@@ -17,6 +16,7 @@ from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.speculation import HIDDEN_STATES, SCORES
 from graphpact_conformance.lane.reference import ReferenceBackend
 from graphpact_speculative import EagleDraftExtendRunner, EagleDraftRunner, FrozenKvMtpRunner
+from rigs.draft_model import CPU, HIDDEN, ROWS, DraftModelRig, Node, Path, beam_search, drafts_of
 
 DRAFT, EXTEND, DECODE = ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DECODE
 GAP = 1e-3
@@ -47,7 +47,7 @@ _CASES = {
 }
 
 
-def replayed(lane: Lane, rig: DraftRig, batch: ForwardBatch) -> StepOutputs:
+def replayed(lane: Lane, rig: DraftModelRig, batch: ForwardBatch) -> StepOutputs:
     """Return the outputs of a replay, which are those of an eager step.
 
     The graph's outputs are invalid before the replay, the batch is as before, and so are the keys of the
@@ -77,7 +77,7 @@ def replayed(lane: Lane, rig: DraftRig, batch: ForwardBatch) -> StepOutputs:
     return outputs
 
 
-def expected_drafts(rig: DraftRig, batch: ForwardBatch) -> list[tuple[list[int], list[int]]]:
+def expected_drafts(rig: DraftModelRig, batch: ForwardBatch) -> list[tuple[list[int], list[int]]]:
     """Return the drafts and parents of each request, found with the model in plain loops."""
     found, topk = [], rig.draft.topk
     for first in range(0, batch.num_tokens, topk):
@@ -117,7 +117,7 @@ def test_a_draft_is_that_of_the_model_in_plain_loops(
 
     Each branch attends to its own ancestors, whose keys other branches may have written.
     """
-    rig = DraftRig(draft, seed)
+    rig = DraftModelRig(draft, seed)
     lane = rig.lane(DRAFT, EagleDraftRunner, strict=strict, sizes=[ROWS])
     for each in lengths:
         batch = rig.batch(DRAFT, each)
@@ -133,7 +133,7 @@ def test_a_draft_on_frozen_kv_is_that_of_the_model_in_plain_loops(
     *, strict: bool, draft: DraftLimits, lengths: Sequence[list[int]], seed: int
 ) -> None:
     """Replays draft what the model drafts on the target's keys, and write no key at all, not even scratch."""
-    rig = DraftRig(draft, seed, frozen=True)
+    rig = DraftModelRig(draft, seed, frozen=True)
     lane = rig.lane(DECODE, FrozenKvMtpRunner, strict=strict, sizes=[ROWS * draft.topk])
     for each in lengths:
         batch = rig.batch(DECODE, each)
@@ -152,7 +152,7 @@ def test_an_extend_is_that_of_the_model_in_plain_loops(
     *, strict: bool, draft: DraftLimits, lengths: Sequence[list[int]], seed: int, data: st.DataObject
 ) -> None:
     """The outputs are those after the last accepted token, found in plain loops."""
-    rig, width = DraftRig(draft, seed), draft.num_draft_tokens
+    rig, width = DraftModelRig(draft, seed), draft.num_draft_tokens
     lane = rig.lane(EXTEND, EagleDraftExtendRunner, strict=strict, sizes=[ROWS])
     for each in lengths:
         correct = data.draw(st.lists(st.integers(0, width - 1), min_size=len(each), max_size=len(each)))
@@ -177,7 +177,7 @@ def test_an_extend_is_that_of_the_model_in_plain_loops(
 
 def test_accepted_drafts_change_no_metadata() -> None:
     """Whatever was accepted, the metadata has the same bits, and a stride of ``num_draft_tokens``."""
-    rig = DraftRig(DraftLimits(2, 2, 4))
+    rig = DraftModelRig(DraftLimits(2, 2, 4))
     lane = rig.lane(EXTEND, EagleDraftExtendRunner, sizes=[ROWS])
     batch, seen = rig.batch(EXTEND, [3, 7, 5], [0, 0, 0]), []
     for correct in ([0, 1, 3], [3, 2, 0]):
@@ -277,7 +277,7 @@ def test_batches_that_a_draft_cannot_begin_with_are_refused(
     runner: type[GraphRunner], mode: ForwardMode
 ) -> None:
     """Eager steps refuse a batch that lacks a field, or has another number of rows for each request."""
-    rig = DraftRig(DraftLimits(2, 2, 3), frozen=mode is DECODE)
+    rig = DraftModelRig(DraftLimits(2, 2, 3), frozen=mode is DECODE)
     lane = rig.lane(mode, runner, sizes=[2 * ROWS if mode is DECODE else ROWS])
     batch = rig.batch(mode, [4, 2])
     bare = copy.copy(batch)

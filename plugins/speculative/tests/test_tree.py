@@ -7,10 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from draft_rig import Node, beam_search
 from graphpact.attention import DraftLimits
 from graphpact.errors import EngineError
 from graphpact_speculative.tree import DraftTree, best, best_tokens
+from rigs.draft_model import Node, beam_search
 
 LOGITS = (0.0, 0.0, 1.0, 2.5, -1.0, 200.0, float("-inf"))
 """Values that are often equal, one that makes the others impossible, and one that is impossible."""

@@ -25,7 +25,7 @@ def _inference() -> Iterator[None]:
 
 
 @dataclass
-class World:
+class PlacedTensors:
     """Tensors of a program, each with the memory that it has on a machine with a GPU.
 
     Args:
@@ -55,40 +55,40 @@ class World:
         assert len({*by_memory.values()}) == len(by_memory)
 
 
-def _to_device_and_cast(world: World, x: torch.Tensor) -> None:
-    world.add(x.to(world.device, torch.float64).long(), on_host=False)
+def _to_device_and_cast(placed: PlacedTensors, x: torch.Tensor) -> None:
+    placed.add(x.to(placed.device, torch.float64).long(), on_host=False)
 
 
-def _pin(world: World, x: torch.Tensor, *, on_host: bool, memory: int) -> None:
+def _pin(placed: PlacedTensors, x: torch.Tensor, *, on_host: bool, memory: int) -> None:
     if on_host:
-        world.add(x.pin_memory(), on_host=True, memory=memory if x.is_pinned() else None)
-        assert world.tensors[-1][0].is_pinned()
+        placed.add(x.pin_memory(), on_host=True, memory=memory if x.is_pinned() else None)
+        assert placed.tensors[-1][0].is_pinned()
     else:
         with pytest.raises(RuntimeError, match="only host tensors"):
             x.pin_memory()
 
 
-def _from_numpy(world: World, x: torch.Tensor) -> None:
+def _from_numpy(placed: PlacedTensors, x: torch.Tensor) -> None:
     array = np.zeros(3, dtype=np.int64)
-    world.add(torch.from_numpy(array), on_host=True)
-    world.add(torch.as_tensor(array, device=world.device), on_host=False)
+    placed.add(torch.from_numpy(array), on_host=True)
+    placed.add(torch.as_tensor(array, device=placed.device), on_host=False)
     array += len(x)
-    assert world.tensors[-2][0].tolist() == array.tolist()
-    assert world.tensors[-1][0].tolist() == [0, 0, 0]
+    assert placed.tensors[-2][0].tolist() == array.tolist()
+    assert placed.tensors[-1][0].tolist() == [0, 0, 0]
 
 
-def _made(world: World, *tensors: torch.Tensor, on_host: bool) -> None:
+def _made(placed: PlacedTensors, *tensors: torch.Tensor, on_host: bool) -> None:
     for tensor in tensors:
-        world.add(tensor, on_host=on_host)
+        placed.add(tensor, on_host=on_host)
 
 
-MOVES: dict[str, Callable[[World, torch.Tensor], torch.Tensor]] = {
+MOVES: dict[str, Callable[[PlacedTensors, torch.Tensor], torch.Tensor]] = {
     "cpu": lambda _, x: x.cpu(),
     "to cpu": lambda _, x: x.to("cpu", non_blocking=True),
     "to cpu, as a keyword": lambda _, x: x.to(device="cpu"),
-    "to the device": lambda world, x: x.to(world.device),
-    "to the device, as a keyword": lambda world, x: x.to(device=world.device, non_blocking=True),
-    "as_tensor": lambda world, x: torch.as_tensor(x, device=world.device),
+    "to the device": lambda placed, x: x.to(placed.device),
+    "to the device, as a keyword": lambda placed, x: x.to(device=placed.device, non_blocking=True),
+    "as_tensor": lambda placed, x: torch.as_tensor(x, device=placed.device),
 }
 """Copies to the host or to the device: new memory if the tensor lies in the other one."""
 NEW: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
@@ -99,14 +99,17 @@ NEW: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "empty_like": torch.empty_like,
 }
 """Results in the memory of their argument."""
-OTHERS: dict[str, Callable[[World, torch.Tensor], None]] = {
+OTHERS: dict[str, Callable[[PlacedTensors, torch.Tensor], None]] = {
     "to the device and cast": _to_device_and_cast,
     "from numpy": _from_numpy,
-    "made on the device": lambda world, _: _made(
-        world, torch.zeros(4, device=world.device), torch.tensor([1, 2], device=world.device), on_host=False
+    "made on the device": lambda placed, _: _made(
+        placed,
+        torch.zeros(4, device=placed.device),
+        torch.tensor([1, 2], device=placed.device),
+        on_host=False,
     ),
-    "made on the host": lambda world, _: _made(
-        world,
+    "made on the host": lambda placed, _: _made(
+        placed,
         *(torch.zeros(4), torch.as_tensor([1, 2]), torch.scalar_tensor(3).view(1), torch.hann_window(3)),
         *(torch.LongTensor([1]), torch.zeros(4, pin_memory=True)),
         on_host=True,
@@ -114,25 +117,25 @@ OTHERS: dict[str, Callable[[World, torch.Tensor], None]] = {
 }
 
 
-def moved(world: World, at: int, how: str) -> None:
-    """Do one thing with a tensor of the world, in the code and in the model."""
-    x, on_host, memory = world.tensors[at % len(world.tensors)]
+def moved(placed: PlacedTensors, at: int, how: str) -> None:
+    """Do one thing with a tensor of the placed, in the code and in the model."""
+    x, on_host, memory = placed.tensors[at % len(placed.tensors)]
     if how in MOVES:
         to_host = "cpu" in how
-        made = MOVES[how](world, x)
-        world.add(made, on_host=to_host, memory=memory if to_host is on_host else None)
+        made = MOVES[how](placed, x)
+        placed.add(made, on_host=to_host, memory=memory if to_host is on_host else None)
     elif how in NEW:
-        world.add(NEW[how](x), on_host=on_host)
+        placed.add(NEW[how](x), on_host=on_host)
     elif how in OTHERS:
-        OTHERS[how](world, x)
+        OTHERS[how](placed, x)
     elif how == "view":
-        world.add(x[:2], on_host=on_host, memory=memory)
+        placed.add(x[:2], on_host=on_host, memory=memory)
     elif how == "pin":
-        _pin(world, x, on_host=on_host, memory=memory)
+        _pin(placed, x, on_host=on_host, memory=memory)
     else:
-        other, other_on_host, _ = world.tensors[(at + 1) % len(world.tensors)]
+        other, other_on_host, _ = placed.tensors[(at + 1) % len(placed.tensors)]
         same = other_on_host is on_host and other.dtype == x.dtype
-        world.add(x.to(other), on_host=other_on_host, memory=memory if same else None)
+        placed.add(x.to(other), on_host=other_on_host, memory=memory if same else None)
 
 
 WAYS = (*MOVES, *NEW, *OTHERS, "view", "pin", "to another")
@@ -145,13 +148,13 @@ WAYS = (*MOVES, *NEW, *OTHERS, "view", "pin", "to another")
 def test_tensors_share_memory_as_they_do_with_a_gpu(steps: list[tuple[int, str]], *, named: bool) -> None:
     """After any program, two tensors share memory, and lie on the host, as the same ones with a GPU."""
     with torch.inference_mode():
-        world = World(NAMED if named else CPU)
-        with two_memories(world.host, world.device):
-            world.add(torch.arange(4, device=world.device), on_host=False)
-            world.add(torch.arange(4), on_host=True)
+        placed = PlacedTensors(NAMED if named else CPU)
+        with two_memories(placed.host, placed.device):
+            placed.add(torch.arange(4, device=placed.device), on_host=False)
+            placed.add(torch.arange(4), on_host=True)
             for at, how in steps:
-                moved(world, at, how)
-            world.check()
+                moved(placed, at, how)
+            placed.check()
 
 
 def test_a_device_with_a_name_is_told_from_the_host() -> None:

@@ -20,7 +20,7 @@ def _inference() -> Iterator[None]:
         yield
 
 
-class World:
+class CountedWorkspace:
     """A driver with a slot, a KV cache and a workspace, as a lane declares them."""
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class World:
 @pytest.mark.parametrize("planted", [0, 1, 2, None])
 def test_a_counter_is_found_in_any_segment(planted: int | None) -> None:
     """A graph of three segments is refused if one of them has a counter, and captured if none has."""
-    w = World()
+    w = CountedWorkspace()
 
     def region() -> torch.Tensor:
         x = w.x
@@ -64,14 +64,14 @@ def test_a_counter_is_found_in_any_segment(planted: int | None) -> None:
 
 def test_a_counter_in_a_workspace_is_found_in_an_eager_call() -> None:
     """An eager call whose result depends on what the last replay left in a workspace is refused."""
-    w = World()
+    w = CountedWorkspace()
     with pytest.raises(CaptureError, match="second replay on the same inputs"):
         w.broken(w.count)
 
 
 def test_a_counter_in_what_an_eager_call_returned_is_found() -> None:
     """A counter in memory that an eager call returns each time is refused, because nothing resets it."""
-    w, kept = World(), torch.zeros(4)
+    w, kept = CountedWorkspace(), torch.zeros(4)
 
     def region() -> torch.Tensor:
         return w.driver.eager_call(lambda: kept).add_(1) + w.x
@@ -83,7 +83,7 @@ def test_a_counter_in_what_an_eager_call_returned_is_found() -> None:
 @pytest.mark.parametrize("name", ["cache", "x", "unread"])
 def test_an_eager_call_may_write_declared_memory(name: str) -> None:
     """An eager call may add to the KV cache or to a slot: each step writes them anew, so it is no counter."""
-    w = World()
+    w = CountedWorkspace()
     memory = getattr(w, name)
 
     def attend(q: torch.Tensor) -> torch.Tensor:
@@ -99,7 +99,7 @@ def test_an_eager_call_may_write_declared_memory(name: str) -> None:
 @pytest.mark.parametrize("name", ["undeclared", "unread", "cache"])
 def test_an_eager_call_may_write_what_it_is_given(name: str) -> None:
     """An eager call may write a buffer that it is given: undeclared memory, a slot, KV cache."""
-    w = World()
+    w = CountedWorkspace()
     given = torch.zeros(4) if name == "undeclared" else getattr(w, name)[:4]
     w.broken(lambda q, out: out.add_(q).clone(), given)
     assert given.tolist() == [2.0] * 4  # written by the capture's own call
@@ -107,14 +107,14 @@ def test_an_eager_call_may_write_what_it_is_given(name: str) -> None:
 
 def test_a_workspace_that_an_eager_call_is_given_is_no_exception() -> None:
     """An eager call that adds to a workspace which it is given is refused, because nothing resets it."""
-    w = World()
+    w = CountedWorkspace()
     with pytest.raises(CaptureError, match="second replay on the same inputs"):
         w.broken(lambda q, out: q + out.add_(1), w.workspace)
 
 
 def test_what_an_eager_call_leaves_unwritten_is_no_difference() -> None:
     """Rows that an eager call allocates and does not write hold the same poison in both replays."""
-    w = World()
+    w = CountedWorkspace()
     contents = iter(range(100))
 
     def attend(q: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,7 @@ def test_what_an_eager_call_leaves_unwritten_is_no_difference() -> None:
 @pytest.mark.parametrize("place", ["first segment", "eager call", "second segment"])
 def test_what_is_random_is_no_difference(place: str) -> None:
     """Segments and eager calls draw the same random numbers in both replays of the check."""
-    w = World()
+    w = CountedWorkspace()
 
     def drawn(q: torch.Tensor, here: str) -> torch.Tensor:
         return torch.rand_like(q) + q if here == place else q + 1

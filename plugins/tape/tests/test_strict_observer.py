@@ -16,7 +16,7 @@ from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.poison import is_poison, poison_of
 from graphpact_tape.strict_observer import StrictObserver
 from graphpact_tape.tape import TapeDriver
-from lane_rig import CPU, SHAPE_OF, Rig
+from rigs.lane import CPU, SHAPE_OF, LaneRig
 
 
 @pytest.fixture(autouse=True)
@@ -41,24 +41,14 @@ class Owner:
         self.calls.append("check")
 
 
-class StrictRig(Rig):
-    """A lane on the strict tape, with its strict observer."""
-
-    def __init__(self, *, observers: tuple[object, ...] = (), **more: Any) -> None:
-        driver = TapeDriver(CPU, strict=True)
-        self.owner = Owner()
-        self.guard = StrictObserver(driver, self.owner)
-        super().__init__(driver=driver, observers=(self.guard, *observers), **more)
-        self.run = self.lane.run
-
-    def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the memory of the slots by name, except staging, from which a copy may be in flight."""
-        assert self.lane.registry is not None
-        return {
-            slot.name: slot.buffer
-            for slot in self.lane.registry
-            if slot.buffer is not None and not slot.name.endswith("_staging")
-        }
+def buffers_of(rig: LaneRig) -> dict[str, torch.Tensor]:
+    """Return the memory of the slots by name, except staging, from which a copy may be in flight."""
+    assert rig.lane.registry is not None
+    return {
+        slot.name: slot.buffer
+        for slot in rig.lane.registry
+        if slot.buffer is not None and not slot.name.endswith("_staging")
+    }
 
 
 class Sees:
@@ -80,13 +70,14 @@ class Sees:
 def test_a_right_lane_gives_the_same_logits(*, in_graph: bool, steps: list[list[int]]) -> None:
     """On poisoned memory, a lane with correct plugins gives the logits of eager execution."""
     with torch.inference_mode():
-        rig = StrictRig(metadata_in_graph=in_graph)
+        owner = Owner()
+        rig = LaneRig(strict=True, ownership=owner, metadata_in_graph=in_graph)
         for lengths in steps:
             batch = rig.batch(*lengths)
-            replayed = rig.run(batch).clone().logits
+            replayed = rig.lane.run(batch).clone().logits
             assert torch.allclose(replayed, rig.lane.run_eager(batch).logits, rtol=0, atol=1e-9)
         assert rig.lane.stats.replays == len(steps)
-        assert rig.owner.calls == ["poison", "check"] * len(steps)
+        assert owner.calls == ["poison", "check"] * len(steps)
 
 
 def test_every_slot_is_poison_before_it_is_filled() -> None:
@@ -94,13 +85,13 @@ def test_every_slot_is_poison_before_it_is_filled() -> None:
     seen: list[torch.Tensor] = []
 
     def look() -> None:
-        seen.extend(t.clone() for t in rig.buffers().values())
+        seen.extend(t.clone() for t in buffers_of(rig).values())
 
-    rig = StrictRig(observers=(Sees(look),), capture=False)
+    rig = LaneRig(strict=True, observers=(Sees(look),), capture=False)
     rig.lane.capture_all()
-    rig.run(rig.batch(3, 2))
-    rig.run(rig.batch(1))
-    assert len(seen) == 5 * len(rig.buffers())  # three captures and two steps
+    rig.lane.run(rig.batch(3, 2))
+    rig.lane.run(rig.batch(1))
+    assert len(seen) == 5 * len(buffers_of(rig))  # three captures and two steps
     assert all(bool(is_poison(t).all()) for t in seen)
 
 
@@ -118,18 +109,18 @@ class FillsOnce(FlashInferBackend):
 
 def test_what_is_filled_once_is_left_alone() -> None:
     """A slot with the policy FILL_ONCE is not poisoned and keeps its contents from step to step."""
-    rig = StrictRig(backend=FillsOnce)
+    rig = LaneRig(strict=True, backend=FillsOnce)
     assert rig.lane.registry is not None
     slot = rig.lane.registry.get_slot("flashinfer.kv_indices")
     assert slot.buffer is not None
     slot.buffer[-1] = 77
-    rig.run(rig.batch(3, 2))
+    rig.lane.run(rig.batch(3, 2))
     assert slot.buffer[-1] == 77
 
 
 def test_rows_that_no_step_wrote_are_named() -> None:
     """If a replay gives NaN, the error names the slots that still hold poison, with their rows."""
-    rig = StrictRig()
+    rig = LaneRig(strict=True)
     graph = rig.lane.captured[SHAPE_OF[4]].graph
 
     def forgets_everything() -> None:
@@ -138,7 +129,7 @@ def test_rows_that_no_step_wrote_are_named() -> None:
 
     graph.replay = forgets_everything
     with pytest.raises(PoisonError) as error:
-        rig.run(rig.batch(3, 2, 4))
+        rig.lane.run(rig.batch(3, 2, 4))
     assert "logits of request 0 are NaN" in error.value.message
     assert "rows 0:5 of slot 'flashinfer.qo_indptr' of flashinfer" in error.value.message
     assert "input_ids" not in error.value.message
@@ -166,15 +157,15 @@ class ReadsDevice(Reads):
 
 def test_the_hosts_copy_may_be_read_in_a_hook() -> None:
     """A hook may read ``seq_lens_cpu`` of the view, because it is host memory."""
-    rig = StrictRig(backend=Reads)
-    assert rig.run(rig.batch(3, 2)).logits.shape[0] == 2
+    rig = LaneRig(strict=True, backend=Reads)
+    assert rig.lane.run(rig.batch(3, 2)).logits.shape[0] == 2
 
 
 def test_a_host_read_in_a_hook_is_refused_by_its_line() -> None:
     """A hook that reads the device's lengths is refused, and the message has the line that reads."""
-    rig = StrictRig(backend=ReadsDevice)
+    rig = LaneRig(strict=True, backend=ReadsDevice)
     with pytest.raises(ReplayError, match=r"while a replay is prepared.*int\(lengths\.max\(\)\)"):
-        rig.run(rig.batch(3, 2))
+        rig.lane.run(rig.batch(3, 2))
     assert rig.lane.stats.replays == 0
 
 
@@ -192,9 +183,9 @@ class Fails(FlashInferBackend):
 
 def test_a_hook_that_fails_on_poison_is_told_as_such() -> None:
     """One message has the hook, its error, and the slot that was not written."""
-    rig = StrictRig(backend=Fails)
+    rig = LaneRig(strict=True, backend=Fails)
     with pytest.raises(PoisonError) as error:
-        rig.run(rig.batch(3, 2, 1))
+        rig.lane.run(rig.batch(3, 2, 1))
     assert error.value.message.startswith("init_metadata_replay fails on poisoned slots: ")
     assert str(poison_of(torch.int32)) in error.value.message
     assert "slot 'flashinfer.kv_last_page_len' of flashinfer" in error.value.message
@@ -203,15 +194,16 @@ def test_a_hook_that_fails_on_poison_is_told_as_such() -> None:
 
 def test_an_eager_step_is_looked_at_too() -> None:
     """For an eager step, too, unowned memory is poisoned before and checked afterwards."""
-    rig = StrictRig()
-    rig.run(rig.batch(2, 2, 2, 2, 2))
+    owner = Owner()
+    rig = LaneRig(strict=True, ownership=owner)
+    rig.lane.run(rig.batch(2, 2, 2, 2, 2))
     assert rig.lane.stats.replays == 0
-    assert rig.owner.calls == ["poison", "check"]
+    assert owner.calls == ["poison", "check"]
 
 
 def test_host_tensors_are_those_whose_name_says_so() -> None:
     """`host_tensors` returns the tensors of fields whose names end in ``_cpu``, and no numbers."""
-    rig = Rig()
+    rig = LaneRig()
     batch = rig.batch(3, 2)
     batch.num_token_non_padded_cpu = 2
     assert [t.tolist() for t in batch.host_tensors()] == [[3, 2]]
@@ -234,8 +226,7 @@ def test_a_host_tensor_kept_from_step_to_step_stays_the_hosts() -> None:
             if before is not None and before.shape == self.before.shape:
                 self.grown += int((self.before > before).sum())
 
-    driver = TapeDriver(CPU, strict=True)
-    rig = Rig(backend=Remembers, driver=driver, observers=[StrictObserver(driver)])
+    rig = LaneRig(backend=Remembers, strict=True)
     run = rig.lane.run
     smallest = [*rig.lane.captured][-1]  # the last captured, whose dummy was the last batch
     run(rig.batch(*[3] * smallest.batch_size))
@@ -282,7 +273,7 @@ class CopiesLengths:
 
 def _two_steps(copies: CopiesLengths) -> None:
     """Run two steps, and rewrite the host tensors of each batch after it, as an engine does."""
-    rig = StrictRig(observers=(copies,), capture=False)
+    rig = LaneRig(strict=True, observers=(copies,), capture=False)
     copies.driver = rig.lane.driver
     assert copies.driver is not None
     memory = copies.driver.memory
@@ -314,9 +305,8 @@ def test_a_strict_tape_supplies_its_observer() -> None:
     """The observer of a strict driver calls the given ownership; a driver that is not strict has none."""
     owner = Owner()
     driver = TapeDriver(CPU, strict=True)
-    guard = driver.strict_observer(owner)
-    assert isinstance(guard, StrictObserver)
-    rig = Rig(driver=driver, observers=(guard,))
+    assert isinstance(driver.strict_observer(owner), StrictObserver)
+    rig = LaneRig(driver=driver, ownership=owner)
     rig.lane.run(rig.batch(3, 2))
     assert owner.calls == ["poison", "check"]
     with pytest.raises(ConfigError, match="'tape' has no strict observer outside its strict mode"):

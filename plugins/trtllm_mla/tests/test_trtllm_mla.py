@@ -46,7 +46,7 @@ def width_of(mode: ForwardMode) -> int:
     return WIDTH if mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND) else 1
 
 
-class Rig:
+class LatentPages:
     """A backend on a table of random pages, and batches on it.
 
     Past the keys of a step the table holds invalid slot numbers, as a freed row may.
@@ -161,8 +161,8 @@ class Rig:
                 assert part.sum_seq_lens_q == offsets[-1]
 
 
-RIGS = {size: Rig(size) for size in (32, 64)}
-PAGE_SIZES = st.sampled_from(sorted(RIGS))
+PAGES = {size: LatentPages(size) for size in (32, 64)}
+PAGE_SIZES = st.sampled_from(sorted(PAGES))
 MODES = st.sampled_from([*UNIFORM, *RAGGED])
 
 
@@ -186,10 +186,10 @@ def _inference() -> Iterator[None]:
         yield
 
 
-def attached(rig: Rig) -> tuple[TRTLLMMLABackend, CudaGraphBufferRegistry]:
+def attached(paged: LatentPages) -> tuple[TRTLLMMLABackend, CudaGraphBufferRegistry]:
     """Return a backend whose slots are registered, and their registry."""
     registry = CudaGraphBufferRegistry(device=CPU, max_bs=MAX_BS, max_num_tokens=64)
-    backend = rig.make()
+    backend = paged.make()
     backend.attach(registry)
     return backend, registry
 
@@ -199,18 +199,18 @@ def shape_of(mode: ForwardMode, bs: int = MAX_BS) -> GraphShape:
     return GraphShape(mode, bs, 12 * bs if mode in RAGGED else bs * width_of(mode))
 
 
-def dummy(rig: Rig, shape: GraphShape) -> ForwardBatch:
+def dummy(paged: LatentPages, shape: GraphShape) -> ForwardBatch:
     """Return a batch of padding only, to capture ``shape``."""
-    return rig.batch(shape.mode, [], padded_bs=shape.batch_size, padded_tokens=shape.num_tokens)
+    return paged.batch(shape.mode, [], padded_bs=shape.batch_size, padded_tokens=shape.num_tokens)
 
 
 @EXAMPLES
 @given(page_size=PAGE_SIZES, mode=MODES, data=st.data())
 def test_eager_metadata_equals_a_loop(page_size: int, mode: ForwardMode, data: st.DataObject) -> None:
     """The tensors of any batch of any mode equal loops over its requests."""
-    rig, requests = RIGS[page_size], data.draw(requests_of(mode))
-    metadata = rig.make().init_metadata_eager(rig.batch(mode, requests), fill=-9)
-    rig.check(metadata, mode, requests)
+    paged, requests = PAGES[page_size], data.draw(requests_of(mode))
+    metadata = paged.make().init_metadata_eager(paged.batch(mode, requests), fill=-9)
+    paged.check(metadata, mode, requests)
     if mode in RAGGED:  # bounds of this batch
         assert metadata.max_seq_len_q == max(new for _, _, new in requests)
         assert metadata.max_seq_len_k == max(keys for _, keys, _ in requests)
@@ -222,21 +222,21 @@ def test_replay_says_what_capture_would_say_whatever_came_before(
     page_size: int, mode: ForwardMode, data: st.DataObject
 ) -> None:
     """After any history, a replay's metadata equals the loops, padding rows included, and keeps the pact."""
-    rig, shape = RIGS[page_size], shape_of(mode)
-    backend, registry = attached(rig)
-    view = dummy(rig, shape)
+    paged, shape = PAGES[page_size], shape_of(mode)
+    backend, registry = attached(paged)
+    view = dummy(paged, shape)
     captured = backend.init_metadata_capture(view, shape)
     pact = Pact.of(shape, registry, view=view, metadata=captured)
     for requests in data.draw(st.lists(requests_of(mode), min_size=1, max_size=4)):
         counts = {"padded_bs": MAX_BS, "padded_tokens": shape.num_tokens}
-        batch = rig.batch(mode, requests, **counts)
+        batch = paged.batch(mode, requests, **counts)
         for slot in registry:  # the replay must not need contents of an earlier step
             assert slot.buffer is not None
             slot.buffer.fill_(-9)
         replayed = backend.init_metadata_replay(batch, shape, captured)
         assert replayed is captured
         pact.check(view=view, metadata=replayed)
-        rig.check(replayed, mode, requests, MAX_BS)
+        paged.check(replayed, mode, requests, MAX_BS)
 
 
 @pytest.mark.parametrize("accepted", [*itertools.product(range(WIDTH + 1), repeat=2)])
@@ -244,11 +244,11 @@ def test_the_stride_of_draft_extend_is_uniform_whatever_was_accepted(
     accepted: tuple[int, ...],
 ) -> None:
     """No accepted length changes a query offset, at replay or in an eager step."""
-    rig, shape = RIGS[64], shape_of(ForwardMode.DRAFT_EXTEND)
-    backend, _ = attached(rig)
-    captured = backend.init_metadata_capture(dummy(rig, shape), shape)
+    paged, shape = PAGES[64], shape_of(ForwardMode.DRAFT_EXTEND)
+    backend, _ = attached(paged)
+    captured = backend.init_metadata_capture(dummy(paged, shape), shape)
     requests = [(row, 60 + n + WIDTH, WIDTH) for row, n in zip((1, 2), accepted, strict=True)]
-    batch = rig.batch(shape.mode, requests, padded_bs=MAX_BS, padded_tokens=MAX_BS * WIDTH)
+    batch = paged.batch(shape.mode, requests, padded_bs=MAX_BS, padded_tokens=MAX_BS * WIDTH)
     # The accepted lengths, as verified requests have them.
     batch.extend_seq_lens = batch.extend_seq_lens_cpu = torch.tensor([*accepted, 0, 0])
     stride = [i * WIDTH for i in range(MAX_BS + 1)]
@@ -263,28 +263,28 @@ def test_the_stride_of_draft_extend_is_uniform_whatever_was_accepted(
 
 def test_modes_of_one_size_have_metadata_of_their_own() -> None:
     """Captured shapes of different uniform modes with one batch size have separate metadata."""
-    rig = RIGS[64]
-    backend, _ = attached(rig)
+    paged = PAGES[64]
+    backend, _ = attached(paged)
     captured = {}
     for mode in UNIFORM:
         shape = shape_of(mode)
-        captured[mode] = backend.init_metadata_capture(dummy(rig, shape), shape)
+        captured[mode] = backend.init_metadata_capture(dummy(paged, shape), shape)
     assert len({id(metadata) for metadata in captured.values()}) == len(UNIFORM)
     for mode in (*UNIFORM, *reversed(UNIFORM)):
         requests = [(3, 70, width_of(mode)), (5, 9, width_of(mode))]
         counts = {"padded_bs": MAX_BS, "padded_tokens": shape_of(mode).num_tokens}
-        batch = rig.batch(mode, requests, **counts)
+        batch = paged.batch(mode, requests, **counts)
         backend.init_metadata_replay(batch, shape_of(mode), captured[mode])
-        rig.check(captured[mode], mode, requests, MAX_BS)
+        paged.check(captured[mode], mode, requests, MAX_BS)
 
 
 def test_what_a_graph_records_is_all_that_a_replay_prepares() -> None:
     """If the graph fills the metadata, the replay hook writes nothing, and the recorded part writes all."""
-    rig, shape = RIGS[32], shape_of(ForwardMode.MIXED)
-    backend, registry = attached(rig)
-    captured = backend.init_metadata_capture(dummy(rig, shape), shape)
+    paged, shape = PAGES[32], shape_of(ForwardMode.MIXED)
+    backend, registry = attached(paged)
+    captured = backend.init_metadata_capture(dummy(paged, shape), shape)
     requests = [(2, 40, 5), (4, 33, 1)]
-    batch = rig.batch(shape.mode, requests, padded_bs=MAX_BS, padded_tokens=shape.num_tokens)
+    batch = paged.batch(shape.mode, requests, padded_bs=MAX_BS, padded_tokens=shape.num_tokens)
     for slot in registry:
         assert slot.buffer is not None
         slot.buffer.fill_(-9)
@@ -292,13 +292,13 @@ def test_what_a_graph_records_is_all_that_a_replay_prepares() -> None:
     backend.init_metadata_replay(batch, shape, captured)
     assert bool((captured.cu_seqlens_q == -9).all())
     backend.record_metadata(batch, captured)
-    rig.check(captured, shape.mode, requests, MAX_BS)
+    paged.check(captured, shape.mode, requests, MAX_BS)
 
 
 def test_every_slot_is_declared_with_owner_and_reason() -> None:
     """Slots are int32 with owner and reason; metadata lies in slots; portable kernels have no workspace."""
-    rig = RIGS[32]
-    backend, registry = attached(rig)
+    paged = PAGES[32]
+    backend, registry = attached(paged)
     names = ["block_kv_indices", "seq_lens_k", "cu_seqlens_q"]
     numbered = [f"trtllm_mla.{n}{at}" for at in ("", ".step1", ".step2") for n in names]
     assert sorted(slot.name for slot in registry) == sorted(numbered)
@@ -308,7 +308,7 @@ def test_every_slot_is_declared_with_owner_and_reason() -> None:
         assert slot.padding_policy is PaddingPolicy.KEEP_PAD
         assert slot.dtype is torch.int32
     shape = shape_of(ForwardMode.DECODE, 2)
-    metadata = backend.init_metadata_capture(dummy(rig, shape), shape)
+    metadata = backend.init_metadata_capture(dummy(paged, shape), shape)
     owned = {s.buffer.untyped_storage().data_ptr() for s in registry if s.buffer is not None}
     assert all(getattr(metadata, n).untyped_storage().data_ptr() in owned for n in names)
     assert metadata.block_kv_indices.shape == (2, 8)
@@ -323,30 +323,30 @@ def latents(seed: int, *shape: int) -> torch.Tensor:
 @pytest.mark.parametrize("mode", [*UNIFORM, *RAGGED])
 def test_forward_writes_latents_and_attends_causally(mode: ForwardMode) -> None:
     """Latents are written to their slots only; queries attend causally; the output of padding is zero."""
-    rig = Rig(32)
-    backend = rig.make()
+    paged = LatentPages(32)
+    backend = paged.make()
     new = 5 if mode in RAGGED else width_of(mode)
     requests = [(3, 70, new), (5, 9, new)]
     more = {"padded_bs": 3, "padded_tokens": 2 * new + 3} if mode in RAGGED else {}
-    batch = rig.batch(mode, requests, **more)
+    batch = paged.batch(mode, requests, **more)
     total = batch.num_tokens
-    rig.kv.k[0].copy_(latents(1, *rig.kv.k[0].shape))
+    paged.kv.k[0].copy_(latents(1, *paged.kv.k[0].shape))
     q, k = latents(2, total, HEADS, RANK + ROPE), latents(3, total, 1, RANK + ROPE)
     metadata = backend.init_metadata_eager(batch)
     part, slots = metadata, batch.out_cache_loc
     if isinstance(metadata, DraftMetadata):
         part, slots = metadata.steps[0], batch.out_cache_loc[:, 0]
-    before = rig.kv.k[0].clone()
-    out = backend.forward(q, k, k[..., :RANK], rig.layer, part)
+    before = paged.kv.k[0].clone()
+    out = backend.forward(q, k, k[..., :RANK], paged.layer, part)
     untouched = torch.ones(len(before), dtype=torch.bool)
     untouched[slots] = False
-    assert torch.equal(rig.kv.k[0][untouched], before[untouched])
-    assert torch.equal(rig.kv.k[0][slots[: 2 * new]], k[: 2 * new])
+    assert torch.equal(paged.kv.k[0][untouched], before[untouched])
+    assert torch.equal(paged.kv.k[0][slots[: 2 * new]], k[: 2 * new])
     at = 0
     for row, keys, count in requests:
         for position in range(keys - count, keys):
-            seen = torch.tensor([rig.slot(row, p) for p in range(position + 1)])
-            key = rig.kv.k[0][seen, 0].double()
+            seen = torch.tensor([paged.slot(row, p) for p in range(position + 1)])
+            key = paged.kv.k[0][seen, 0].double()
             for head in range(HEADS):
                 weights = torch.softmax(key @ q[at, head].double() * 0.3, 0)
                 want = (weights @ key[:, :RANK]).float()
@@ -357,14 +357,14 @@ def test_forward_writes_latents_and_attends_causally(mode: ForwardMode) -> None:
 
 def test_an_idle_batch_does_nothing() -> None:
     """A batch without requests has empty metadata, and attention returns no rows."""
-    rig = RIGS[32]
-    backend = rig.make()
-    metadata = backend.init_metadata_eager(rig.batch(ForwardMode.IDLE, []))
+    paged = PAGES[32]
+    backend = paged.make()
+    metadata = backend.init_metadata_eager(paged.batch(ForwardMode.IDLE, []))
     assert metadata.cu_seqlens_q.tolist() == [0]
     assert metadata.seq_lens_k.shape == (0,)
     assert metadata.block_kv_indices.shape[0] == 0
     nothing = torch.zeros(0, 1, RANK + ROPE)
-    out = backend.forward(nothing.expand(-1, HEADS, -1), nothing, nothing, rig.layer, metadata)
+    out = backend.forward(nothing.expand(-1, HEADS, -1), nothing, nothing, paged.layer, metadata)
     assert out.shape == (0, HEADS, RANK)
 
 
@@ -410,11 +410,11 @@ def test_portable_kernels_check_what_native_ones_do(changes: dict[str, Any], say
 
 def test_an_extend_batch_needs_its_lengths() -> None:
     """An extend without the number of new tokens of each request is refused."""
-    rig = RIGS[32]
-    batch = rig.batch(ForwardMode.EXTEND, [(1, 4, 2)])
+    paged = PAGES[32]
+    batch = paged.batch(ForwardMode.EXTEND, [(1, 4, 2)])
     batch.extend_seq_lens = None
     with pytest.raises(EngineError, match="extend_seq_lens"):
-        rig.make().init_metadata_eager(batch)
+        paged.make().init_metadata_eager(batch)
 
 
 @pytest.mark.parametrize("mode", [ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE])
@@ -434,7 +434,7 @@ def test_drafts_that_branch_are_refused(mode: ForwardMode) -> None:
         tree_mask=torch.ones(2, 2, dtype=torch.bool) if is_verify else None,
     )
     with pytest.raises(EngineError, match="TRTLLMMLABackend supports chains only"):
-        RIGS[32].make().init_metadata_eager(batch)
+        PAGES[32].make().init_metadata_eager(batch)
 
 
 def test_declared_capabilities() -> None:
@@ -446,7 +446,7 @@ def test_declared_capabilities() -> None:
     assert declared.seq_len_fill_value == 1
     assert not declared.needs_host_plan
     asked: dict[str, Any] = {"mode": ForwardMode.DECODE, "dtype": torch.float32, "device": CPU}
-    layer = RIGS[32].layer
+    layer = PAGES[32].layer
     assert declared.missing([layer], page_size=32, **asked) == []
     wants = replace(layer, sliding_window=3, softcap=2.0, sinks=torch.ones(HEADS), kv_lora_rank=None)
     assert declared.missing([wants], page_size=16, topk=2, **asked) == [
@@ -555,15 +555,15 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def big_context(**changes: Any) -> BackendContext:
     """Return a context that native kernels can serve, with ``changes``."""
-    rig = RIGS[64]
-    cache = torch.zeros(rig.num_slots, 1, 576, dtype=torch.bfloat16)
+    paged = PAGES[64]
+    cache = torch.zeros(paged.num_slots, 1, 576, dtype=torch.bfloat16)
     made = {
         "device": torch.device("cuda"),
         "dtype": torch.bfloat16,
         "layers": [BIG],
         "kv_cache": SimpleNamespace(k=[cache], v=[cache[..., :512]]),
     }
-    return rig.context(**(made | changes))
+    return paged.context(**(made | changes))
 
 
 @pytest.mark.usefixtures("gpu")
@@ -575,12 +575,12 @@ def test_native_kernels_get_what_portable_ones_get(
     anywhere = replace(NativeKernels.capabilities, devices=frozenset({"cpu"}))
     monkeypatch.setattr(NativeKernels, "capabilities", anywhere)
     monkeypatch.setattr(NativeKernels, "unavailable", lambda _: None)
-    rig = RIGS[64]
+    paged = PAGES[64]
     native, portable = (
         TRTLLMMLABackend(big_context(device=CPU, provider=provider)) for provider in ("native", "portable")
     )
     width = width_of(mode)
-    batch = rig.batch(mode, [(3, 70, width), (5, 9, width)])
+    batch = paged.batch(mode, [(3, 70, width), (5, 9, width)])
     q, k = (latents(4, batch.num_tokens, n, 576).bfloat16() for n in (BIG.num_q_heads, 1))
     answers = []
     for backend in (native, portable):
@@ -590,7 +590,7 @@ def test_native_kernels_get_what_portable_ones_get(
         assert torch.equal(backend.forward(q, None, None, BIG, part), answers[-1])
     assert torch.equal(*answers)
     assert answers[0].abs().max() > 0
-    (workspace,) = (s for s in native.declare_slots(rig.limits) if "workspace" in s.name)
+    (workspace,) = (s for s in native.declare_slots(paged.limits) if "workspace" in s.name)
     assert workspace.padding_policy is PaddingPolicy.FILL_ONCE
     assert workspace.initial_value == 0
 
@@ -606,14 +606,14 @@ def native_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> TRTLLMMLABackend:
 @pytest.mark.usefixtures("gpu")
 def test_two_lanes_have_a_workspace_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two lanes of one process have separate workspaces, each freed with its lane."""
-    rig = RIGS[64]
+    paged = PAGES[64]
     shape = GraphShape(ForwardMode.DECODE, 2, 2)
     kept, gone = [], []
     for _ in range(2):
         backend = native_on_a_cpu(monkeypatch)
         registry = CudaGraphBufferRegistry(device=CPU, max_bs=2, max_num_tokens=2)
         backend.attach(registry)
-        batch = rig.batch(ForwardMode.DECODE, [(3, 70, 1), (5, 9, 1)])
+        batch = paged.batch(ForwardMode.DECODE, [(3, 70, 1), (5, 9, 1)])
         metadata = backend.init_metadata_capture(batch, shape)
         q, k = (latents(4, 2, n, 576).bfloat16() for n in (BIG.num_q_heads, 1))
         assert backend.forward(q, k, k, BIG, metadata).any()
@@ -630,7 +630,7 @@ def test_two_lanes_have_a_workspace_each(monkeypatch: pytest.MonkeyPatch) -> Non
 def test_eager_steps_of_a_lane_with_graphs_take_its_workspace(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once a lane has attached the backend, eager steps allocate no workspace: they take the registry's."""
     backend = native_on_a_cpu(monkeypatch)
-    batch = RIGS[64].batch(ForwardMode.DECODE, [(3, 70, 1), (5, 9, 1)])
+    batch = PAGES[64].batch(ForwardMode.DECODE, [(3, 70, 1), (5, 9, 1)])
     gone = weakref.ref(backend.init_metadata_eager(batch).workspace)  # of a step before
     registry = CudaGraphBufferRegistry(device=CPU, max_bs=2, max_num_tokens=2)
     backend.attach(registry)
@@ -645,7 +645,7 @@ def test_eager_steps_of_a_lane_without_graphs_have_one_workspace(
 ) -> None:
     """Eager steps share one workspace, which stays zero and is freed with the backend."""
     backend = native_on_a_cpu(monkeypatch)
-    batch = RIGS[64].batch(ForwardMode.DECODE, [(3, 70, 1), (5, 9, 1)])
+    batch = PAGES[64].batch(ForwardMode.DECODE, [(3, 70, 1), (5, 9, 1)])
     with torch.inference_mode():
         made = [backend.init_metadata_eager(batch) for _ in range(3)]
     assert len({metadata.workspace.data_ptr() for metadata in made}) == 1

@@ -2,7 +2,7 @@
 
     refused(command("generate", "--model", path, "Hello"), "config.json")
 
-Does not: hold tests; the folder ``hostile`` has them, one file for each thing that can be hostile.
+Does not: hold tests; the folders ``hostile`` of engine and tests have them.
 """
 
 import os

@@ -1,4 +1,4 @@
-"""Tests of kernel providers: choice, refusals, warnings, and the backends that would fit instead."""
+"""Tests of kernel providers in engines: refusals, warnings, and the backends that would fit instead."""
 
 import json
 import logging
@@ -9,16 +9,12 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, ClassVar, get_args
+from typing import Any, ClassVar
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from importlib_metadata import EntryPoint
 
-from graphpact import attention
 from graphpact.attention import (
     AttentionBackend,
     BackendContext,
@@ -29,25 +25,19 @@ from graphpact.attention import (
     LayerSpec,
     Limits,
 )
-from graphpact.attention.providers import choose_provider
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
 from graphpact.errors import ConfigError, PluginError
-from graphpact.plugin_calls import why_unavailable
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.shapes import GraphShape
-from graphpact_cli import main
-from graphpact_conformance import targets
-from graphpact_conformance.cli import check
-from graphpact_engine import Engine, SamplingParams, config
+from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.capabilities import require_capabilities
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import UnsupportedModelError
-from graphpact_flashinfer import FlashInferBackend
-from support import Catalog, survey_here
+from support import Catalog
 
 CPU = torch.device("cpu")
-TINY = Path(__file__).parents[1] / "examples/models/tiny-llama"
+TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
 NOWHERE = Path("nowhere")  # reading it would be a CheckpointError
 LAYER = LayerSpec(0, 4, 2, 16, 16, 0.25)
 NO_GPU = "it runs on a GPU"
@@ -169,29 +159,6 @@ def configure(path: Path, *overrides: str) -> EngineConfig:
     return EngineConfig.load(None, env={}, overrides=given)
 
 
-def chosen(
-    providers: Sequence[type[KernelProvider]], asked: BackendContext
-) -> tuple[type[KernelProvider] | None, dict[str, str]]:
-    """Return the choice of a backend that is built with a context."""
-    return choose_provider("it", providers, asked.provider, asked.device, asked)
-
-
-def context(provider: str = "auto", dtype: torch.dtype = torch.float32) -> BackendContext:
-    """Return the context of a backend of one layer."""
-    kv = SimpleNamespace(k=[], v=[])
-    limits = Limits(2, 2, 16, 1)
-    table = torch.zeros(3, 16, dtype=torch.int32)
-    return BackendContext(
-        CPU,
-        dtype,
-        [LAYER],
-        limits,
-        table,
-        kv,
-        provider=provider,  # type: ignore[arg-type]
-    )
-
-
 def installed(**backends: type[AttentionBackend] | str) -> PluginCatalog:
     """Return a real catalog of backends, as classes of this file or targets, and of our other plugins."""
     offers: dict[Kind, dict[str, str]] = {
@@ -219,77 +186,6 @@ def build(config: EngineConfig, **backends: type[AttentionBackend]) -> Engine:
     with Engine(config, catalog=Catalog(**backends)) as engine:
         engine.generate([[3, 4, 5]], SamplingParams(max_new_tokens=2, ignore_eos=True))
     return engine
-
-
-# -- the choice ----------------------------------------------------------------------------------
-
-REASON = st.sampled_from([None, "no library", "not\n  on this device", OSError("lib.so\nis gone")])
-SAID = {
-    "no library": "no library",
-    "not\n  on this device": "not on this device",
-    "lib.so\nis gone": "OSError: lib.so is gone",
-}
-
-
-@settings(derandomize=True)
-@given(
-    reasons=st.dictionaries(st.sampled_from(["native", "portable"]), REASON),
-    asked=st.sampled_from(["auto", "native", "portable"]),
-)
-def test_the_first_that_can_run_is_chosen_and_a_named_one_never_replaced(
-    reasons: dict[str, str | Exception | None], asked: str
-) -> None:
-    """``auto`` takes the first that can run, with reasons against earlier ones; a name takes that one."""
-
-    def provider(name: str, reason: str | Exception | None) -> type[KernelProvider]:
-        def unavailable(cls: type[KernelProvider], device: torch.device) -> str | None:
-            if isinstance(reason, Exception):
-                raise reason
-            return reason
-
-        return type(name, (KernelProvider,), {"name": name, "unavailable": classmethod(unavailable)})
-
-    providers = [provider(name, reason) for name, reason in reasons.items()]
-    passed_over, taken = {}, None
-    for name, reason in reasons.items():
-        if asked in ("auto", name):
-            if reason is None:
-                taken = name
-                break
-            passed_over[name] = SAID[str(reason)]
-    if taken is not None or (asked == "auto" and not reasons):
-        cls, why = chosen(providers, context(asked))
-        assert (cls and cls.name, why) == (taken, passed_over)
-        choose_provider("it", providers, asked, CPU)  # type: ignore[arg-type]
-        return
-    texts = []
-    for refuse in (
-        lambda: chosen(providers, context(asked)),
-        lambda: choose_provider("it", providers, asked, CPU),  # type: ignore[arg-type]
-    ):
-        with pytest.raises(ConfigError) as refused:
-            refuse()
-        texts.append(str(refused.value))
-    assert texts[0] == texts[1]
-    assert texts[0].startswith("it has no " + ("kernels" if asked == "auto" else f"{asked} kernels"))
-    assert all(reason in texts[0] for reason in passed_over.values())
-    assert refused.value.message.count("\n") == 0
-    assert ('"auto" takes' in texts[0]) is (asked != "auto")
-
-
-def test_kernels_that_do_less_than_their_backend_say_what_they_lack() -> None:
-    """A provider's own capabilities have to fit the model; otherwise ``auto`` takes the next provider."""
-
-    class Half(Portable):
-        name = "native"
-        capabilities = replace(Plain.capabilities, dtypes=frozenset({torch.float16}))
-
-    half, why = chosen([Half, Portable], context())
-    assert half is Portable
-    assert why == {"native": "they lack dtype torch.float32 (has torch.float16)"}
-    assert chosen([Half, Portable], context(dtype=torch.float16)) == (Half, {})
-    with pytest.raises(ConfigError, match=r"no native kernels .* cpu: they lack dtype"):
-        chosen([Half, Portable], context("native"))
 
 
 # -- through the engine --------------------------------------------------------------------------
@@ -670,38 +566,3 @@ def test_branches_count_among_what_is_missing() -> None:
     with pytest.raises(UnsupportedModelError, match="drafts with top-k 4"):
         require(Plain.capabilities)
     require(replace(Plain.capabilities, trees=True))
-
-
-@pytest.mark.parametrize("stranger", [object, "portable", type("Nameless", (KernelProvider,), {})])
-def test_what_is_no_provider_keeps_a_backend_from_loading(
-    stranger: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """`graphpact plugins` lists a backend with an invalid provider as rejected, and others as loaded."""
-    cls = type("Odd", (FlashInferBackend,), {"providers": (stranger,)})
-    monkeypatch.setattr(sys.modules[__name__], "Odd", cls, raising=False)
-    catalog = installed(odd=cls, both=Both)
-    scanned = SimpleNamespace(scan=lambda: catalog)
-    monkeypatch.setattr("graphpact_cli.plugins.PluginCatalog", scanned)
-    survey_here(monkeypatch)
-    assert main(["plugins", "--json", "--kind", "attention_backend"]) == 0
-    found = {each["name"]: each for each in json.loads(capsys.readouterr().out)}
-    assert found["odd"]["status"] == "rejected"
-    assert "Odd.providers has" in found["odd"]["reason"]
-    assert (found["both"]["status"], found["both"]["reason"]) == ("loaded", None)
-
-
-@pytest.mark.parametrize("value", [False, True, 0, 1, [], b"no"])
-def test_a_reason_is_a_line_of_text_or_none(value: Any) -> None:
-    """What `unavailable` returns instead of a text or None is the reason, in words."""
-    said = why_unavailable(lambda _: value, CPU)
-    assert said == f"unavailable() returned {value!r}, not a line of text or None"
-    assert why_unavailable(lambda _: None, CPU) is None
-    assert why_unavailable(lambda _: "no\n device", CPU) == "no device"
-
-
-def test_the_names_of_providers_are_the_same_everywhere() -> None:
-    """Core, engine, suite and command know the same names; only the core imports torch for them."""
-    names = {"auto", "native", "compiled", "portable"}
-    assert {*get_args(attention.ProviderName)} == names
-    assert {*get_args(config.ProviderName)} == {*get_args(targets.Kernels)} == names
-    assert {*check.KernelsOption} == names

@@ -26,13 +26,11 @@ from graphpact import (
     StepOutputs,
 )
 from graphpact.attention import DraftLimits
-from graphpact.runners import RunnerContext
 from graphpact.speculation import HIDDEN_STATES, SCORES
 from graphpact.step import Attend
 from graphpact_conformance.lane.reference import ReferenceBackend
-from graphpact_tape.tape import TapeDriver
+from rigs.lane import CPU, lane_of
 
-CPU = torch.device("cpu")
 CONTEXT, ROWS, VOCAB, HIDDEN, RANK = 48, 4, 9, 6, 4
 SLOTS = 1 + ROWS * CONTEXT
 TARGET = LayerSpec(0, 2, 1, HIDDEN, HIDDEN, scaling=0.5)
@@ -46,7 +44,7 @@ Path = list[list[torch.Tensor]]
 """The keys of the tokens of one branch, by layer."""
 
 
-class DraftRig:
+class DraftModelRig:
     """Lanes of one draft model over one KV cache.
 
     Args:
@@ -104,24 +102,13 @@ class DraftRig:
         backend = ReferenceBackend(
             BackendContext(CPU, self.dtype, self.layers, limits, self.table, self.kv, mode=mode)
         )
-        context = RunnerContext(
-            CPU,
-            backend.capabilities,
-            limits,
-            mode=mode,
+        lane = lane_of(
+            backend,
+            runner,
+            self.model,
+            strict=strict,
             batch_sizes=sizes,
-            lane=mode.value,
-            hidden_size=HIDDEN,
-            dtype=self.dtype,
-        )
-        driver = TapeDriver(CPU, strict=strict)
-        lane = Lane(
-            mode.value,
-            model=self.model,
-            runner=runner(context),
-            backend=backend,
-            driver=driver,
-            observers=[driver.strict_observer()] if strict else [],
+            context={"hidden_size": HIDDEN, "dtype": self.dtype},
         )
         lane.capture_all()
         return lane

@@ -1,0 +1,4 @@
+"""Rigs of the tests: a lane over a small model, a draft model with its oracle, and the command line.
+
+Does not: hold tests or fixtures.
+"""
