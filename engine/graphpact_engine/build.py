@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
@@ -142,27 +142,14 @@ def build_parts(
     # Each lane has the given observers, and configured ones of its own. The first lane's observe the engine.
     observing = [[*observers, *build_observers(configured)] for _ in plans]
     drafting = None if algorithm is None else _build_algorithm(algorithm, config, models, memory)
-    states = () if drafting is None else tuple(drafting[1].values())
-    built = [
-        build_lane(
-            plan,
-            config,
-            model=models.by_name[plan.model],
-            spec=models.specs[plan.model],
-            memory=memory,
-            states=states,
-            observers=wrappers,
-            on_capture=on_capture,
-        )
-        for plan, wrappers in zip(plans, observing, strict=True)
-    ]
-    lanes = [lane for lane, _ in built]
+    lanes, verifiers = _build_lanes(plans, config, models, memory, observing, drafting, on_capture)
     lane_set = LaneSet(_by_mode(plans, lanes))
-    weights = sum(weight.nbytes for run in models.by_name.values() for _, weight in run.named_weights())
+    weights = sum(weight.nbytes for model in models.by_name.values() for _, weight in model.named_weights())
     num_threads = choose_num_threads(config.engine.num_threads, device, weights)
     with running_on(num_threads):
         lane_set.capture()
 
+    sampler = Sampler(models.generation.eos_token_ids)
     scheduler = Scheduler(
         memory.requests,
         memory.pages,
@@ -175,12 +162,12 @@ def build_parts(
         max_prefill_chunk=config.engine.max_prefill_chunk,
         mixed=any(plan.mode is ForwardMode.MIXED for plan in plans),
     )
-    sampler, phases = Sampler(models.generation.eos_token_ids), EnginePhases(observing[0])
-    speculation = None
+    phases = EnginePhases(observing[0])
     loop: Callable[..., PlainLoop] = AsyncLoop if is_async else PlainLoop
+    speculation = None
     if drafting is not None:
         sample = phases.observed("sample", sampler.sample_after)
-        speculation = _build_speculator(*drafting, config, models, memory, sample, lane_set)
+        speculation = _build_speculator(drafting, config, models, memory, sample, lane_set)
         loop = functools.partial(SpeculativeLoop, speculation)
     return EngineParts(
         device=device,
@@ -189,20 +176,42 @@ def build_parts(
         memory=memory,
         lanes=lanes,
         lane_set=lane_set,
-        verifiers=[verifier for _, verifier in built if verifier is not None],
+        verifiers=verifiers,
         speculation=speculation,
         num_threads=num_threads,
         scheduler=scheduler,
-        loop=loop(
-            scheduler,
-            lane_set,
-            sampler,
-            models.texts,
-            num_threads=num_threads,
-            phases=phases,
-        ),
+        loop=loop(scheduler, lane_set, sampler, models.texts, num_threads=num_threads, phases=phases),
         phases=phases,
     )
+
+
+def _build_lanes(
+    plans: Sequence[LanePlan],
+    config: EngineConfig,
+    models: Models,
+    memory: Memory,
+    observing: Sequence[Sequence[object]],
+    drafting: "_Drafting | None",
+    on_capture: OnCapture | None,
+) -> tuple[list[Lane], list[Verifier]]:
+    """Build a lane for each plan, with its observers, without capturing; return them and their verifiers."""
+    states = () if drafting is None else tuple(drafting.state.values())
+    lanes, verifiers = [], []
+    for plan, observers in zip(plans, observing, strict=True):
+        lane, verifier = build_lane(
+            plan,
+            config,
+            model=models.by_name[plan.model],
+            spec=models.specs[plan.model],
+            memory=memory,
+            states=states,
+            observers=observers,
+            on_capture=on_capture,
+        )
+        lanes.append(lane)
+        if verifier is not None:
+            verifiers.append(verifier)
+    return lanes, verifiers
 
 
 def _by_mode(plans: Sequence[LanePlan], lanes: Sequence[Lane]) -> dict[str, list[Lane]]:
@@ -269,9 +278,16 @@ def _load_models(config: EngineConfig, device: torch.device, expanding: LanePlan
     )
 
 
+class _Drafting(NamedTuple):
+    """A speculation algorithm and its request state, which its lanes may write."""
+
+    algorithm: SpeculationAlgorithm
+    state: dict[str, torch.Tensor]
+
+
 def _build_algorithm(
     algorithm: type[SpeculationAlgorithm], config: EngineConfig, models: Models, memory: Memory
-) -> tuple[SpeculationAlgorithm, dict[str, torch.Tensor]]:
+) -> _Drafting:
     """Build the speculation algorithm and its request state.
 
     Raises:
@@ -301,12 +317,11 @@ def _build_algorithm(
             for key, (shape, dtype) in declared.items()
         }
 
-    return built, call_plugin("speculation", name, make_state)
+    return _Drafting(built, call_plugin("speculation", name, make_state))
 
 
 def _build_speculator(
-    algorithm: SpeculationAlgorithm,
-    state: dict[str, torch.Tensor],
+    drafting: _Drafting,
     config: EngineConfig,
     models: Models,
     memory: Memory,
@@ -317,11 +332,11 @@ def _build_speculator(
     cache, num_layers = memory.kv_cache, len(models.target.layers)
     of_target = SimpleNamespace(k=cache.k[:num_layers], v=cache.v[:num_layers])
     return Speculator(
-        algorithm,
+        drafting.algorithm,
         run=lanes.run,
         sample=sample,
         draft=draft_limits(config),
-        state=state,
+        state=drafting.state,
         target_cache=list(kv_tensors(of_target).values()),
         max_position=memory.max_model_len - 1,
     )

@@ -82,7 +82,7 @@ def _keys_of(table: KeyPath, model: type[Section]) -> Iterator[ConfigKey]:
         yield ConfigKey(
             ".".join(path),
             ENV_PREFIX + "__".join(path).upper(),
-            None if field.is_required() or field.default_factory is not None else field.default,
+            None if field.is_required() else field.default,
             _allowed(schemas[name]),
             field.description or "",
             _choices(field.annotation),

@@ -61,8 +61,6 @@ def invalid_values(
     for fault in error.errors(include_url=False):
         if fault["type"] == "too_short" and fault["input"]:
             continue  # pydantic does not count invalid items; they have lines of their own
-        if fault["type"] == "default_factory_not_called":
-            continue  # the fault is in the key that the default depends on
         if fault["type"] == "missing":
             yield _missing_mode(fault["loc"][1], settings)
             continue
