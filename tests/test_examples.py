@@ -40,7 +40,7 @@ def test_the_planted_bugs_are_silent_and_then_named(capsys: pytest.CaptureFixtur
     assert out.count("3 of 3 answers wrong") == 2
     assert "NOT CAUGHT" not in out
     for error in (
-        "PactBreach: decode[bs=4, tokens=4]: metadata.kv_indptr",
+        "PactBreach: decode[bs=4, tokens=4]: metadata.qo_indptr",
         "PoisonError: graphpact.fill_paged_indices",
         "VerificationError: lane 'decode'",
     ):

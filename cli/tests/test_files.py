@@ -119,7 +119,6 @@ NOT_BY_OTHERS = {
     "compiled/build.py": "sources of the package",
     **dict.fromkeys(["drivers/strictness.py", "graphpact_bench/speculation.py"], "data of the package"),
     **dict.fromkeys(["graphpact_cpu_graph/keys.py", "graphpact_bench/machine.py"], "the system's"),
-    "graphpact_bench/long_run.py": "the system's",
     "graphpact_cli/children.py": "the system's, and what a child process wrote",
     "compiled/cache.py": "a library that was just built; what is kept is opened by `open_own_file`",
     "graphpact_engine/output_file.py": "a file to write",

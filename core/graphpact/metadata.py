@@ -50,17 +50,14 @@ class MetadataSource:
         return view
 
     def record(self, context: RegionContext) -> None:
-        """Do the metadata work of the graph that is recorded now."""
+        """Record the metadata work that the backend has for the graph; called first in each recorded region."""
+        self.backend.record_metadata(context.view, context.metadata)
 
 
 class GraphMetadata(MetadataSource):
     """Metadata that the graph computes: its first nodes are `AttentionBackend.fill_metadata`."""
 
     in_graph = True
-
-    def record(self, context: RegionContext) -> None:
-        """Record the metadata work."""
-        self.backend.record_metadata(context.view, context.metadata)
 
 
 class EagerMetadata(MetadataSource):
