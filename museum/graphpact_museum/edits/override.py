@@ -17,7 +17,8 @@ __tracebackhide__ = True  # errors name the line of the edit
 def override(base: type[Any], *methods: Callable[..., Any], **members: Any) -> type[Any]:
     """Return a subclass of ``base`` with other methods and attributes.
 
-    A method is called with the object, the method of ``base`` bound to it, and its arguments; it is a hook
+    A method is called with the object, the method of ``base`` bound to it, and its arguments. The second is
+    None for an optional method that ``base`` lacks, such as ``plan_metadata``. The method is a hook
     implementation if that of ``base`` is one.
 
     Args:
@@ -35,11 +36,12 @@ def override(base: type[Any], *methods: Callable[..., Any], **members: Any) -> t
 def _method(base: type[Any], name: str, edit: Callable[..., Any]) -> Callable[..., Any]:
     right = getattr(base, name)
 
-    @functools.wraps(right)  # with its signature and its mark of a hook, which pluggy reads
     def edited(self: Any, *args: Any, **more: Any) -> Any:
-        return edit(self, functools.partial(right, self), *args, **more)
+        bound = None if right is None else functools.partial(right, self)
+        return edit(self, bound, *args, **more)
 
-    return edited
+    # Wrapped, it has the signature of the method and its mark of a hook, which pluggy reads.
+    return edited if right is None else functools.wraps(right)(edited)
 
 
 def overrides(
