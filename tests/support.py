@@ -24,7 +24,7 @@ from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
 from graphpact.graphs import GraphDriver
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact.runners import EagerRunner, GraphRunner
-from graphpact_cli.survey import describe
+from graphpact_cli.survey import describe_plugin
 from graphpact_cpu_graph import CpuGraphRunner
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph import CudaGraphRunner
@@ -58,7 +58,7 @@ def survey_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
     def survey(catalog: PluginCatalog, kind: Kind | None = None) -> list[dict[str, Any]]:
         with contextlib.redirect_stdout(sys.stderr):
-            return [describe(catalog.load(info)) for info in catalog.infos(kind)]
+            return [describe_plugin(catalog.load(info)) for info in catalog.infos(kind)]
 
     monkeypatch.setattr("graphpact_cli.plugins.survey", survey)
     monkeypatch.setattr("graphpact_engine.cli.machine.survey", survey)

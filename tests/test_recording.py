@@ -17,7 +17,7 @@ from graphpact_conformance.targets import Options
 from graphpact_conformance.world.scenario import RecordedLane, read
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.engine import Engine
-from graphpact_engine.recording import Recorder
+from graphpact_engine.recording import StepRecorder
 from graphpact_engine.request import SamplingParams
 
 MODELS = Path(__file__).resolve().parents[1] / "examples" / "models"
@@ -40,7 +40,7 @@ def record(path: Path, *, count: int = 18, **speculative: Any) -> tuple[list[Rec
             "speculative": speculative,
         }
     )
-    with Recorder(path) as recorder, Engine(config, observers=[recorder]) as engine:
+    with StepRecorder(path) as recorder, Engine(config, observers=[recorder]) as engine:
         engine.generate(PROMPTS, SamplingParams(max_new_tokens=count, ignore_eos=True))
     return read(path), engine, recorder.num_steps
 
@@ -114,16 +114,16 @@ def test_a_recording_replaces_no_file(tmp_path: Path) -> None:
     """A file that exists is refused, and stays as it is; so is a folder that does not exist."""
     path = tmp_path / "steps.jsonl"
     path.write_text("mine")
-    with pytest.raises(UsageError, match="exists"), Recorder(path):
+    with pytest.raises(UsageError, match="exists"), StepRecorder(path):
         pass
     assert path.read_text() == "mine"
-    with pytest.raises(UsageError, match="cannot be written"), Recorder(tmp_path / "no" / "steps.jsonl"):
+    with pytest.raises(UsageError, match="cannot be written"), StepRecorder(tmp_path / "no" / "steps.jsonl"):
         pass
 
 
 def test_a_run_without_steps_leaves_no_file(tmp_path: Path) -> None:
     """If the engine cannot be built, no empty recording is left behind."""
-    with pytest.raises(ZeroDivisionError), Recorder(tmp_path / "steps.jsonl"):
+    with pytest.raises(ZeroDivisionError), StepRecorder(tmp_path / "steps.jsonl"):
         raise ZeroDivisionError
     assert not [*tmp_path.iterdir()]
 
@@ -134,5 +134,8 @@ def test_a_full_disk_ends_a_recording(tmp_path: Path, monkeypatch: pytest.Monkey
     full = Path("/dev/full")
     usual = Path.open
     monkeypatch.setattr(Path, "open", lambda self, *_, **more: usual(full, "w", **more))
-    with pytest.raises(GraphpactError, match="cannot be written"), Recorder(tmp_path / "steps.jsonl") as it:
+    with (
+        pytest.raises(GraphpactError, match="cannot be written"),
+        StepRecorder(tmp_path / "steps.jsonl") as it,
+    ):
         it._write({"x": "y" * 10**6})

@@ -1,4 +1,4 @@
-"""`explain`: why a replay is wrong, by what its kernels read.
+"""`explain_replay`: why a replay is wrong, by what its kernels read.
 
 After a wrong replay there are two sets of reads: those of the graph, which are the captured tensors as they
 stand and the captured host numbers; and those of an eager build, by new builders, on the same padded batch.
@@ -20,7 +20,15 @@ from graphpact.errors import ConfigError, KernelRefusal, ReplayError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same
 from graphpact_adapters.backend import Built, begins_steps
-from graphpact_adapters.faults import equal, faults_of, finding_of, help_of, hook_of, named, other_launches
+from graphpact_adapters.faults import (
+    equal_leaves,
+    faults_of,
+    finding_of,
+    help_of,
+    hook_of_read,
+    named,
+    other_launches,
+)
 from graphpact_adapters.reads import copied, leaves, with_leaves
 from graphpact_adapters.under_test import BuilderUnderTest, backend_of
 from graphpact_conformance.experiments.base import differences, spell, values_at, wrong_results
@@ -37,7 +45,7 @@ _OF_LENGTHS = (
 )
 
 
-def explain(
+def explain_replay(
     lane: BuilderUnderTest, rig: Rig, step: StepRecord, *, what: str = "a replay"
 ) -> Iterator[Finding]:
     """Yield findings about a wrong replay: the field that makes it wrong, and what came of it.
@@ -69,7 +77,7 @@ def explain(
             raise
         yield lane.finding(
             "GP10",
-            hook=hook_of(rig),
+            hook=hook_of_read(rig),
             field="the launches of the kernel",
             expected="those of the capture: what an eager build on this batch returns has a reader too",
             actual=message_of(unread),
@@ -85,7 +93,7 @@ def explain(
         mine, theirs = other
         yield lane.finding(
             "GP10",
-            hook=hook_of(rig),
+            hook=hook_of_read(rig),
             field="the launches of the kernel",
             expected=f"{theirs}, as an eager build on this batch has them",
             actual=f"{mine}, those of the capture",
@@ -128,7 +136,7 @@ def _explain_draft(
             if not isinstance(got, torch.Tensor) or not isinstance(wanted, torch.Tensor):
                 continue
             rows = live * len(wanted) // max(shape.batch_size, 1) + (len(wanted) > shape.batch_size)
-            if got.shape != wanted.shape or equal(got[:rows], wanted[:rows]):
+            if got.shape != wanted.shape or equal_leaves(got[:rows], wanted[:rows]):
                 continue
             differs = ~same(got[:rows], wanted[:rows])
             freed = bool(is_poison(got).any())
@@ -314,7 +322,7 @@ def _beside_bounds(
         return
     made = dict(leaves(bounded))
     for fault in faults_of(lane, fresh, step.problem, view, captured, right):
-        if not equal(fault.captured, made[fault.path]):  # otherwise the bounds are its cause
+        if not equal_leaves(fault.captured, made[fault.path]):  # otherwise the bounds are its cause
             yield finding_of(lane, rig, step, fault, backend_of(rig).returned, view, shape)
 
 

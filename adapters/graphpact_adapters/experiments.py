@@ -14,7 +14,7 @@ from graphpact.errors import ConfigError, KernelRefusal
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same
 from graphpact_adapters.backend import BuilderBackend, Words
-from graphpact_adapters.diagnosis import explain, explain_capture
+from graphpact_adapters.diagnosis import explain_capture, explain_replay
 from graphpact_adapters.under_test import ROOM, BuilderUnderTest, backend_of
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.experiments.base import Findings, spell, values_at
@@ -167,7 +167,7 @@ def _judge(lane: BuilderUnderTest, rig: Rig, problems: Iterable[Problem], what: 
     for problem in map(lane.within, problems):
         step = rig.step(problem)
         if not lane.is_right(rig, step):
-            yield from explain(lane, rig, step, what=what)
+            yield from explain_replay(lane, rig, step, what=what)
             return
 
 

@@ -120,7 +120,7 @@ def faults_of(
     theirs = dict(leaves(right))
     by_field: dict[str, list[str]] = {}
     for path, mine in leaves(captured):
-        if not equal(mine, theirs[path]):
+        if not equal_leaves(mine, theirs[path]):
             by_field.setdefault(path.partition("].")[2], []).append(path)
     differing = [*by_field.values()]
 
@@ -151,7 +151,7 @@ def _fault(rig: Rig, captured: Built, right: Built, paths: Sequence[str]) -> Fie
     return FieldFault(first, name, dict(leaves(captured))[first], dict(leaves(right))[first])
 
 
-def equal(a: Any, b: Any) -> bool:
+def equal_leaves(a: Any, b: Any) -> bool:
     """Return whether two leaves are equal: tensors of one shape with the same contents, or equal numbers."""
     if isinstance(a, torch.Tensor) and isinstance(b, torch.Tensor):
         return a.shape == b.shape and bool(same(a, b).all())
@@ -191,7 +191,7 @@ def finding_of(
         shape: The replayed shape.
     """
     mine, theirs = fault.captured, fault.right
-    hook = hook_of(rig, fault.path)
+    hook = hook_of_read(rig, fault.path)
     if backend_of(rig).updates(fault.path, backend_of(rig).captured(shape)):
         where, (wrong, right) = "", (str(mine), str(theirs))
         if isinstance(mine, torch.Tensor) and (both := _overlap(mine, theirs)) is not None:
@@ -362,7 +362,7 @@ def _first_of_tail(step: StepRecord, shape: GraphShape, unwritten: torch.Tensor)
     return (int(written[-1]) + 1 if len(written) else rows), "the end of a plan"
 
 
-def hook_of(rig: Rig, path: str = "reads[0].") -> str:
+def hook_of_read(rig: Rig, path: str = "reads[0].") -> str:
     """Return what prepared a leaf that a graph read: in a replay, or before the first one in a capture."""
     backend = backend_of(rig)
     return "init_metadata_capture" if backend.returned is None else backend.call_of(_split(path)[0])

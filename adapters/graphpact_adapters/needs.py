@@ -58,14 +58,18 @@ class Assumed(int):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return missing(self.path, name, "an attribute of an assumed value", hint="", error=_NotAssumedError)
+        return assume_missing(
+            self.path, name, "an attribute of an assumed value", hint="", error=_NotAssumedError
+        )
 
 
 class _NotAssumedError(NeedsValueError, AttributeError):
     """An assumed value was asked for an attribute."""
 
 
-def missing(owner: str, name: str, message: str, *, hint: str, error: type[NeedsValueError]) -> Assumed:
+def assume_missing(
+    owner: str, name: str, message: str, *, hint: str, error: type[NeedsValueError]
+) -> Assumed:
     """Return an assumed value for a missing name; raise where it is not assumed.
 
     Args:

@@ -16,7 +16,7 @@ from graphpact.errors import ConfigError, KernelRefusal
 from graphpact_adapters.states import UNOWNED, RecurrentLane, StateMemory, accepted_of, state_name
 from graphpact_adapters.under_test import backend_of
 from graphpact_adapters.vllm import Builders, RecurrentReads
-from graphpact_adapters.vllm.readers import read
+from graphpact_adapters.vllm.readers import read_vllm_metadata
 from graphpact_conformance.results import Finding
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.suite.run import run_once
@@ -365,7 +365,7 @@ def fields(**values: Any) -> SimpleNamespace:
 def test_linear_attention_skips_minus_one() -> None:
     """The reader of linear attention takes the state indices of decodes, and skips -1 alone."""
     indices, slots = torch.tensor([5, -1], dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
-    found = read(
+    found = read_vllm_metadata(
         fields(state_indices_tensor=indices, query_start_loc=torch.arange(3), seq_lens=torch.ones(2)), slots
     )
     assert isinstance(found, RecurrentReads)
@@ -378,5 +378,5 @@ def test_prefills_are_refused(prefills: int) -> None:
     """A reader of a decode kernel says which steps to check."""
     metadata = made.ScanMetadata(prefills, 1, 1, 1, torch.ones(1, 1), None, None, 1)
     with pytest.raises(ConfigError, match=f"{prefills} prefills") as refused:
-        read(metadata, torch.zeros(1))
+        read_vllm_metadata(metadata, torch.zeros(1))
     assert "ForwardMode.DECODE" in str(refused.value)

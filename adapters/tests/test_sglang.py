@@ -35,7 +35,7 @@ from graphpact_adapters.reads import IndexedReads
 from graphpact_adapters.sglang import Backends
 from graphpact_adapters.sglang.backend import SglangBackend
 from graphpact_adapters.sglang.batch import SglangForwardMode
-from graphpact_adapters.sglang.readers import read, widened
+from graphpact_adapters.sglang.readers import read_sglang_metadata, widened
 from graphpact_adapters.under_test import backend_of
 from graphpact_adapters.vllm.backend import VllmBackend
 from graphpact_conformance.results import Outcome
@@ -300,7 +300,7 @@ def test_metadata_of_no_known_form_is_refused_with_its_fields() -> None:
     metadata = type("Metadata", (), {})()
     metadata.tiles = 3
     with pytest.raises(ConfigError, match=r"page_table, block_kv_indices or kv_indptr.*tiles") as caught:
-        read(metadata, None)
+        read_sglang_metadata(metadata, None)
     assert "read=" in str(caught.value.hint)
 
 

@@ -60,10 +60,10 @@ def measure(options: BenchOptions) -> Iterator[Table]:
     scale = QUICK if options.quick else FULL
     scale = scale._replace(batch_sizes=options.batch_sizes or scale.batch_sizes)
     for shape in options.shapes or (scale.shape,):
-        yield measure_shape(options, scale._replace(shape=shape))
+        yield _measure_shape(options, scale._replace(shape=shape))
 
 
-def measure_shape(options: BenchOptions, scale: CaptureScale) -> Table:
+def _measure_shape(options: BenchOptions, scale: CaptureScale) -> Table:
     """Return the table of one model."""
     table = Table(
         name="capture",
@@ -110,11 +110,11 @@ def measure_shape(options: BenchOptions, scale: CaptureScale) -> Table:
                 f"lanes.{other}.capture=false",
             )
             with engine:
-                add_rows(table, name, next(lane for lane in engine.lanes if lane.name == mode))
+                _add_rows(table, name, next(lane for lane in engine.lanes if lane.name == mode))
     return table
 
 
-def add_rows(table: Table, name: str, lane: Lane) -> None:
+def _add_rows(table: Table, name: str, lane: Lane) -> None:
     """Add a row for each captured shape of a lane; capture them again."""
     graphs: dict[GraphShape, tuple[int, int, int]] = {}
     seconds: dict[GraphShape, float] = {}

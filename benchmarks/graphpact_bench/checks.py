@@ -56,11 +56,11 @@ def measure(options: BenchOptions) -> Iterator[Table]:
     scale = QUICK if options.quick else FULL
     for shape in options.shapes or (scale.shape,):
         with saved_model(shape, max_position_embeddings=128) as path:
-            yield from measure_shape(path, options, scale._replace(shape=shape))
+            yield from _measure_shape(path, options, scale._replace(shape=shape))
 
 
 @torch.inference_mode()
-def measure_shape(path: Path, options: BenchOptions, scale: StepScale) -> Iterator[Table]:
+def _measure_shape(path: Path, options: BenchOptions, scale: StepScale) -> Iterator[Table]:
     """Yield the tables of one model."""
     graphs, _ = graphs_of(options)
     graph = graphs[TAPE if TAPE in graphs else CUDA]

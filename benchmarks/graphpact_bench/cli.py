@@ -264,7 +264,7 @@ def run_all(
         DifferentResultsError: What is compared gives different results; tables before it are printed.
     """
     from graphpact_bench.machine import describe_machine  # noqa: PLC0415  slow
-    from graphpact_bench.report import BenchReport, draw, require_picture  # noqa: PLC0415  slow
+    from graphpact_bench.report import BenchReport, draw_charts, require_picture  # noqa: PLC0415  slow
     from graphpact_engine.threads import running_on  # noqa: PLC0415  slow
 
     if plot is not None:
@@ -287,7 +287,7 @@ def run_all(
         write_file(Path(json_file), report.to_json())
         note(f"JSON written to {json_file}")
     if plot is not None:
-        note(f"picture written to {plot}" if draw(report, plot) else "no table has a picture")
+        note(f"picture written to {plot}" if draw_charts(report, plot) else "no table has a picture")
 
 
 def _tables(name: str, options: "BenchOptions") -> "Iterator[Table]":

@@ -53,10 +53,10 @@ def measure(options: BenchOptions) -> Iterator[Table]:
     scale = QUICK if options.quick else FULL
     scale = scale._replace(batch_sizes=options.batch_sizes or scale.batch_sizes)
     for shape in options.shapes or (scale.shape,):
-        yield measure_shape(options, scale._replace(shape=shape))
+        yield _measure_shape(options, scale._replace(shape=shape))
 
 
-def measure_shape(options: BenchOptions, scale: DecodeScale) -> Table:
+def _measure_shape(options: BenchOptions, scale: DecodeScale) -> Table:
     """Return the table of one model.
 
     Raises:
@@ -95,12 +95,12 @@ def measure_shape(options: BenchOptions, scale: DecodeScale) -> Table:
             raced = race(ways, prompts, scale.new, scale.rounds, is_tie=judge)
             for name, reason in raced.failed.items():
                 table.skipped.append(Skipped(what=f"{name}, batch {size}", reason=reason))
-            add_rows(table, size, [way.name for way in ways], raced)
+            _add_rows(table, size, [way.name for way in ways], raced)
     table.notes.append(agreement(options.dtype))
     return table
 
 
-def add_rows(table: Table, size: int, names: Sequence[str], raced: Race) -> None:
+def _add_rows(table: Table, size: int, names: Sequence[str], raced: Race) -> None:
     """Add a row for each way that was timed, relative to ``eager`` and ``generate``."""
     spreads = {name: Spread.of(raced.steps(name)) for name in names if name in raced.written}
     for name, spread in spreads.items():

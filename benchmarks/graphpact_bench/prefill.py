@@ -113,10 +113,10 @@ def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield a table for each shape of a model."""
     scale = QUICK if options.quick else FULL
     for shape in options.shapes or (scale.shape,):
-        yield measure_shape(options, scale._replace(shape=shape))
+        yield _measure_shape(options, scale._replace(shape=shape))
 
 
-def measure_shape(options: BenchOptions, scale: PrefillScale) -> Table:
+def _measure_shape(options: BenchOptions, scale: PrefillScale) -> Table:
     """Return the table of one model.
 
     Raises:
@@ -151,7 +151,7 @@ def measure_shape(options: BenchOptions, scale: PrefillScale) -> Table:
             raced = race(ways, prompts, 1, scale.rounds, is_tie=judge)
             for name, reason in raced.failed.items():
                 table.skipped.append(Skipped(what=f"{name}, {length} tokens", reason=reason))
-            add_rows(table, length, count, raced)
+            _add_rows(table, length, count, raced)
     losses = [row for row in table.rows if row["graph"] is not None and float(row["x_eager"] or 1) < 1]
     table.notes += [
         f"loses: {row['tokens']} tokens in a graph of {row['graph']}, {row['way']}:"
@@ -161,7 +161,7 @@ def measure_shape(options: BenchOptions, scale: PrefillScale) -> Table:
     return table
 
 
-def add_rows(table: Table, length: int, count: int, raced: Race) -> None:
+def _add_rows(table: Table, length: int, count: int, raced: Race) -> None:
     """Add a row for each way that was timed."""
     spreads = {name: Spread.of([one.first for one in each]) for name, each in raced.written.items()}
     for name, spread in spreads.items():

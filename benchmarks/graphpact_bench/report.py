@@ -177,7 +177,7 @@ def require_picture(file: Path) -> None:
         ) from None
 
 
-def draw(report: BenchReport, file: Path) -> bool:
+def draw_charts(report: BenchReport, file: Path) -> bool:
     """Draw every table that has a chart to ``file``, one below the other; return whether there is one.
 
     Raises:

@@ -174,7 +174,7 @@ def take_rounds(
     return [each[1:] for each in rounds]
 
 
-def add_rows(
+def _add_rows(
     table: Table,
     variants: Sequence[SpeculationVariant],
     rounds: Sequence[Sequence[SpeculationRound]],
@@ -262,5 +262,5 @@ def measure(options: BenchOptions) -> Iterator[Table]:
     for size in scale.sizes:
         options.say(f"speculation: {size} at a time")
         several = [*prompts, *prompts][:size] if size > 1 else prompts[: scale.prompts]
-        add_rows(table, variants, take_rounds(variants, size, several, scale), size)
+        _add_rows(table, variants, take_rounds(variants, size, several, scale), size)
     yield table

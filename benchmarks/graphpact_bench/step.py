@@ -97,7 +97,7 @@ def measure_parts(path: Path, options: BenchOptions, scale: StepScale) -> Table:
                 turns=scale.turns,
                 calls=scale.calls,
             )
-    return describe(options, scale, whole, taken, skipped)
+    return step_table(options, scale, whole, taken, skipped)
 
 
 def graphs_of(options: BenchOptions) -> tuple[dict[str, tuple[str, ...]], list[Skipped]]:
@@ -122,7 +122,7 @@ def graphs_of(options: BenchOptions) -> tuple[dict[str, tuple[str, ...]], list[S
     return graphs, skipped
 
 
-def describe(
+def step_table(
     options: BenchOptions,
     scale: StepScale,
     whole: Mapping[str, list[float]],

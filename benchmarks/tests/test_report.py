@@ -17,7 +17,7 @@ from graphpact_bench.report import (
     Machine,
     Skipped,
     Table,
-    draw,
+    draw_charts,
     require_picture,
     spread_columns,
     spread_values,
@@ -100,7 +100,7 @@ def test_a_picture_has_the_bars_or_lines_of_a_table(
         table.rows = [{**row, "width": width} for row in table.rows for width in (64, 128)]
         table.chart = Chart(value="step_ms", label=["way"], x="width")
     file = tmp_path / "out.svg"
-    assert draw(report, file)
+    assert draw_charts(report, file)
     text = file.read_text(encoding="utf-8")
     assert "<svg" in text
     assert all(f"<!-- {word} -->" in text for word in ("eager", "tape", "step ms"))
@@ -109,7 +109,7 @@ def test_a_picture_has_the_bars_or_lines_of_a_table(
 def test_a_report_without_a_chart_has_no_picture(report: BenchReport, tmp_path: Path) -> None:
     """Nothing is written where no table says how it is drawn."""
     report.tables[0].chart = None
-    assert not draw(report, tmp_path / "out.png")
+    assert not draw_charts(report, tmp_path / "out.png")
     assert not (tmp_path / "out.png").exists()
 
 

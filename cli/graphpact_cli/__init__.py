@@ -38,7 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         from graphpact_cli import app  # noqa: PLC0415  slow: typer and rich
 
-        status = app.run(given)
+        status = app.run_command(given)
     except BaseException as raised:  # noqa: BLE001  users see no traceback by default
         error = raised
     _open_streams()  # a plugin may have closed them

@@ -146,7 +146,7 @@ def _show_versions(*, wanted: bool) -> None:
     raise typer.Exit
 
 
-def run(arguments: Sequence[str]) -> int:
+def run_command(arguments: Sequence[str]) -> int:
     """Run one command and return its exit status, or raise what it raised."""
     _catalog.cache_clear()
     app = typer.Typer(name="graphpact", cls=_Group, help=_main.__doc__, no_args_is_help=True, **_OPTIONS)

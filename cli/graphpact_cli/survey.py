@@ -72,7 +72,7 @@ class _Survey(Task):
                 raise EngineError(f"the process that imports plugins did not start: {ending.fault}")
             info = self.rest[0]
             reason = f"loading {info.target}: {ending.fault}; {info.disabling}"
-            self.found.append(describe(Rejected(info, reason)))
+            self.found.append(describe_plugin(Rejected(info, reason)))
         return bool(self.rest)
 
 
@@ -83,14 +83,14 @@ def describe_from(parent: Parent, kind: Kind | None, start: int, disabled: Seque
     for info in catalog.infos(kind)[start:]:
         parent.begins(str(info))
         try:
-            description = json.dumps(describe(catalog.load(info)))
+            description = json.dumps(describe_plugin(catalog.load(info)))
         except BaseException as error:  # noqa: BLE001  a third party's attributes; no Ctrl-C comes here
             reason = f"loading {info.target} raised {describe_error(error)}; {info.disabling}"
-            description = json.dumps(describe(Rejected(info, reason)))
+            description = json.dumps(describe_plugin(Rejected(info, reason)))
         parent.send(description)
 
 
-def describe(plugin: Plugin) -> dict[str, Any]:
+def describe_plugin(plugin: Plugin) -> dict[str, Any]:
     """Return the description of a plugin, ready for JSON; imports torch for a class."""
     about: dict[str, Any] = {**asdict(plugin.info), "status": "loaded", "reason": None}
     about |= dict.fromkeys(("modes", "driver", "unavailable", "providers", "capabilities", "lanes"))

@@ -43,7 +43,7 @@ _TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, t
 _DEFAULT_TOLERANCE = 1e-1  # of any other dtype
 
 
-def tolerance_of(dtype: torch.dtype) -> float:
+def model_tolerance(dtype: torch.dtype) -> float:
     """Return the allowed relative error of a model of ``dtype`` on kernels that sum in another order."""
     return _TOLERANCE.get(dtype, _DEFAULT_TOLERANCE)
 
@@ -401,7 +401,7 @@ def _is_close(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return a mask of the elements that are equal; floats within the tolerance of their dtype."""
     if not (a.is_floating_point() and b.is_floating_point()):
         return a == b
-    tolerance = max(tolerance_of(dtype) for dtype in (a.dtype, b.dtype))
+    tolerance = max(model_tolerance(dtype) for dtype in (a.dtype, b.dtype))
     return torch.isclose(a.double(), b.double(), rtol=tolerance, atol=tolerance, equal_nan=True)
 
 

@@ -1,4 +1,4 @@
-"""`Recorder`: writes the steps of an engine's lanes to a file, for `graphpact check --scenario`.
+"""`StepRecorder`: writes the steps of an engine's lanes to a file, for `graphpact check --scenario`.
 
 The file has one JSON object per line:
 
@@ -30,7 +30,7 @@ from graphpact_engine.output_file import OutputFile
 VERSION = 1
 
 
-class Recorder:
+class StepRecorder:
     """An observer that writes every step; a context manager that opens and closes the file.
 
     A file without any step is removed at the end.

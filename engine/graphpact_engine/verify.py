@@ -32,7 +32,7 @@ from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
 from graphpact.step import StepOutputs
 from graphpact.tensors import same
-from graphpact_engine.diagnosis import Cause, Diagnosis, Replay, tolerance_of
+from graphpact_engine.diagnosis import Cause, Diagnosis, Replay, model_tolerance
 from graphpact_engine.errors import VerificationError
 from graphpact_tape.tape import TapeDriver
 from graphpact_tape.trace import TracedCall, first_difference
@@ -255,7 +255,7 @@ class Verifier:
         if not worst:
             return True
         self.largest_difference = max(self.largest_difference, worst)
-        if worst <= tolerance_of(eager.dtype) * max(1.0, scale) and not (repeated and repeated()):
+        if worst <= model_tolerance(eager.dtype) * max(1.0, scale) and not (repeated and repeated()):
             return False
         other = "eager run" if repeated is None else "an eager run of the same padded rows"
         raise self._error(

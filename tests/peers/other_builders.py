@@ -19,7 +19,7 @@ from graphpact.shapes import GraphShape
 from graphpact_adapters.reads import PagedReads, Part, Reader
 from graphpact_adapters.tasks import Tasks
 from graphpact_adapters.vllm.given import Kind, Namespace
-from graphpact_adapters.vllm.readers import read as by_fields
+from graphpact_adapters.vllm.readers import read_vllm_metadata
 from peers import ascend, vllm_builders
 from peers.wheels import Wheel
 
@@ -49,7 +49,7 @@ class Other:
     engine: str
     make: Callable[..., Any]
     wheels: tuple[Wheel, ...]
-    read: Reader = by_fields
+    read: Reader = read_vllm_metadata
     kind: Kind = "full"
     block_size: int = 16
     modes: frozenset[ForwardMode] | None = None

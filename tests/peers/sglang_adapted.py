@@ -30,7 +30,7 @@ from graphpact_adapters.sglang.batch import (
     VerifyInput,
 )
 from graphpact_adapters.sglang.given import Given
-from graphpact_adapters.sglang.readers import read, widened
+from graphpact_adapters.sglang.readers import read_sglang_metadata, widened
 from graphpact_kernels import define_kernel
 from peers import flashinfer_wrappers, sglang_backends
 
@@ -265,14 +265,16 @@ def flashinfer_mla(metadata: Any, batch: Any) -> PagedReads:
 _DECODES = frozenset({Mode.DECODE, Mode.TARGET_VERIFY, Mode.DRAFT_EXTEND})
 
 
-def _adapted(name: str, reader: Callable[..., Any] = read, *, mla: bool = False, **options: Any) -> Backends:
+def _adapted(
+    name: str, reader: Callable[..., Any] = read_sglang_metadata, *, mla: bool = False, **options: Any
+) -> Backends:
     make = from_given(getattr(sglang_backends, name), mla=mla)
     make.__qualname__ = name
     kind = {"kind": "mla"} if mla else {}
     return Backends(make, reader, engine=SglangEngine(), **(kind | options))
 
 
-def _all(name: str, reader: Callable[..., Any] = read, **options: Any) -> dict[str, Backends]:
+def _all(name: str, reader: Callable[..., Any] = read_sglang_metadata, **options: Any) -> dict[str, Backends]:
     """Return a backend, and the one of its draft steps."""
     drafts = {key: value for key, value in options.items() if key not in ("modes", "trees")}
     return {

@@ -12,7 +12,7 @@ from typing import Any
 from graphpact.batch import ForwardMode
 from graphpact_adapters.reads import Reader
 from graphpact_adapters.vllm import Builders
-from graphpact_adapters.vllm.readers import read as by_fields
+from graphpact_adapters.vllm.readers import read_vllm_metadata
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.targets import Options
 from peers import vllm_builders, vllm_readers
@@ -35,7 +35,7 @@ class Check:
         unread: Why no reader is given, and the builder not run; empty where it is.
     """
 
-    read: Reader = by_fields
+    read: Reader = read_vllm_metadata
     modes: frozenset[ForwardMode] | None = None
     of_low_caches: bool = False
     unread: str = ""

@@ -25,7 +25,7 @@ from graphpact_adapters.needs import needs_of
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
 from graphpact_adapters.sglang.batch import OWN, EngineTypes
 from graphpact_adapters.sglang.given import Kind, ModelRunnerSizes, model_runner
-from graphpact_adapters.sglang.readers import read as read_by_fields
+from graphpact_adapters.sglang.readers import read_sglang_metadata
 from graphpact_adapters.tasks import Tasks
 from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
 from graphpact_conformance.experiments import Experiment
@@ -74,7 +74,7 @@ class Backends:
     """
 
     make: Make
-    read: SglangReader = read_by_fields
+    read: SglangReader = read_sglang_metadata
     kind: Kind = "mha"
     page_sizes: Sequence[int] = (1, 16)
     head_dims: Sequence[int] | None = None

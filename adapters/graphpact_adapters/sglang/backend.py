@@ -53,10 +53,10 @@ class SglangReader(Protocol):
     """Takes from a backend's metadata what the kernel of a layer reads."""
 
     def __call__(self, metadata: Any, batch: Any) -> Reads:
-        """Return the reads of metadata; see `graphpact_adapters.sglang.readers.read`."""
+        """Return the reads of metadata; see `graphpact_adapters.sglang.readers.read_sglang_metadata`."""
 
 
-def sizes_of(context: BackendContext, kind: Kind, *, trees: bool = False) -> ModelRunnerSizes:
+def sglang_sizes(context: BackendContext, kind: Kind, *, trees: bool = False) -> ModelRunnerSizes:
     """Return the sizes of a lane as SGLang counts them.
 
     A sequence that drafts is shorter than the context; the drafts have room after it in ``req_to_token``. Of
@@ -157,7 +157,7 @@ class SglangBackend(BuilderBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         cls = type(self)
-        self.sizes = sizes_of(context, cls.kind, trees=cls.trees)
+        self.sizes = sglang_sizes(context, cls.kind, trees=cls.trees)
         told = self.sizes.times(self.room)
         with self.two_memories():
             self.model_runner = model_runner(told, context.req_to_token)

@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import torch
 
-from graphpact_adapters.needs import missing
+from graphpact_adapters.needs import assume_missing
 from graphpact_conformance.subject.raised import NeedsValueError
 
 Kind = Literal["mha", "mla"]
@@ -102,7 +102,7 @@ class Given:
         if name in self._absent:
             raise AttributeError(f"{self._path} has no attribute {name!r}")
         there = ", ".join(sorted(key for key in self.__dict__ if not key.startswith("_"))) or "nothing"
-        return missing(
+        return assume_missing(
             self._path,
             name,
             f"{self._path}.{name} was read, and is not given; given are {there}",

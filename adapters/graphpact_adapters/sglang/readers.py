@@ -83,7 +83,7 @@ def widened(view: torch.Tensor) -> torch.Tensor:
 _FORMS = (("page_table", pages), ("block_kv_indices", blocks), ("kv_indptr", slots))
 
 
-def read(metadata: Any, batch: Any) -> Reads:
+def read_sglang_metadata(metadata: Any, batch: Any) -> Reads:
     """Return the reads of metadata by the names of its fields.
 
     Args:

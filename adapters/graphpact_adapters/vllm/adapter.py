@@ -28,9 +28,9 @@ from graphpact_adapters.reads import Reader
 from graphpact_adapters.states import RecurrentLane
 from graphpact_adapters.tasks import Tasks
 from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
-from graphpact_adapters.vllm.backend import UPDATE, ModelRunner, VllmBackend, sizes_of, updates_block_tables
+from graphpact_adapters.vllm.backend import UPDATE, ModelRunner, VllmBackend, updates_block_tables, vllm_sizes
 from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
-from graphpact_adapters.vllm.readers import read as read_by_fields
+from graphpact_adapters.vllm.readers import read_vllm_metadata
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceRunner
@@ -97,7 +97,7 @@ class Builders:
     """
 
     make: Make
-    read: Reader = read_by_fields
+    read: Reader = read_vllm_metadata
     kind: Kind = "full"
     block_sizes: Sequence[int] = (16,)
     head_sizes: Sequence[int] | None = None
@@ -198,13 +198,13 @@ class Builders:
             ConfigError: The factory makes no builder, or that does not say its graph support.
         """
         group = 1 if self.kind == "sliding_window" else 0  # the layers of the other group have no window
-        sizes = sizes_of(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen)
+        sizes = vllm_sizes(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen)
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
         try:
             with two_memories(HostMemory(), DEVICE):
                 builder: Any = self.make(spec, sizes.layer_names, engine, DEVICE)
             stand_ins.called()  # those of imports do not count
-            support_of(builder, engine, getattr(builder, "kv_cache_spec", spec))
+            declared_support(builder, engine, getattr(builder, "kv_cache_spec", spec))
         except NotGivenError:
             raise
         except Exception as error:
@@ -226,7 +226,7 @@ class Builders:
         drafts = config.case.mode is ForwardMode.DRAFT_DECODE
         if drafts and not getattr(builder, "supports_draft_decode_metadata_update", False):
             return GraphSupport.NEVER
-        return support_of(builder, engine, spec)
+        return declared_support(builder, engine, spec)
 
     def needs(self, options: Options) -> Iterator[Needs]:
         """Yield what builders read of their configuration and batches, and the adapter lacks."""
@@ -344,7 +344,7 @@ def _called_in(lane: LaneUnderTest) -> set[str]:
     return {name for name, is_called in found.items() if is_called}
 
 
-def support_of(builder: Any, vllm_config: Any, kv_cache_spec: Any) -> GraphSupport:
+def declared_support(builder: Any, vllm_config: Any, kv_cache_spec: Any) -> GraphSupport:
     """Return the graph support that a builder declares, in the way of any release.
 
     Raises:

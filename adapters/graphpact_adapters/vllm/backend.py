@@ -76,7 +76,7 @@ def num_drafts_of(mode: ForwardMode, draft: DraftLimits) -> int:
     return draft.num_steps if mode is ForwardMode.DRAFT_DECODE else 0
 
 
-def sizes_of(
+def vllm_sizes(
     context: "OfLane", capture_sizes: Sequence[int], kind: Kind, group: int = 0, varlen: int | None = None
 ) -> Sizes:
     """Return the sizes of a lane as vLLM's configuration counts them.
@@ -166,7 +166,7 @@ class VllmBackend(BuilderBackend):
         num_slots = len(context.kv_cache.k[0])
         of_groups = [
             replace(
-                sizes_of(context, cls.capture_sizes, cls.kind, group, cls.varlen),
+                vllm_sizes(context, cls.capture_sizes, cls.kind, group, cls.varlen),
                 num_blocks=num_slots // context.limits.page_size,
             )
             for group in range(NUM_GROUPS)

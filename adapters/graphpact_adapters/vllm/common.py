@@ -12,7 +12,7 @@ from typing import Any, Self
 
 import torch
 
-from graphpact_adapters.needs import missing
+from graphpact_adapters.needs import assume_missing
 from graphpact_adapters.vllm.given import NotGivenError
 
 
@@ -98,7 +98,7 @@ class CommonAttentionMetadata:
         """Raise: Python asks here only for what is no field."""
         if name.startswith("__"):  # of Python's own protocols, such as copying
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        return missing(
+        return assume_missing(
             "common_attn_metadata",
             name,
             f"common_attn_metadata.{name}: the suite has no value for it",

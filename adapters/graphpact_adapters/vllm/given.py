@@ -21,7 +21,7 @@ from typing import Any, Literal
 import torch
 
 from graphpact.errors import ConfigError
-from graphpact_adapters.needs import missing
+from graphpact_adapters.needs import assume_missing
 from graphpact_conformance.subject.raised import NeedsValueError
 
 Kind = Literal["full", "mla", "sliding_window", "mamba"]
@@ -48,7 +48,7 @@ class Namespace:
         if name.startswith("_"):  # of Python's own protocols, such as copying
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         path, known = self._path, ", ".join(sorted(self.names()))
-        return missing(
+        return assume_missing(
             path,
             name,
             f"{path}.{name}: the suite has no value for it; it has {known}",

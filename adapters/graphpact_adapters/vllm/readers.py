@@ -163,7 +163,7 @@ _FORMS: tuple[tuple[Callable[[Any, torch.Tensor], Reads], tuple[str, ...]], ...]
 """Readers, and the fields by which their metadata is known."""
 
 
-def read(metadata: Any, slot_mapping: torch.Tensor) -> Reads:
+def read_vllm_metadata(metadata: Any, slot_mapping: torch.Tensor) -> Reads:
     """Return what the kernel reads of a metadata object of vLLM, in the first form whose fields it has.
 
     Raises:

@@ -73,6 +73,6 @@ class Way(ABC):
         """Release what the way holds; it is not used again."""
 
 
-def differences(times: list[float]) -> list[float]:
+def intervals(times: list[float]) -> list[float]:
     """Return the seconds between moments that follow each other."""
     return [end - start for start, end in pairwise(times)]

@@ -14,7 +14,7 @@ import transformers
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
 
 from graphpact_bench.timing import Tokens, UnavailableWayError, Written
-from graphpact_bench.ways.base import Way, WaySetting, differences
+from graphpact_bench.ways.base import Way, WaySetting, intervals
 from graphpact_bench.ways.generate import load_model
 
 _PAGE = 32
@@ -69,7 +69,7 @@ class ContinuousBatchingWay(Way):
         results = [done[name] for name in names]
         # A step ends when the last request has its token; requests may be admitted one step apart.
         moments = [max(each) for each in zip(*(result.timestamps for result in results), strict=True)]
-        first, *steps = differences([start, *moments])
+        first, *steps = intervals([start, *moments])
         return Written([result.generated_tokens for result in results], first, steps)
 
     def close(self) -> None:

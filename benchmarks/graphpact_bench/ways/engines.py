@@ -12,7 +12,7 @@ import torch
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact_bench.timing import Tokens, UnavailableWayError, Written
-from graphpact_bench.ways.base import Way, WaySetting, differences
+from graphpact_bench.ways.base import Way, WaySetting, intervals
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.request import Request
@@ -101,7 +101,7 @@ class EngineWay(Way):
                     f"{self.name}: a step gave {len(tokened)} of {len(prompts)} requests a token",
                     hint="shorten the prompts: all of them have to fit in one step",
                 )
-        first, *steps = differences(times)
+        first, *steps = intervals(times)
         return Written([request.output_token_ids for request in requests], first, steps)
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ import transformers
 from torch._dynamo import config as dynamo_config
 
 from graphpact_bench.timing import Tokens, Written
-from graphpact_bench.ways.base import Way, WaySetting, differences
+from graphpact_bench.ways.base import Way, WaySetting, intervals
 from graphpact_bench.ways.engines import require_driver
 
 _RECOMPILE_LIMIT = 64  # every batch size, and prompts beside decode steps
@@ -74,7 +74,7 @@ class GenerateWay(Way):
                 stopping_criteria=[clock],
                 **self.options,
             )
-        first, *steps = differences([start, *clock.times])
+        first, *steps = intervals([start, *clock.times])
         return Written(written[:, ids.shape[1] :].tolist(), first, steps)
 
 
@@ -88,7 +88,7 @@ def static(name: str, setting: WaySetting) -> Way:
     return GenerateWay(name, setting, cache="static")
 
 
-def compiled(name: str, setting: WaySetting) -> Way:
+def growing_compiled(name: str, setting: WaySetting) -> Way:
     """Return ``generate`` with its growing cache, the forward pass compiled: torch.compile alone.
 
     Raises:

@@ -58,9 +58,9 @@ def doctor(
             f"{' and '.join(given)} without --memory: doctor builds an engine only with --memory",
             hint="add --memory, or remove the option",
         )
-    from graphpact_engine.cli.machine import examine  # noqa: PLC0415  torch
+    from graphpact_engine.cli.machine import examine_machine  # noqa: PLC0415  torch
 
-    report = examine()
+    report = examine_machine()
     if as_json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
@@ -95,7 +95,7 @@ def _examine_memory(
     output.print_memory(console, memory)
     console.print()
     _show_problems(problems)
-    console.print(output.verdict(memory), soft_wrap=True)
+    console.print(output.memory_verdict(memory), soft_wrap=True)
 
 
 def _show(report: dict[str, Any]) -> None:

@@ -198,7 +198,7 @@ def generate(
     Texts are written to stdout. Progress, and a table of replays and eager runs with their reasons, are
     written to stderr.
     """
-    from graphpact_engine.cli.report import print_report  # noqa: PLC0415  slow: imports the engine
+    from graphpact_engine.cli.report import print_run  # noqa: PLC0415  slow: imports the engine
     from graphpact_engine.cli.writers import JsonWriter, TextWriter, Writer  # noqa: PLC0415
     from graphpact_engine.request import SamplingParams  # noqa: PLC0415
 
@@ -243,7 +243,7 @@ def generate(
         def report(*, failed: bool = False) -> None:
             seconds = time.perf_counter() - start
             tokens = sum(len(answer.token_ids) for answer in writer.answers)
-            print_report(talk(), engine, tokens=tokens, seconds=seconds, quiet=quiet, failed=failed)
+            print_run(talk(), engine, tokens=tokens, seconds=seconds, quiet=quiet, failed=failed)
 
         try:
             asked = [[{"role": "user", "content": text}] for text in texts] if chat else texts

@@ -1,4 +1,4 @@
-"""`examine`: what is installed on a machine, and what prevents it from generating text.
+"""`examine_machine`: what is installed on a machine, and what prevents it from generating text.
 
 Does not: print it; ``graphpact doctor`` does.
 """
@@ -52,7 +52,7 @@ class Fault:
     help: str | None = None
 
 
-def examine() -> dict[str, Any]:
+def examine_machine() -> dict[str, Any]:
     """Return everything that was found, for JSON."""
     problems: list[Fault] = []
     versions = {name: _version(name) for name in _PACKAGES}

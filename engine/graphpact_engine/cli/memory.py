@@ -73,7 +73,7 @@ def _print_lane(console: Console, lane: LaneMemory) -> None:
     console.print()
 
 
-def verdict(memory: EngineMemory) -> str:
+def memory_verdict(memory: EngineMemory) -> str:
     """Return one sentence on whether graphs use declared memory only."""
     unknown = len(memory.unknown)
     if unknown:

@@ -48,7 +48,7 @@ class Observation:
             UsageError: A file cannot be written, or a package is not installed.
         """
         from graphpact_engine.logs import log_to_stderr  # noqa: PLC0415  not for --help
-        from graphpact_engine.recording import Recorder  # noqa: PLC0415  slow: torch
+        from graphpact_engine.recording import StepRecorder  # noqa: PLC0415  slow: torch
         from graphpact_engine.timeline import ChromeTrace  # noqa: PLC0415
 
         observers: list[object] = []
@@ -61,7 +61,7 @@ class Observation:
             if self._has_metrics and "metrics" not in settings.engine.observers:
                 observers.append(_step_metrics())
             if self.record is not None:
-                recorder = stack.enter_context(Recorder(self.record))
+                recorder = stack.enter_context(StepRecorder(self.record))
                 observers.append(recorder)
             yield observers
         if self.record is not None and not self.quiet:

@@ -50,8 +50,8 @@ pact = typer.Typer(
 JsonOption = Annotated[bool, typer.Option("--json", help="Write one JSON object.")]
 
 
-@pact.command()
-def save(
+@pact.command("save")
+def save_pacts(
     file: Annotated[Path, typer.Argument(metavar="FILE", help="JSON file to write.")],
     *,
     model: ModelOption = None,
@@ -134,7 +134,7 @@ def show(
 
 
 @pact.command(name="diff")
-def compare(
+def compare_pacts(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="A file written by `graphpact pact save`.")],
     new: Annotated[Path, typer.Argument(metavar="NEW", help="The file to compare it with.")],
     *,

@@ -18,7 +18,7 @@ _BAR = 10  # length of the bar for 100% padding, in characters
 _MAX_SHAPES = 8  # if a lane has more shapes, those that were never replayed share a row
 
 
-def print_report(
+def print_run(
     console: Console,
     engine: Engine,
     *,

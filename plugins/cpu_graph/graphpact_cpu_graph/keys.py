@@ -1,4 +1,4 @@
-"""`key_of`: the key under which a compiled graph is kept.
+"""`key_of_graph`: the key under which a compiled graph is kept.
 
 A key is a hash of the graph (operators with their schemas, numbers, layouts of inputs and results, which
 tensor is which), the versions of torch and graphpact, inductor's configuration, the compiler, the number of
@@ -21,7 +21,7 @@ import graphpact
 from graphpact_kernels.compiled import cache
 
 
-def key_of(graph: fx.Graph, inputs: Sequence[torch.Tensor], options: dict[str, Any]) -> str:
+def key_of_graph(graph: fx.Graph, inputs: Sequence[torch.Tensor], options: dict[str, Any]) -> str:
     """Return the key of a graph's library: equal for graphs that compile to the same code on this machine.
 
     Args:

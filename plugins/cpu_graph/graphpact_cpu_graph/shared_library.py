@@ -27,7 +27,7 @@ from torch._subclasses import FakeTensorMode
 
 from graphpact.errors import GraphpactError
 from graphpact_cpu_graph.fx_graph import LIST_OF_ONE
-from graphpact_cpu_graph.keys import key_of
+from graphpact_cpu_graph.keys import key_of_graph
 from graphpact_kernels.compiled import LibraryCache, announced, own_folder
 
 _log = logging.getLogger(__name__)
@@ -56,7 +56,7 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
         module: Its placeholders are the inputs; it writes them in place and returns nothing.
         inputs: The tensors, each in memory of its own.
     """
-    key = key_of(module.graph, inputs, OPTIONS)
+    key = key_of_graph(module.graph, inputs, OPTIONS)
     entry = _loaded.get(key) or _from_cache(key)
     if entry is None:
         _require_own_scratch()

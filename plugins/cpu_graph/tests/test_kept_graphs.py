@@ -179,7 +179,7 @@ def key(fn: Callable[..., Any], *inputs: torch.Tensor) -> str:
     (segment,) = recording.segments
     (outliving,) = outliving_of([segment], recording.outputs)
     graph = SegmentGraph.of(segment, outliving)
-    return keys.key_of(graph.graph, graph.finish(), shared_library.OPTIONS)
+    return keys.key_of_graph(graph.graph, graph.finish(), shared_library.OPTIONS)
 
 
 def ones(*shape: int, **options: Any) -> torch.Tensor:

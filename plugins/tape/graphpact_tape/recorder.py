@@ -354,7 +354,7 @@ class Recorder(Watcher):
 
     def held(self, tensor: torch.Tensor) -> Any:
         """Return an alias of ``tensor`` for the record; it keeps the memory alive."""
-        place = place_of(tensor)
+        place = place_in_memory(tensor)
         if place not in self._aliases:
             self._aliases[place] = tensor.detach()
         return self._aliases[place]
@@ -465,7 +465,7 @@ def _complete(output: Any) -> Any:
     return output if wait is None else wait()
 
 
-def place_of(tensor: torch.Tensor) -> Place:
+def place_in_memory(tensor: torch.Tensor) -> Place:
     """Return the storage of ``tensor`` and its layout in it."""
     return (
         storage_id(tensor),

@@ -49,7 +49,7 @@ from graphpact_tape.recorder import (
     RecordedCall,
     Recorder,
     Recording,
-    place_of,
+    place_in_memory,
 )
 from graphpact_tape.tasks import TaskTable
 from graphpact_tape.trees import tensors_of
@@ -255,7 +255,7 @@ class StrictRecorder(Recorder):
             tensor: The tensor.
             first_use: For messages; the current operation by default.
         """
-        place = place_of(tensor)
+        place = place_in_memory(tensor)
         if place not in self._known:
             self._known[place] = len(self.external)
             first_use = first_use or f"{self._func} at {self.line}"

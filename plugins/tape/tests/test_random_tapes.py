@@ -69,8 +69,8 @@ def _edit(
 
 
 def _one_place_in_a_storage(patch: pytest.MonkeyPatch) -> None:
-    place_of = recorder.place_of
-    patch.setattr(recorder, "place_of", lambda t: (place_of(t)[0], *place_of(t)[2:]))
+    place_in_memory = recorder.place_in_memory
+    patch.setattr(recorder, "place_in_memory", lambda t: (place_in_memory(t)[0], *place_in_memory(t)[2:]))
 
 
 FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
