@@ -1,7 +1,6 @@
 """Tests that the documentation agrees with the code."""
 
 import inspect
-import itertools
 import re
 import textwrap
 import tomllib
@@ -15,7 +14,6 @@ from graphpact.plugins import GROUPS
 from graphpact_conformance.rules import RULES
 from graphpact_engine.config import RESERVED_VARIABLES, config_keys
 from support import load_reference
-from svg_kit import SCHEMES, Scheme, contrast, stylesheet, written
 
 ROOT = Path(__file__).parents[1]
 DRIVERS = ROOT / "conformance/graphpact_conformance/drivers"
@@ -49,40 +47,10 @@ def test_the_rules_on_the_conformance_page_are_those_of_the_code() -> None:
     assert all(f"\n| {rule} | " in page for rule in RULES.values())
 
 
-PICTURES = sorted(ROOT.glob("docs/*.svg"))
-COLUMN = 830  # pixels: where a README is shown
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("picture", PICTURES, ids=lambda picture: picture.stem)
-def test_a_picture_can_be_read_on_a_light_and_on_a_dark_page(picture: Path, scheme: Scheme) -> None:
-    """Every text has a contrast of 4.5 to what is below it, stays inside of it, and has 10 pixels.
-
-    The palette is in the picture's own style, and the size is that in a README's column.
-    """
-    svg = picture.read_text(encoding="utf-8")
-    (css,) = re.findall(r"<style>(.*?)</style>", svg, flags=re.DOTALL)
-    assert stylesheet(css, "light") != stylesheet(css, "dark")
-    assert stylesheet(css, scheme)[":root"]["color-scheme"] == "light dark"
-    texts = list(written(svg, scheme))
-    assert len(texts) > 20
-    width = float(re.findall(r'viewBox="0 0 (\d+) ', svg)[0])
-    for text in texts:
-        assert contrast(text.colour, text.below.colour) >= 4.5, text
-        assert text.below.left <= text.left, text
-        assert text.right <= text.below.right, text
-        assert text.below.top <= text.top, text
-        assert text.bottom <= text.below.bottom, text
-        assert text.size * min(1, COLUMN / width) >= 10, text
-    for one, other in itertools.combinations(texts, 2):
-        apart = one.right <= other.left or other.right <= one.left
-        assert apart or one.bottom <= other.top + 3 or other.bottom <= one.top + 3, (one, other)
-
-
 def test_the_picture_of_the_step_has_its_calls_and_both_ways_to_fill_metadata() -> None:
     """docs/step.svg names every call of the step in order, and the metadata of the hook and of the graph."""
     svg = (ROOT / "docs/step.svg").read_text(encoding="utf-8")
-    drawn = " ".join(text.text for text in written(svg, "light")).replace(" _replay", "_replay")
+    drawn = " ".join(re.sub("<[^>]*>", " ", svg).split()).replace(" _replay", "_replay")
     calls = re.findall(
         r"self\._?(fit|populate|prepare_replay|init_metadata_replay)\(|(pact\.check|graph\.replay)\(",
         "".join(map(inspect.getsource, (Lane._fill, Lane.prepare, Lane._replay_or_run))),

@@ -42,7 +42,6 @@ from graphpact_conformance.report.digest import (
 )
 from graphpact_conformance.results import Claim, Outcome, PluginResults, Report, Result
 from graphpact_conformance.rules import RULES, causes_first, concern_of
-from svg_kit import SCHEMES, Scheme, contrast, mixed, stylesheet
 
 quick = settings(derandomize=True, max_examples=40)
 _RULE_KEYS = st.sampled_from([None, "GP02", "GP03", "GP17", "GP20"])
@@ -547,8 +546,8 @@ def test_many_failures_of_a_rule_are_folded_and_complete() -> None:
     assert lanes == [[0, 1, 2], [*range(3, 2000)]]
 
 
-def test_long_names_take_three_lines_at_most() -> None:
-    """Wherever a page shows a plugin's name, it is cut to three lines, and the title has it in full."""
+def test_long_names_are_in_the_title_in_full() -> None:
+    """Wherever a page shows a plugin's name, which it may cut, the title has it in full."""
     name, partner = "n" * 5000, "p" * 5000
     held = plugin(
         [result("fail"), result(rule="GP04")],
@@ -562,47 +561,6 @@ def test_long_names_take_three_lines_at_most() -> None:
     titles = [dict(attrs)["title"] or "" for _, attrs in page.of_class("name")]
     for long in (name, partner):
         assert page.text.count(long) == sum(long in title for title in titles) >= 8
-    assert stylesheet(_css(), "light")[".name"]["-webkit-line-clamp"] == "3"
-
-
-def _css() -> str:
-    (css,) = re.findall(r"<style>(.*?)</style>", to_html(report()), flags=re.DOTALL)
-    return re.sub(r"/\*.*?\*/", "", css, flags=re.DOTALL)
-
-
-def test_the_matrix_scrolls_under_its_header_and_beside_its_first_column() -> None:
-    """The box of the matrix scrolls both ways; its header and its first column are sticky and opaque."""
-    page = Page(to_html(full_report("x")))
-    ((_, box),) = page.of_class("frozen")
-    assert dict(box)["tabindex"] == "0"
-    assert dict(box)["aria-labelledby"] in page.ids
-    rules = stylesheet(_css(), "light")
-    assert rules[".frozen"]["overflow"] == "auto"
-    assert "max-height" in rules[".frozen"]
-    assert rules[".matrix th"]["position"] == "sticky"
-    assert rules[".matrix th"]["background"] == "var(--page)"
-    assert rules[".matrix thead th"]["top"] == rules[".matrix tbody th"]["left"] == "0"
-    corner = rules[".matrix thead th:first-child"]
-    assert corner["left"] == "0"
-    assert int(corner["z-index"]) > int(rules[".matrix thead th"]["z-index"])
-
-
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_the_colours_of_a_page_can_be_read(scheme: Scheme) -> None:
-    """In both schemes, words and signs have a contrast of 4.5 to the page, to cards, and to every tint."""
-    rules = stylesheet(_css(), scheme)
-    colours = {n: value for n, value in rules[":root"].items() if n.startswith("--")}
-    page, raised, word, soft = (colours[f"--{n}"] for n in ("page", "raised", "word", "soft"))
-    share = float(colours["--shade"].removesuffix("%")) / 100
-    assert rules[".cell"]["background"] == ("color-mix(in srgb, var(--tone) var(--shade), var(--page))")
-    assert rules[".cell.fail"] == {"background": "var(--tone)", "color": "var(--page)"}
-    for outcome in Outcome:
-        tone = colours[re.sub(r"var\((.*)\)", r"\1", rules[f".{outcome.value}"]["--tone"])]
-        tint = mixed(share, tone, page)
-        for over, below in ((tone, page), (tone, raised), (tone, tint), (word, tint), (soft, tint)):
-            assert contrast(over, below) >= 4.5, (outcome, over, below)
-    for over in (word, soft):
-        assert min(contrast(over, page), contrast(over, raised)) >= 4.5
 
 
 def test_a_page_can_be_used_without_colours_and_without_a_mouse() -> None:

@@ -1,12 +1,9 @@
 """Tests of comparing and locating tensors: NaN, extents, and names of a lane's tensors."""
 
 import math
-import re
-from pathlib import Path
 
 import torch
 
-import graphpact
 from graphpact.memory_map import MemoryMap
 from graphpact.tensors import (
     address_range,
@@ -63,11 +60,3 @@ def test_a_map_names_what_a_tensor_is() -> None:
     assert MemoryMap(None, rig.backend).slot_of(slot.buffer) is None
     declared = [memory.is_declared(tensor) for tensor in named.values()]
     assert declared == [True, False, True, True]
-
-
-def test_storages_and_nan_are_compared_in_one_place() -> None:
-    """No core module but `tensors` has its own code for storage identity or for equality of NaN."""
-    again = re.compile(r"untyped_storage\(\)\.(?:_cdata|data_ptr\(\) ==)|isnan\(\) & \w+\.isnan\(\)")
-    root = Path(graphpact.__file__).parent
-    modules = [p for p in root.rglob("*.py") if p.name != "tensors.py"]
-    assert [str(p) for p in modules if again.search(p.read_text(encoding="utf-8"))] == []

@@ -1,4 +1,4 @@
-"""docs/vllm.md: its builders pass, and its report is that of the change which it describes."""
+"""docs/vllm.md and docs/sglang.md: their plugins pass, and each report is that of the described change."""
 
 import importlib
 import re
@@ -10,58 +10,94 @@ from pathlib import Path
 import pytest
 
 from graphpact_cli import main
+from support import ROOT
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples/vllm"
-PAGE = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+MODULES = {
+    "sglang": ("acme_backend", "acme_packed"),
+    "vllm": ("acme_attention", "acme_reader", "acme_npu"),
+}
+
+
+def page_of(adapter: str) -> str:
+    """Return the text of an adapter's page."""
+    return (ROOT / f"docs/{adapter}.md").read_text(encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)
 def _in_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run in a copy of the examples, and forget their modules afterwards."""
-    for file in EXAMPLES.glob("*.py"):
-        shutil.copy(file, tmp_path)
+    for adapter in MODULES:
+        for file in (ROOT / "examples" / adapter).glob("*.py"):
+            shutil.copy(file, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    for name in ("acme_attention", "acme_reader", "acme_npu"):
-        sys.modules.pop(name, None)
+    for names in MODULES.values():
+        for name in names:
+            sys.modules.pop(name, None)
     importlib.invalidate_caches()
 
 
-def _check(reference: str, capfd: pytest.CaptureFixture[str], *, status: int) -> str:
+def _check(adapter: str, reference: str, capfd: pytest.CaptureFixture[str], *, status: int) -> str:
     """Run the page's command in its decode lane, and return the report."""
-    command = ["check", "--adapter", "vllm", reference, "--quick", "--lane", "decode*"]
-    assert f"graphpact {' '.join(command[:4])}" in PAGE
+    command = ["check", "--adapter", adapter, reference, "--quick", "--lane", "decode*"]
+    assert f"graphpact {' '.join(command[:4])}" in page_of(adapter)
     assert main(command) == status
     return capfd.readouterr().out
 
 
 @pytest.mark.sweep
-def test_the_reader_of_the_page_is_enough(capfd: pytest.CaptureFixture[str]) -> None:
-    """A builder whose metadata has names of its own is conformant with the reader of the page."""
-    assert "1 of 1 plugin conformant" in _check("acme_reader:checked", capfd, status=0)
+@pytest.mark.parametrize(
+    ("adapter", "reference"), [("sglang", "acme_packed:checked"), ("vllm", "acme_reader:checked")]
+)
+def test_the_reader_of_the_page_is_enough(
+    adapter: str, reference: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Metadata with other names is conformant with the reader of the page."""
+    assert "1 of 1 plugin conformant" in _check(adapter, reference, capfd, status=0)
 
 
 @pytest.mark.sweep
 def test_a_builder_for_an_npu_passes_with_its_tasks(capfd: pytest.CaptureFixture[str]) -> None:
     """The builder of the page is conformant, and no longer where its update leaves out a task."""
-    assert "1 of 1 plugin conformant" in _check("acme_npu:checked", capfd, status=0)
+    assert "1 of 1 plugin conformant" in _check("vllm", "acme_npu:checked", capfd, status=0)
     sys.modules.pop("acme_npu", None)
     file = Path("acme_npu.py")
     right = file.read_text(encoding="utf-8")
     file.write_text(right.replace("for task in graph:", "for task in graph[:1]:"), encoding="utf-8")
-    assert "GP21" in _check("acme_npu:checked", capfd, status=1)
+    assert "GP21" in _check("vllm", "acme_npu:checked", capfd, status=1)
 
 
-def test_the_report_of_the_page_is_that_of_its_change(capfd: pytest.CaptureFixture[str]) -> None:
-    """The builder with the cast that the page describes has the report that the page shows."""
-    (wrong,) = re.findall(r"`(seq_lens=common\..*?)`", PAGE)
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    ("adapter", "reference", "right", "wrong"),
+    [
+        (
+            "sglang",
+            "acme_backend:AcmeAttnBackend",
+            "metadata.cache_seqlens_int32.copy_(self.keys(forward_batch))",
+            r"`(metadata\.cache_seqlens_int32 = .*?)`",
+        ),
+        (
+            "vllm",
+            "acme_attention:AcmeMetadataBuilder",
+            "seq_lens=self.seq_lens[:rows]",
+            r"`(seq_lens=common\..*?)`",
+        ),
+    ],
+    ids=["sglang", "vllm"],
+)
+def test_the_report_of_the_page_is_that_of_its_change(
+    adapter: str, reference: str, right: str, wrong: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The plugin with the change that the page describes has the report that the page shows."""
+    page = page_of(adapter)
+    (change,) = re.findall(wrong, page)
     (shown,) = re.findall(
-        r"<!-- report of GP01 -->\n```text\n(.*?)^```", PAGE, flags=re.DOTALL | re.MULTILINE
+        r"<!-- report of GP01 -->\n```text\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE
     )
-    builder = Path("acme_attention.py")
-    right = builder.read_text(encoding="utf-8")
-    assert right.count("seq_lens=self.seq_lens[:rows]") == 1
-    builder.write_text(right.replace("seq_lens=self.seq_lens[:rows]", wrong), encoding="utf-8")
-    assert shown in _check("acme_attention:AcmeMetadataBuilder", capfd, status=1)
+    file = Path(reference.partition(":")[0] + ".py")
+    text = file.read_text(encoding="utf-8")
+    assert text.count(right) == 1
+    file.write_text(text.replace(right, change), encoding="utf-8")
+    assert shown in _check(adapter, reference, capfd, status=1)

@@ -3,14 +3,6 @@
 import subprocess
 import sys
 
-import graphpact_tape
-
-
-def test_every_public_name_is_exported_once_and_in_order() -> None:
-    """``__all__`` is sorted, and every name in it exists."""
-    assert graphpact_tape.__all__ == sorted(set(graphpact_tape.__all__))
-    assert all(hasattr(graphpact_tape, name) for name in graphpact_tape.__all__)
-
 
 def test_the_import_is_light() -> None:
     """The import of the library, and a capture, import no compiler, no command line and no vendor library."""
