@@ -1,10 +1,10 @@
 """The settings of `make docs`: Sphinx builds a site of these pages, in the theme furo.
 
-The pages are Markdown that is read as it is on a forge, so they have no directives. `index.md` is the only
-page for the site alone. The reference of all public names, `docs/reference`, is written from the source by
+The pages are plain Markdown without directives, because forges show them unprocessed. Only `index.md` is
+written for the site. The reference of all public names, `docs/reference`, is written from the source by
 sphinx-autodoc2 while the site is built; git ignores it.
 
-Does not: import the code. `reference.py` writes what other pages have from it.
+Does not: import the code; `reference.py` does, for the generated parts of the pages.
 """
 
 import sys
@@ -18,7 +18,7 @@ author = "the graphpact authors"
 extensions = ["myst_parser", "autodoc2"]
 html_theme = "furo"
 html_title = "graphpact"
-myst_heading_anchors = 4  # links to headings, as forges make them
+myst_heading_anchors = 4  # link targets of headings, equal to those of forges
 
 _PACKAGES = [file.parent for at in ("*/*", "plugins/*/*") for file in DOCS.parent.glob(f"{at}/__init__.py")]
 autodoc2_packages = [
@@ -44,12 +44,12 @@ Every public name, by distribution, read from the source.
 {%- endfor %}
 """
 
-# Types in signatures link to what the reference has. The others, and names at a second place, have no target.
+# Signatures link only to types in the reference. Other types and re-exported names have no target.
 nitpick_ignore_regex = [("py:.*", ".*")]
 suppress_warnings = [
-    # Links to files of the repository that are no pages; tests/test_docs.py checks that the files are there.
+    # Links to files of the repository that are not pages; tests/test_docs.py checks that they exist.
     "myst.xref_missing",
-    # Types that a signature names without their module, where several attributes have that name.
+    # Types named without their module in a signature, where several attributes have the same name.
     "ref.python",
     # Functions called `_`, which register implementations.
     "autodoc2.dup_item",

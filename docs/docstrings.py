@@ -1,6 +1,6 @@
-"""How sphinx-autodoc2 shows signatures and docstrings: annotations without options of commands, and Markdown.
+"""Settings for sphinx-autodoc2: annotations without command-line options, and docstrings as Markdown.
 
-Does not: read code; autodoc2 finds signatures and docstrings in the source, without an import.
+Does not: read code; autodoc2 finds signatures and docstrings in the source without importing it.
 """
 
 import ast
@@ -16,7 +16,7 @@ _ITEM = re.compile(r" {4}(\*{0,2}[\w.]+): (.*)")
 
 
 class Renderer(MystRenderer):
-    """A renderer that leaves out what `typing.Annotated` adds to a type: `--help` says it."""
+    """A renderer that omits the metadata of `typing.Annotated`, because `--help` already shows it."""
 
     def format_annotation(self, annotation: str | None) -> str:
         """Return an annotation as a signature shows it."""
@@ -25,7 +25,7 @@ class Renderer(MystRenderer):
         return super().format_annotation(annotation)
 
 
-class Parser(MystParser):  # autodoc2 wants the class under this name
+class Parser(MystParser):  # autodoc2 requires this class name
     """A parser of one docstring: Markdown, with the sections of Google's style as lists."""
 
     def parse(self, inputstring: str, document: nodes.document) -> None:
@@ -34,7 +34,7 @@ class Parser(MystParser):  # autodoc2 wants the class under this name
 
 
 def _markdown(lines: Sequence[str]) -> Iterator[str]:
-    """Yield the lines of a docstring, one for each, so that a warning names the right line."""
+    """Yield one output line for each line of a docstring, so that warnings name the right line."""
     in_section = False
     for line in lines:
         if section := _SECTION.fullmatch(line):

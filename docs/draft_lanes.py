@@ -1,9 +1,9 @@
-"""The tables of ``docs/speculation.md``: every slot of the lanes of speculation, read from engines.
+"""The tables of ``docs/speculation.md``: every slot of the speculation lanes, read from built engines.
 
-The engines run the shipped model and heads on the backend `flashinfer`, drafting a tree. Shapes are those
-that the declarations compute from symbolic counts.
+The engines run the shipped model and heads on the backend `flashinfer`, drafting a tree. Each shape is
+computed by its slot's declaration from symbolic counts.
 
-Does not: describe metadata; `docs/attention.md` does.
+Does not: describe metadata; `docs/attention.md` does that.
 """
 
 import re
@@ -19,7 +19,7 @@ from graphpact_engine.config import EngineConfig
 MODELS = Path(__file__).parents[1] / "examples/models"
 HEADS = {"eagle": "tiny-llama-eagle", "frozen_kv_mtp": "tiny-llama-mtp"}
 NAMES: Mapping[int, str] = {3: "num_steps", 4: "topk", 9: "W", 192: "H"}
-"""The numbers of the engines below, all different, and what they are."""
+"""The sizes of the engines below and their symbols. All sizes differ, so each value identifies its symbol."""
 
 
 def tables(algorithm: str, *lanes: str) -> str:
@@ -43,7 +43,7 @@ def tables(algorithm: str, *lanes: str) -> str:
 
 
 def _table(algorithm: str, lane: Lane) -> str:
-    """Return the table of one lane; a slot of every draft step is one row."""
+    """Return the table of one lane; slots that repeat for each draft step share one row."""
     lines = [
         f"Lane `{lane.name}` of `{algorithm}`, mode `{lane.runner.context.mode.value}`:",
         "",

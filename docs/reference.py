@@ -1,4 +1,4 @@
-"""Write what pages have from the code: ``docs/configuration.md``, parts of other pages, and schemas.
+"""Write the documentation that comes from code: ``docs/configuration.md``, parts of pages, schemas.
 
 The schemas are those of ``results.json`` and of `graphpact bench --json`. The parts are the acts of
 ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what stands between
@@ -109,7 +109,7 @@ def configuration() -> str:
 
 
 def graphs(page: str) -> str:
-    """Return ``page``, that of graphs, with the tables of acts as they should be."""
+    """Return the graphs page with up-to-date tables of acts."""
     by_hand, mark, _ = page.partition(_WRITTEN)
     return by_hand + mark + _acts()
 
@@ -120,14 +120,14 @@ def results_schema() -> str:
 
 
 def conformance(page: str) -> str:
-    """Return ``page``, that of conformance, with the table of rules as it should be."""
+    """Return the conformance page with an up-to-date table of rules."""
     before, mark, rest = page.partition(_RULES)
     _, end, after = rest.partition(_END_OF_RULES)
     return before + mark + _rules() + end + after
 
 
 def included(page: str) -> str:
-    """Return ``page`` with every included part as it should be."""
+    """Return ``page`` with every included part up to date."""
 
     def write(part: re.Match[str]) -> str:
         begin, kind, names, end = part.groups()
@@ -166,7 +166,7 @@ def _modules(folder: str) -> str:
 
 
 def _contracts(*ids: str) -> str:
-    """Return contracts of imports, as ``pyproject.toml`` has them."""
+    """Return the import contracts of ``pyproject.toml`` as code blocks."""
     told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = {c["id"]: c for c in told["tool"]["importlinter"]["contracts"]}
     lines = []
@@ -197,7 +197,7 @@ INCLUDES: Mapping[str, Callable[..., str]] = {
     "contracts": _contracts,
     "draft_lanes": _draft_lanes,
 }
-"""What ``<!-- include KIND ARGUMENTS -->`` puts into a page, by kind."""
+"""The functions that make the text of ``<!-- include KIND ARGUMENTS -->``, by kind."""
 
 _MUSEUM = """\
 # The museum
@@ -211,10 +211,10 @@ every exhibit, its thread, and the rules that fire. `graphpact museum --list` na
 
 
 def museum(told: Sequence[Mapping[str, Any]]) -> str:
-    """Return the page of the museum: what was caught, by rule.
+    """Return the museum page: the caught bugs, by rule.
 
     Args:
-        told: Of every visit, in the order of the museum, what `graphpact museum --json` writes.
+        told: The output of `graphpact museum --json`: one entry per visit, in the order of the museum.
     """
     exhibits, variants = _split(told)
     caught, passed = (sum(t["is_right"] for t in group) for group in (exhibits, variants))
@@ -245,10 +245,10 @@ def museum(told: Sequence[Mapping[str, Any]]) -> str:
 
 
 def museum_details(told: Sequence[Mapping[str, Any]]) -> str:
-    """Return the text of ``build/museum.md``: the matrix of rules, every exhibit, every right plugin.
+    """Return the text of ``build/museum.md``: the matrix of rules, every exhibit, every correct plugin.
 
     Args:
-        told: As `museum` takes it.
+        told: The argument of `museum`.
     """
     exhibits, variants = _split(told)
     lines = [
@@ -282,7 +282,7 @@ def museum_details(told: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _split(told: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
-    """Return the visits of exhibits, and those of right plugins."""
+    """Return the visits of exhibits and the visits of correct plugins."""
     return [t for t in told if t["rule"] is not None], [t for t in told if t["rule"] is None]
 
 
@@ -296,7 +296,7 @@ def _begins_right(told: Mapping[str, Any]) -> bool:
 
 
 def _kinds(told: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of step of the lanes that were looked at."""
+    """Return the kinds of step of the checked lanes."""
     return list(dict.fromkeys(lane.partition("-")[0] for lane in told["lanes"]))
 
 
@@ -345,7 +345,7 @@ def _acts() -> str:
 
 
 def _linked(row: dict[str, str]) -> str:
-    """Return what CUDA does, with the verdict linked to its source."""
+    """Return a text about CUDA's behaviour in which the verdict links to its source."""
     if not row["source"]:
         return row["cuda"]
     verdict, colon, why = row["cuda"].partition(":")

@@ -1,6 +1,6 @@
 """Small random checkpoints of many architectures, written with ``save_pretrained``, and draft heads for them.
 
-Does not: keep them; the fixture ``checkpoint`` of ``conftest.py`` does.
+Does not: cache them; the fixture ``checkpoint`` of ``conftest.py`` does that.
 """
 
 import json
@@ -8,7 +8,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # before transformers is imported
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it has to be set before transformers is imported
 
 import pytest
 import safetensors.torch
@@ -22,7 +22,7 @@ needs_seam = pytest.mark.skipif(
     not hasattr(DeepseekV3Attention, "expand_kv"),
     reason=f"transformers {transformers.__version__} has no expand_kv; 5.15 has",
 )
-"""Marks tests that run MLA in absorbed form, for which older versions of transformers have no seam."""
+"""Skips tests of absorbed MLA with older versions of transformers, which have no hook for it."""
 
 VOCAB = 199
 
@@ -100,7 +100,7 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}},
     ),
-    # As many decoder as encoder layers; it computes positions itself and ignores position_ids.
+    # Equally many decoder and encoder layers; the model computes positions itself and ignores position_ids.
     "bart": (
         "BartConfig",
         {
@@ -114,9 +114,9 @@ ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "gpt2": ("GPT2Config", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}),
-    # It reads the number of tokens of each expert on the host.
+    # This model reads the number of tokens of each expert on the host.
     "jetmoe": ("JetMoeConfig", {"kv_channels": 16, "num_local_experts": 4}),
-    # It applies its window only in the mask.
+    # This model applies its window only in the mask.
     "phimoe": ("PhimoeConfig", {"sliding_window": 16, "num_local_experts": 4}),
     "mpt": ("MptConfig", {"d_model": 64, "n_layers": 2, "n_heads": 4}),
     "lfm2": ("Lfm2Config", {"layer_types": ["conv", "full_attention"]}),
@@ -146,7 +146,7 @@ def save_random_draft(path: Path, target: Path, architecture: str, **overrides: 
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
     raw = {key: theirs[key] for key in keys if key in theirs} | heads | overrides
     raw |= {"architectures": [architecture], "model_type": "llama", "num_hidden_layers": 1}
-    if "Eagle3" in architecture:  # a target of two layers has no three different ones
+    if "Eagle3" in architecture:  # a target with two layers cannot have three different auxiliary layers
         raw["eagle_aux_hidden_state_layer_ids"] = [0, 1, 2]
     torch.manual_seed(len(architecture))
     config = transformers.LlamaConfig.from_dict({**raw, "attn_implementation": "graphpact"})

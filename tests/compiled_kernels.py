@@ -1,6 +1,6 @@
-"""Whether the compiled kernels can be tested on this machine.
+"""Values that say whether the compiled kernels can be tested on this machine.
 
-Does not: skip what a machine with a compiler can run; a build that fails there is an error.
+With a compiler nothing is skipped: a failing build is an error.
 """
 
 import pytest
@@ -12,7 +12,7 @@ if _fault is not None:
     raise RuntimeError(_fault)
 
 COMPILED = () if missing() else ("compiled",)
-"""The paths of tests through the C++ kernels: empty without a compiler."""
+"""Test parameters for the C++ kernels; empty without a compiler."""
 
 needs_compiled = pytest.mark.skipif(not COMPILED, reason="compiled kernels need a C++ compiler and ninja")
-"""The mark of a test that runs them."""
+"""The mark for tests that run the compiled kernels."""

@@ -1,8 +1,8 @@
-"""Compilation in tests: into folders of the session, in one process, to scalar code; or none.
+"""Fixtures for tests that compile: folders per session, one process, scalar code; or no compilation at all.
 
 Import `compiler` into a ``conftest.py`` or a test file to use it as a fixture.
 
-Does not: change how the driver compiles; only torch's settings differ from those of a user.
+Does not: change how the driver compiles. Only torch's settings differ from a user's.
 """
 
 import ctypes
@@ -36,7 +36,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path_factory.mktemp("inductor")))
         cache = tmp_path_factory.mktemp("graphpact")
-        if load() is None:  # kernels are the same for every session: those of this machine's cache
+        if load() is None:  # kernels do not depend on the session, so the cache of this machine is used
             (cache / "kernels").symlink_to(cache_folder() / "kernels")
         patch.setenv("GRAPHPACT_CACHE_DIR", str(cache))
         # Torch takes 15 s to find the vector instructions of the machine, which these tests do not need.
@@ -46,7 +46,7 @@ def compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 
 
 def _as_compiled_code_sees(tensor: torch.Tensor) -> torch.Tensor:
-    """Return ``tensor`` as memory that begins at its first element; offsets of views count from there."""
+    """Return a view of ``tensor`` whose storage begins at its first element, as compiled code expects."""
     begin, end = address_range(tensor)
     if begin == end:
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)

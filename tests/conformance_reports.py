@@ -1,7 +1,4 @@
-"""Conformance reports built by hand, for tests of the code that reads reports.
-
-Does not: run the suite.
-"""
+"""Conformance reports built by hand, for tests of the code that reads reports."""
 
 import io
 from collections.abc import Sequence
@@ -52,7 +49,7 @@ def finding(rule: str | None = "GP03", **changes: Any) -> Finding:
 
 
 def result(outcome: Outcome | str = Outcome.PASS, rule: str | None = "GP03", **more: Any) -> Result:
-    """Return a result; a failure has one finding unless it is given others."""
+    """Return a result; by default a failure has one finding."""
     outcome = Outcome(outcome)
     fields: dict[str, Any] = {"check": "shrink_after_grow", "lane": "decode, page 16"}
     if outcome is Outcome.FAIL:
@@ -61,7 +58,7 @@ def result(outcome: Outcome | str = Outcome.PASS, rule: str | None = "GP03", **m
 
 
 def plugin(results: Sequence[Result] = (), **changes: Any) -> PluginResults:
-    """Return a backend's results."""
+    """Return the results of one backend."""
     fields: dict[str, Any] = {
         "kind": "attention_backend",
         "name": "flashinfer",

@@ -1,6 +1,6 @@
 """A folder of fake installed distributions, for tests of discovery by entry points.
 
-Does not: hold fixtures; test files that need one call `installed` in it.
+Does not: define fixtures; a test file makes its own with `installed`.
 """
 
 import sys

@@ -1,7 +1,4 @@
-"""Random metadata of nested containers, and changes of one leaf with the rules of the pact that they break.
-
-Does not: check a pact.
-"""
+"""Random metadata in nested containers, and changes of one leaf with the pact rules that they break."""
 
 import dataclasses
 import enum
@@ -17,7 +14,7 @@ Pair = namedtuple("Pair", ["left", "right"])  # noqa: PYI024  the pact must see 
 
 
 class Kind(enum.Enum):
-    """A host value that is neither number nor text."""
+    """A host value that is neither a number nor a text."""
 
     A = 1
     B = 2
@@ -27,7 +24,7 @@ class Plan:
     """An opaque object that a graph may hold."""
 
 
-_OF_TENSORS: list[tuple[Any, str]] = [  # of a tensor [4, 4]
+_OF_TENSORS: list[tuple[Any, str]] = [  # layouts of a tensor [4, 4]
     (lambda t: t.clone(), "address"),
     (lambda t: t[:3], "shape"),
     (lambda t: t.t(), "stride"),
@@ -38,7 +35,7 @@ _OF_TENSORS: list[tuple[Any, str]] = [  # of a tensor [4, 4]
 
 
 def mutations(leaf: Any) -> list[tuple[Any, str]]:
-    """Return other values for a leaf, each as a function of it, with the rules that it breaks."""
+    """Return functions that change a leaf, each with the rules that the change breaks."""
     by_type: dict[Any, list[tuple[Any, str]]] = {
         torch.Tensor: _OF_TENSORS,
         type(None): [(lambda _: 1, "type"), (lambda _: torch.zeros(1), "type")],

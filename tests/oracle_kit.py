@@ -1,6 +1,6 @@
-"""`hold_to_oracle` compares a backend in one configuration with the oracle, by the suite's experiments.
+"""Compare a backend in one configuration with the oracle, with the suite's experiments (`hold_to_oracle`).
 
-Does not: decide about rules; `graphpact check` does.
+Does not: decide about rules; `graphpact check` does that.
 """
 
 from typing import Any
@@ -23,7 +23,7 @@ def findings_of(
     max_examples: int = 3,
     **lane: Any,
 ) -> list[Finding]:
-    """Return the differences of eager runs, replays and strict replays of drawn batches from the oracle.
+    """Run drawn batches eagerly, replayed and strictly replayed; return all differences from the oracle.
 
     Args:
         backend: The backend's class.

@@ -1,9 +1,9 @@
-"""The operations of random programs: a line of torch code each, with the tensors that it may take.
+"""The operations of random programs: each is one line of torch code with suitable arguments.
 
-An entry of `OPERATIONS` makes the text of one call. It asks a `Picker` for arguments of the dtypes,
-dimensions and memory that the operation needs. `random_programs` puts the lines together.
+An entry of `OPERATIONS` makes the text of one call. It asks a `Picker` for arguments with the required
+dtypes, dimensions and memory. `random_programs` puts the lines together.
 
-Does not: run programs, or say what is right; `random_programs` compares them with eager runs.
+Does not: run programs or compare them with eager runs; `random_programs` does.
 """
 
 import random
@@ -38,7 +38,7 @@ _NUMBERS = {
 
 
 class NoFitError(Exception):
-    """No value of the program is what an operation needs."""
+    """The program has no value that an operation can take."""
 
 
 class Picker:
@@ -85,7 +85,7 @@ class Picker:
         return name
 
     def like(self, kinds: str = "", dims: Collection[int] = range(6)) -> str:
-        """Return a value that expands to the shape of `main`, of its dtype or of other kinds."""
+        """Return a value that expands to the shape of `main`, of its dtype or of the given kinds."""
         main = self.main
         return self.find(
             lambda t: (
@@ -96,25 +96,25 @@ class Picker:
         )
 
     def any_like(self) -> str:
-        """Return a value of any kind that is broadcast with `main`; operations convert dtypes."""
+        """Return a value of any kind that broadcasts with `main`; operations convert dtypes."""
         return self.find(lambda t: _broadcast(t.shape, self.main.shape))
 
     def apart(self, kinds: str = "", shape: Iterable[int] | None = None) -> str:
-        """Return a value as `like`, or of a shape, in memory apart from `main`: as it is, or as a clone."""
+        """Return a value as `like`, or of a shape, that shares no memory with `main`; clone if needed."""
         main = self.main
         name = self.like(kinds) if shape is None else self.of(shape, kinds)
         is_apart = storage_id(self.values[name]) != storage_id(main)
         return name if is_apart else f"{name}.clone()"
 
     def of(self, shape: Iterable[int], kinds: str = "") -> str:
-        """Return a value of exactly that shape, of the dtype of `main` or of other kinds."""
+        """Return a value of exactly this shape, with the dtype of `main` or of the given kinds."""
         wanted, main = tuple(shape), self.main
         return self.find(
             lambda t: t.shape == wanted and (KINDS[t.dtype] in kinds if kinds else t.dtype is main.dtype)
         )
 
     def number(self) -> str:
-        """Return a Python number, of a kind that an operation on `main` takes."""
+        """Return a Python number that an operation on `main` can take."""
         return repr(self.pick(*_NUMBERS[KINDS[self.main.dtype]]))
 
     def dim(self) -> int:
@@ -140,7 +140,7 @@ class Picker:
         return name if self.values[name].dtype is torch.bool else f"({name} > {self.pick(0, 0.5, -1)})"
 
     def index(self, count: int, shape: Iterable[int] | None = None) -> str:
-        """Return int64 indices below ``count``, of any shape or of a given one; their contents vary."""
+        """Return int64 indices below ``count``, of any or a given shape, computed from contents."""
         if not count:
             raise NoFitError
         wanted = None if shape is None else tuple(shape)
@@ -167,7 +167,7 @@ class Picker:
         return repr(tuple(self.main.shape))
 
     def part(self) -> str:
-        """Return the shape of a corner of `main`, as text."""
+        """Return the shape of a leading part of `main`, as text."""
         return repr(tuple(min(size, 2) for size in self.main.shape))
 
     def dtype(self) -> str:
@@ -250,7 +250,7 @@ for _name, _function in (
 ):
     _fake(_name, _function)
 
-# Their schemas hide what they write, or that their result is memory of an argument.
+# Their schemas do not declare what they write, or that their result aliases an argument.
 _define("hidden_add(Tensor x, Tensor y) -> ()", lambda x, y: (x.add_(y), None)[1])
 _define("hidden_return(Tensor x, Tensor y) -> Tensor", lambda x, y: x.add_(y))
 _define("hidden_alias(Tensor x) -> Tensor", lambda x: x[:])
@@ -528,12 +528,12 @@ def _indices(p: Picker) -> str:
 
 
 def _rows(p: Picker) -> str:
-    """Return as many indices into the first axis of ``main`` as it is long; some may be equal."""
+    """Return ``len(main)`` indices into the first axis of ``main``; some may be equal."""
     return p.index(p.size(0), [p.size(0)])
 
 
 def _order(p: Picker) -> str:
-    """Return an order of the first axis of ``main``, which depends on contents."""
+    """Return a permutation of the first axis of ``main`` that depends on contents."""
     return f"{p.of([p.size(0)], 'fi')}.argsort()"
 
 
@@ -542,7 +542,7 @@ def _zeros(p: Picker) -> str:
 
 
 def _rest(p: Picker) -> str:
-    """Return values to write, of the shape of ``main``, in other memory."""
+    """Return values to write: of the shape of ``main``, in separate memory."""
     return p.apart(shape=p.main.shape)
 
 
@@ -605,7 +605,7 @@ def _zeroed(p: Picker) -> str:
 
 
 def _square(p: Picker) -> str:
-    """Return a square matrix that ``main`` is multiplied with."""
+    """Return a square matrix that can be multiplied with ``main``."""
     try:
         return p.of((p.size(-1), p.size(-1)))
     except NoFitError:
@@ -636,7 +636,7 @@ _PRODUCTS = {
         empty_product=lambda p: f"{(x := p.x('f', [2]))}[:, :0] @ {x}[:, :0].mT",
         conv1d=lambda p: f"F.conv1d({p.x('f', [3])}, {p.of(p.main.shape)}[:1], padding=1)",
         conv2d=lambda p: f"F.conv2d({p.x('f', [4])}, {p.of(p.main.shape)}[:1], padding=1)",
-        # Torch's kernel gives other bits from run to run where rows of its inputs share memory.
+        # Torch's kernel is not deterministic if rows of its inputs share memory.
         attention=lambda p: (
             f"F.scaled_dot_product_attention({(x := p.x('f', [2]) + '.contiguous()')}[None, None],"
             f" {p.of(p.main.shape)}.contiguous()[None, None], {x}[None, None],"
@@ -729,7 +729,7 @@ _REDUCTIONS_AND_NORMS = {
 
 
 def _pair_for(p: Picker, shape: Iterable[int]) -> str:
-    """Return memory for values of ``main``'s dtype and for their indices."""
+    """Return two outputs: one for values of ``main``'s dtype, one for their indices."""
     size = tuple(shape)
     made = [f"torch.empty({size}, dtype={dtype}, device=cpu)" for dtype in (p.dtype(), "torch.int64")]
     return f"({', '.join(made)})"
@@ -776,7 +776,7 @@ _NEW = {
     ),
     "random_": Operation(
         lambda p: f"{p.x('fi', written=True)}.random_(0, 5)",
-        refused=frozenset({"inductor"}),  # the name of its overload, ``from``, is no valid code
+        refused=frozenset({"inductor"}),  # the name of its overload, ``from``, is a Python keyword
     ),
 }
 
@@ -859,4 +859,4 @@ NAMESPACE: dict[str, Any] = {
     "fill_parts": _fill_parts,
     "in_bfloat16": _in_bfloat16,
 }
-"""The names that lines of programs use."""
+"""The global names that lines of programs may use."""

@@ -1,12 +1,12 @@
 """Random programs of torch code: replays of a captured program are compared with eager runs.
 
-A program is text: inputs of many layouts, one line for each operation, and the values that it returns. It is
-written while it runs, line by line, and torch refuses lines that are not valid. So programs are valid, and a
-program that fails is printed as code after lines that do not matter were removed.
+A program is text: inputs of many layouts, one line for each operation, and the values that it returns. It
+is written line by line while it runs, and lines that torch refuses are dropped. So programs are valid, and
+a program that fails is printed as code after lines that do not matter were removed.
 
 The same seed and mode give the same program. ``pytest FILE -k "NAME" --program SEED`` runs one again.
 
-Does not: say which operations there are; `program_operations` does.
+Does not: define the operations; `program_operations` does.
 """
 
 import contextlib
@@ -33,12 +33,12 @@ from support import leaves
 _NAME = re.compile(r"\b[xt]\d+\b")
 _SHARE_OF_EAGER_CALLS = 0.08
 _LARGEST, _MOST_ELEMENTS, _MOST_DIMS = 1e4, 200, 5
-"""Values beyond are left out of programs: differences would drown in infinities, or take long."""
+"""Limits of values in programs: larger ones would overflow, or take long."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A line of a program: ``left = text``, or ``text`` alone.
+    """A line of a program: ``left = text``, or only ``text``.
 
     Args:
         operation: Its name in `OPERATIONS`.
@@ -73,7 +73,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Program:
-    """A program: what makes its inputs, its steps, and the names of the values that it returns."""
+    """A program: the code that makes its inputs, its steps, and the names of the returned values."""
 
     seed: int
     inputs: tuple[tuple[str, str], ...]
@@ -88,7 +88,7 @@ class Program:
         return "\n".join([*made, "", *region, f"    return [{', '.join(self.outputs)}]"])
 
     def bind(self, eager: Callable[..., Any]) -> tuple[list[torch.Tensor], Callable[..., list[torch.Tensor]]]:
-        """Return new inputs, and the function that runs the program on them.
+        """Return new inputs, and a function that runs the program on them.
 
         Args:
             eager: Calls a function of an eager call, with its arguments.
@@ -184,7 +184,7 @@ class _Writer:
         )
 
     def _try(self, name: str) -> None:
-        """Add a line of the operation, if there are values for it and torch takes them."""
+        """Add a line of the operation, if values fit and torch accepts them."""
         operation = OPERATIONS[name]
         try:
             text = operation.text(self._picker)
@@ -213,7 +213,7 @@ class _Writer:
             return None, False
 
     def _with_out(self, text: str, result: torch.Tensor) -> str:
-        """Return the call with ``out=``: a value in memory apart, or new memory of some layout and dtype."""
+        """Return the call with ``out=``: a value in separate memory, or new memory of any layout."""
         used = {storage_id(self._values[name]) for name in _NAME.findall(text)}
         shape, dtype = tuple(result.shape), result.dtype
         if self._rng.random() < 0.3:
@@ -257,7 +257,7 @@ def generate(seed: int, names: Sequence[str]) -> Program:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Ignore warnings: torch gives some only once, and a program depends on its seed alone."""
+    """Ignore warnings: torch gives some only once, but a program must depend only on its seed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -269,7 +269,7 @@ _SPECIAL = (0.0, -0.0, float("inf"), float("-inf"), float("nan"), 1e-30)
 
 
 def fill(tensors: Iterable[torch.Tensor], seed: int, *, special: bool = False) -> None:
-    """Write new values to all memory of ``tensors``, gaps too.
+    """Write new values to all memory of ``tensors``, including gaps.
 
     Args:
         tensors: The tensors.
@@ -302,7 +302,7 @@ def whole(t: torch.Tensor) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors have one layout and the same bits; every NaN equals every NaN."""
+    """Return whether two tensors have the same layout and the same bits; all NaNs are equal."""
     if (a.shape, a.stride(), a.dtype) != (b.shape, b.stride(), b.dtype):
         return False
     if a.is_complex():
@@ -317,11 +317,11 @@ class MismatchError(Exception):
 
 
 class UnsteadyError(Exception):
-    """Eager runs of a program on the same inputs differ."""
+    """Two eager runs of a program on the same inputs differ."""
 
 
 def alike(got: torch.Tensor, wanted: torch.Tensor, rounded: Sequence[torch.Tensor]) -> bool:
-    """Return whether a compiled result differs from an eager one no more than other rounding explains.
+    """Return whether rounding explains the difference between a compiled and an eager result.
 
     Compiled code may keep intermediates in more bits, add in another order, and use other approximations of
     functions. So each number may differ by a few times what it differs between eager runs whose operations
@@ -340,21 +340,21 @@ def alike(got: torch.Tensor, wanted: torch.Tensor, rounded: Sequence[torch.Tenso
         varies = torch.stack([other != wanted for other in rounded]).any(0)
         return bool((exactly | varies).all())
     spread = torch.stack([(other - wanted).abs() for other in rounded]).nan_to_num(math.inf, math.inf).amax(0)
-    # The terms of a sum may be larger than the sum, and about as large as the other results.
+    # The terms of a sum may be larger than the sum; they are about as large as the largest result.
     size = wanted.abs().nan_to_num(0, 0).amax() if wanted.numel() else wanted.abs()
     near = (got - wanted).abs() <= 8 * spread + 8 * torch.finfo(got.dtype).eps * size
     return bool((exactly | near | spread.isinf()).all())
 
 
 class _OtherRounding(DispatchMode):
-    """A dispatch mode in which every operation rounds its floats in another way."""
+    """A dispatch mode that changes the rounding of the floats of every operation."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
         self._generator = torch.Generator().manual_seed(seed)
 
     def nudge(self, t: torch.Tensor) -> None:
-        """Change each number of a float tensor by one step of its dtype, or not at all."""
+        """Change each number of a float tensor by at most one step of its dtype."""
         if (t.is_floating_point() or t.is_complex()) and t.numel() and not repeats(t):
             steps = torch.randint(-1, 2, t.shape, generator=self._generator)
             t.mul_(1 + steps * torch.finfo(t.dtype).eps)
@@ -474,7 +474,7 @@ def _is_steady(captured: Captured, at: int, *, special: bool, wanted: list[list[
 
 
 def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
-    """Return a program that still fails, and of which nothing can be left out."""
+    """Return a minimal program that still fails."""
     is_smaller = True
     while is_smaller:
         is_smaller = False
@@ -486,7 +486,7 @@ def shrunk(program: Program, fails: Callable[[Program], bool]) -> Program:
 
 
 def _smaller(program: Program) -> Iterator[Program]:
-    """Yield the program without one step, one output, one eager call, one input."""
+    """Yield smaller programs: without one step, one output, one eager call or one input."""
     for at in reversed(range(len(program.steps))):
         gone = set(program.steps[at].targets)
         kept = list(program.steps[:at])
@@ -513,16 +513,16 @@ def _smaller(program: Program) -> Iterator[Program]:
 # -- runs ------------------------------------------------------------------------------------------
 
 _SHARE_OF_REFUSALS = 0.01
-"""Programs of which more are refused, or have eager runs that differ, would not show much."""
+"""The largest accepted share of refused or unsteady programs. With more, a run would show little."""
 
 
 @dataclass
 class Tally:
-    """What a run of programs came to.
+    """Counts of a run of programs.
 
     Attributes:
         ran: How often each operation was in a program whose replays equal eager runs.
-        refused: The seeds of programs that were refused, by message; none that hide what they write.
+        refused: The seeds of refused programs, by message; without programs that hide writes.
         unsteady: The seeds of programs whose eager runs differ.
         programs: How many there were.
     """
@@ -533,7 +533,7 @@ class Tally:
     programs: int = 0
 
     def add(self, program: Program, error: Exception | None) -> None:
-        """Count a program, and the error of its `check`, which is no failure."""
+        """Count a program, and the error of its `check` that is not a failure."""
         self.programs += 1
         operations = [step.operation for step in program.steps]
         if error is None:
@@ -544,12 +544,12 @@ class Tally:
             self.refused.setdefault(str(error).partition(", at ")[0], []).append(program.seed)
 
     def assert_few_refusals(self) -> None:
-        """Assert that hardly a program was refused or unsteady."""
+        """Assert that few programs were refused or unsteady."""
         left_out = sum(map(len, self.refused.values())) + len(self.unsteady)
         assert left_out <= 2 + _SHARE_OF_REFUSALS * self.programs, (self.refused, self.unsteady)
 
     def assert_all_ran(self, names: Iterable[str]) -> None:
-        """Assert that each operation was in a program that was captured, and replayed like an eager run."""
+        """Assert that each operation was in a captured program whose replays equal eager runs."""
         assert [name for name in names if not self.ran[name] and not OPERATIONS[name].hides] == []
 
 
@@ -566,7 +566,7 @@ def error_of(programs: Sequence[Program], make: Make, *, is_compiled: bool = Fal
 
 
 def is_failure(error: Exception | None) -> bool:
-    """Return whether an error of `check` is a fault of the driver, and no refusal or unsteady program."""
+    """Return whether an error of `check` is a fault of the driver, not a refusal or an unsteady program."""
     return error is not None and not isinstance(error, (GraphpactError, UnsteadyError))
 
 
@@ -586,7 +586,7 @@ def run(
         names: The operations.
         seeds: The seeds of the programs.
         again: The arguments of pytest that select the test.
-        per_graph: How many programs are captured together. If that fails, each is captured alone.
+        per_graph: How many programs are captured together. If that fails, each is captured separately.
         is_compiled: See `check`.
 
     Raises:
@@ -609,7 +609,7 @@ def run(
 
 
 def _report(program: Program, make: Make, again: str, *, is_compiled: bool) -> str:
-    """Return a program that fails, shrunk, what is wrong with it, and how to run it again."""
+    """Return a report: the shrunk failing program, its error, and how to run it again."""
     kind = type(error_of([program], make, is_compiled=is_compiled))
 
     def fails(smaller: Program) -> bool:

@@ -44,7 +44,7 @@ RECORDING_DRIVERS: dict[str, Callable[[], GraphDriver]] = {
 
 
 def load_reference(name: str = "reference") -> ModuleType:
-    """Return a script that writes reference pages, as a module."""
+    """Import a script that writes reference pages, and return it as a module."""
     spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
     assert spec is not None
     assert spec.loader is not None
@@ -54,7 +54,7 @@ def load_reference(name: str = "reference") -> ModuleType:
 
 
 def survey_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Have ``plugins`` and ``doctor`` import plugins in this process, to see what a test has patched."""
+    """Make ``plugins`` and ``doctor`` import plugins in this process, so that patches of a test apply."""
 
     def survey(catalog: PluginCatalog, kind: Kind | None = None) -> list[dict[str, Any]]:
         with contextlib.redirect_stdout(sys.stderr):
@@ -65,7 +65,7 @@ def survey_here(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Catalog(PluginCatalog):
-    """A catalog of our own plugins and those of a test, by name.
+    """A catalog of the first-party plugins and those of a test, by name.
 
     Args:
         plugins: Classes by name; a class with the name of one of ours replaces it.
@@ -111,7 +111,7 @@ class ListedCatalog(Catalog):
 def pairwise(dimensions: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dict[str, Any]]:
     """Return cases that have every pair of values of two dimensions; far fewer than the product.
 
-    Each case is the best of some random ones: the one with the most pairs that no case has yet.
+    Each case is the best of several random ones: the one with the most pairs that no earlier case covers.
     """
     rng, names = random.Random(seed), [*dimensions]
 
@@ -133,7 +133,7 @@ def pairwise(dimensions: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dic
 
 
 def thinned(cases: Sequence[Any], keep: int) -> list[Any]:
-    """Return cases as parameters: ``keep`` of them, evenly spread, and the others as sweeps."""
+    """Return cases as test parameters; all but ``keep`` evenly spread ones are marked as sweeps."""
     kept = {at * len(cases) // keep for at in range(keep)}
     found = []
     for at, case in enumerate(cases):
@@ -149,7 +149,7 @@ def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
     model = transformers.AutoModelForCausalLM.from_pretrained(
         path,
         dtype=torch.float32,
-        attn_implementation="eager",  # the implementation that always applies a soft cap
+        attn_implementation="eager",  # the only implementation that always applies a soft cap
     ).eval()
     ids = torch.tensor([prompt])
     out = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False)
@@ -158,7 +158,7 @@ def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
 
 
 def make_slot(name: str = "lengths", **changes: Any) -> GraphSlot:
-    """Return a slot of ``[max_bs]`` int64, copied and padded with zeros, with ``changes``."""
+    """Return a ``[max_bs]`` int64 slot that is copied and padded with zeros; ``changes`` replace fields."""
     declared: dict[str, Any] = {
         "shape_fn": lambda max_bs, _: (max_bs,),
         "dtype": torch.int64,
@@ -170,7 +170,7 @@ def make_slot(name: str = "lengths", **changes: Any) -> GraphSlot:
 
 
 def fill(registry: CudaGraphBufferRegistry, raw: int, padded: int, **fields: Any) -> None:
-    """Fill from a batch of ``fields`` with as many tokens as requests."""
+    """Fill the slots from a batch of ``fields`` with one token per request."""
     registry.fill_from(
         SimpleNamespace(**fields),
         raw_bs=raw,

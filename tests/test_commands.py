@@ -1,4 +1,4 @@
-"""What all commands have in common: tables, usage errors, closed pipes, completion, and light help."""
+"""Tests of what all commands share: tables, usage errors, closed pipes, completion, and fast help."""
 
 import os
 import re
@@ -38,7 +38,7 @@ def python(*arguments: str) -> subprocess.CompletedProcess[str]:
 def test_no_cell_of_a_table_is_none(
     arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A table says in words what is not there, or leaves its cell empty; Python's None is no word."""
+    """Tables describe missing values in words or leave the cell empty; they never print None."""
     monkeypatch.chdir(ROOT)
     survey_here(monkeypatch)
     assert main(arguments) == 0
@@ -69,7 +69,7 @@ def test_a_misspelt_command_line_is_a_usage_error(
 
 
 def test_the_traceback_variable_is_no_configuration() -> None:
-    """``GRAPHPACT_TRACEBACK`` does not make the configuration invalid."""
+    """``GRAPHPACT_TRACEBACK`` is not read as a configuration key, so the configuration stays valid."""
     assert EngineConfig.load(env={"GRAPHPACT_TRACEBACK": "1"}) == EngineConfig()
 
 
@@ -88,7 +88,7 @@ def test_a_reader_that_leaves_is_no_error(arguments: list[str]) -> None:
 
 
 def completed(*words: str, of: str = "bash") -> tuple[list[str], str]:
-    """Return what a shell is offered after ``graphpact`` and ``words``, and whether torch was imported."""
+    """Return the completions after ``graphpact`` and ``words``, and whether torch was imported."""
     program = (
         "import sys; from graphpact_cli import main; status = main()\n"
         "sys.exit(f'status {status}, torch' if status or 'torch' in sys.modules else 0)"
@@ -130,7 +130,7 @@ def completed(*words: str, of: str = "bash") -> tuple[list[str], str]:
     ],
 )
 def test_a_shell_is_offered_what_fits(words: tuple[str, ...], offered: list[str], tmp_path: Path) -> None:
-    """Commands, plugins, rules, keys, lanes and values that begin with a word are offered, without torch."""
+    """Completion offers matching commands, plugins, rules, keys, lanes and values without importing torch."""
     file = tmp_path / "a.toml"
     file.write_text("[lanes.acme]\nmode = 'decode'\n")
     found, err = completed(*(word.replace("{file}", str(file)) for word in words))
@@ -140,7 +140,7 @@ def test_a_shell_is_offered_what_fits(words: tuple[str, ...], offered: list[str]
 
 
 def test_fish_is_offered_help_too() -> None:
-    """A shell that shows help gets the summaries of commands and the names of rules."""
+    """A shell that shows help for completions gets the summaries of commands and the names of rules."""
     assert completed("pl", of="fish")[0][0].startswith("plugins\tList the installed plugins")
     assert completed("explain", "GP03", of="fish") == (["GP03\tstale-pad-tail"], "")
 

@@ -33,7 +33,7 @@ def test_the_tokenizer_is_bytes(text: str) -> None:
 
 
 def test_the_planted_bugs_are_silent_and_then_named(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without checks the three bugs raise nothing, and two answer wrongly; with checks each is named."""
+    """Without checks the three bugs raise nothing and two give wrong answers; with checks each is named."""
     runpy.run_path(str(ROOT / "examples/break_it.py"), run_name="__main__")
     out = capsys.readouterr().out
     assert out.count("unchecked: no error") == 3

@@ -1,4 +1,4 @@
-"""The schemas of graphpact's kernels, held against what the kernels write."""
+"""Tests that the schemas of graphpact's kernels declare what the kernels write."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -17,7 +17,7 @@ MODELS = Path(__file__).parents[1] / "examples" / "models"
 
 
 class _ComparesMemory(DispatchMode):
-    """A dispatch mode that compares what a kernel of graphpact writes with what its schema marks."""
+    """A dispatch mode that compares the writes of graphpact's kernels with their schemas."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class _ComparesMemory(DispatchMode):
 def test_a_kernel_writes_what_its_schema_marks(
     backend: str, model: str, page_size: int, kernels: str
 ) -> None:
-    """Eager steps of prefill and decode write no argument of a kernel whose schema does not mark it."""
+    """In eager prefill and decode steps, kernels write only arguments that their schemas mark as written."""
     overrides = [
         f'model.path="{MODELS / model}"',
         'engine.device="cpu"',

@@ -1,4 +1,4 @@
-"""The sweep over transformers' architectures: docs/models.md is what it measures."""
+"""Tests of the sweep over transformers' architectures, and that docs/models.md has its results."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -42,7 +42,7 @@ of_this_version = pytest.mark.skipif(
 
 @pytest.fixture
 def quiet() -> Iterator[None]:
-    """Allow what transformers and torch warn of in models that are not ours."""
+    """Allow warnings of transformers and torch about models that are not ours."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -51,28 +51,28 @@ def quiet() -> Iterator[None]:
 @of_this_version
 @pytest.mark.parametrize("case", thinned(SAMPLE, 7))
 def test_a_sample_is_as_the_page_says(case: str, quiet: None) -> None:
-    """An architecture has the verdict and the reason of its row, and none is wrong."""
+    """The verdict and the reason of an architecture equal its row, and no verdict is `wrong`."""
     assert row(compare(case)) == rows(written)[case]
 
 
 @of_this_version
 @pytest.mark.sweep
 def test_the_page_is_what_the_sweep_writes() -> None:
-    """Every architecture, in a process of its own, has the row of the page."""
+    """Every architecture, each in a separate process, has the result of its row."""
     assert render(run_cases(CASES)) == written
 
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("case", ["gpt2", "gpt_oss", "mixtral"])
 def test_compiled_steps_are_equal_too(case: str, quiet: None, request: pytest.FixtureRequest) -> None:
-    """A model with a pad token, and mixtures of experts, compile and equal transformers."""
+    """A model with a pad token and mixtures of experts compile, and their logits equal transformers'."""
     request.getfixturevalue("compiler")
     assert compare(case, runner="cpu_graph") == Result(case, "equal", "captured")
 
 
 @of_this_version
 def test_the_page_has_every_architecture() -> None:
-    """Every architecture of transformers is in the table; none is wrong, none crashed, half of them run."""
+    """The table has every architecture of transformers; none is wrong or crashed, and half of them run."""
     table = rows(written)
     assert tuple(table) == CASES
     verdicts = [line.split(" | ")[1] for line in table.values()]
@@ -81,7 +81,7 @@ def test_the_page_has_every_architecture() -> None:
 
 
 def test_a_difference_of_one_step_is_wrong(monkeypatch: pytest.MonkeyPatch, quiet: None) -> None:
-    """Logits that are off in one row of one step, or NaN, make the verdict `wrong`."""
+    """Wrong or NaN logits in one row of one step make the verdict `wrong`."""
     serve = comparison._serve
 
     def off_by(amount: float) -> Any:
@@ -114,7 +114,7 @@ def test_a_crash_costs_one_row() -> None:
 def test_the_command_fails_if_a_case_is_wrong(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The exit status is 1 if a case is wrong or crashed, 2 for an unknown case, else 0; rows are printed."""
+    """The command prints rows; its status is 1 for a wrong or crashed case, 2 for an unknown one, else 0."""
     verdict = ""
 
     def run(cases: list[str], on_result: Callable[[Result], None]) -> list[Result]:

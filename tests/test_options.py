@@ -1,4 +1,4 @@
-"""A misspelt keyword argument is answered with the nearest name, wherever users give options."""
+"""Tests that a misspelt keyword argument is an error with the nearest name, wherever users give options."""
 
 import dataclasses
 import inspect
@@ -34,7 +34,7 @@ MADE_BY_ENGINES = {
     *("BackendContext", "BoundSlot", "CommonAttentionMetadata", "ConfigKey", "FillContext", "ForwardBatch"),
     *("GraphShape", "Request", "RegionContext"),
 }
-"""Classes of data that are made in each step, or that users only read."""
+"""Data classes without this check: they are made in each step, or users only read them."""
 
 
 def _classes() -> Iterator[type[Any]]:
@@ -62,7 +62,7 @@ TAKING_OPTIONS = [
 
 @pytest.mark.parametrize("target", TAKING_OPTIONS, ids=lambda t: t.__qualname__)
 def test_a_misspelt_option_is_answered_with_the_nearest(target: Callable[..., Any]) -> None:
-    """Each option of each public class of options, misspelt, is an error that names it."""
+    """For each option of each public class, a misspelt name is an error with the right name."""
     parameters = inspect.signature(target).parameters.values()
     if target is graphpact.conformance:
         from graphpact_conformance import testing
@@ -73,13 +73,13 @@ def test_a_misspelt_option_is_answered_with_the_nearest(target: Callable[..., An
     for name in names:
         with pytest.raises(UnknownOptionError, match=f"'{name}_'") as refused:
             target(**{f"{name}_": 1})
-        assert isinstance(refused.value, TypeError)  # what Python itself raises
+        assert isinstance(refused.value, TypeError)  # the error that Python itself raises
         assert isinstance(refused.value, UsageError)
         assert refused.value.hint == f"did you mean {name!r}?"
 
 
 def test_names_of_other_engines_are_answered() -> None:
-    """The name that vLLM and OpenAI use for the most tokens leads to ours; a name like none lists all."""
+    """The name in vLLM and OpenAI of `max_new_tokens` is recognised; for a dissimilar name all are listed."""
     with pytest.raises(UnknownOptionError, match="did you mean 'max_new_tokens'"):
         SamplingParams(max_tokens=4)  # type: ignore[call-arg]
     with pytest.raises(UnknownOptionError, match="it takes max_new_tokens, min_new_tokens, "):
@@ -87,7 +87,7 @@ def test_names_of_other_engines_are_answered() -> None:
 
 
 def test_what_is_decorated_stays_what_it_was() -> None:
-    """A decorated class keeps its signature, equality and replace(); a decorated function its result."""
+    """A decorated class keeps its signature, equality and replace(), and a decorated function its result."""
     assert next(iter(inspect.signature(SamplingParams).parameters)) == "max_new_tokens"
     assert dataclasses.replace(SamplingParams(top_k=3), top_k=4) == SamplingParams(top_k=4)
     assert EngineConfig.load(None, env={}, overrides=["engine.page_size=16"]).engine.page_size == 16
@@ -103,7 +103,7 @@ def test_what_is_decorated_stays_what_it_was() -> None:
 
 
 def test_the_names_of_providers_are_the_same_everywhere() -> None:
-    """Core, engine, suite and command know the same names; only the core imports torch for them."""
+    """Core, engine, suite and command accept the same names; only the core imports torch for them."""
     names = {"auto", "native", "compiled", "portable"}
     assert {*get_args(attention.ProviderName)} == names
     assert {*get_args(config.ProviderName)} == {*get_args(targets.Kernels)} == names

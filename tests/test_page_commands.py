@@ -1,4 +1,4 @@
-"""Commands on the pages can be copied: files that they name are there, or an earlier command wrote them."""
+"""Tests that commands on the pages can be copied: their files exist, or an earlier command writes them."""
 
 import itertools
 import re
@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES: list[Path] = load_reference().PAGES
 PROGRAMS = ("graphpact", "make", "pip", "python", "pytest", "cd")
 WRITES = {"--record", "--trace", "--metrics", "--report", "--json", "save", ">"}
-"""Words before a file that the command writes."""
+"""Options whose argument is a file that the command writes."""
 _SETTING = re.compile(r"([A-Z_]+)=(\S*)")
 _FILE = re.compile(r"[\w./-]+\.(toml|txt|jsonl?|py|md|prom|svg|html)|[\w.-]+(/[\w.-]+)+/?")
 _BUILDER = re.compile(r"(\w+):\w+")
@@ -27,7 +27,7 @@ def _blocks(page: Path, *languages: str) -> Iterator[str]:
 
 
 def _commands(page: Path) -> Iterator[list[str]]:
-    """Yield the words of each command of a page, settings before it included, but no program's output."""
+    """Yield the words of each command of a page, with preceding settings, but without program output."""
     for block in _blocks(page, "", "bash"):
         lines = block.replace("\\\n", " ")
         lines = re.sub(r"-c '[^']*'", "-c ''", lines)  # a program of several lines
@@ -78,12 +78,12 @@ def _files(page: Path) -> dict[str, bool]:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: f"{page.relative_to(ROOT)}")
 def test_every_file_in_a_command_of_a_page_is_there(page: Path) -> None:
-    """A file, a folder or a module that a command names exists, or a command before it wrote it."""
+    """A file, folder or module in a command exists, or an earlier command writes it."""
     assert [file for file, missing in _files(page).items() if missing] == []
 
 
 def test_commands_and_their_files_are_found() -> None:
-    """The test above reads commands with settings, variables, redirections, and folders that are entered."""
+    """The reader understands settings, variables, redirections, and changes of the folder."""
     found = {file for page in PAGES for file in _files(page)}
     assert {"examples/engine.toml", "examples/prompts.txt", "examples/models/tiny-llama"} <= found
     assert {"acme_backend:AcmeAttnBackend", "examples/sglang", "steps.jsonl", "after.json"} <= found
@@ -91,7 +91,7 @@ def test_commands_and_their_files_are_found() -> None:
 
 
 def test_a_file_that_is_not_there_is_found(tmp_path: Path) -> None:
-    """A page that was written for a reader's own files is found."""
+    """The reader reports commands whose files do not exist."""
     page = tmp_path / "page.md"
     page.write_text(
         "```\ngraphpact generate --config engine.toml --file $FILE > out.txt\nDIR=no/folder\n```\n"
@@ -100,7 +100,7 @@ def test_a_file_that_is_not_there_is_found(tmp_path: Path) -> None:
 
 
 def test_what_pip_installs_is_here() -> None:
-    """A command on a page installs folders of this repository, since no index has its distributions."""
+    """On the pages, pip installs folders of this repository, since no index has its distributions."""
     for page in PAGES:
         for words in _commands(page):
             if words[0] == "pip":

@@ -1,4 +1,4 @@
-"""The recipes of the documentation: `examples/recipes`, the third party's plugins, and every block of a page.
+"""Tests of the documentation's code: `examples/recipes`, the third party's plugins, every block of a page.
 
 The recipes that are plugins run under the conformance suite, in this process.
 """
@@ -62,7 +62,7 @@ THIRD_PARTY = ["my_attention.prefill"]  # `tests/conformance/test_third_party.py
 
 @pytest.fixture(scope="module", autouse=True)
 def _examples_on_the_path() -> Iterator[None]:
-    """Make the recipes importable by the names that they use, and forget them afterwards."""
+    """Make the recipes importable by their names, and remove them from `sys.modules` afterwards."""
     before, path = (
         set(sys.modules),
         [str(ROOT / "examples" / folder) for folder in ("", "third_party", "vllm", "sglang")],
@@ -84,7 +84,7 @@ def _examples_on_the_path() -> Iterator[None]:
 
 
 def _classes(module: ModuleType, base: type[Any] = object) -> list[type[Any]]:
-    """Return the classes that a module defines, and that derive from ``base``."""
+    """Return the classes that a module defines and that derive from ``base``."""
     return [
         value
         for value in vars(module).values()
@@ -99,7 +99,7 @@ LONG = (
     "recipes.short_context",
     "recipes.providers",
 )
-"""Recipes that take longest; `engine/tests/test_prefill_graphs.py` runs the first two in engines."""
+"""The slowest recipes; `engine/tests/test_prefill_graphs.py` runs the first two in engines."""
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ LONG = (
     + [pytest.param(n, marks=pytest.mark.sweep) for n in LONG],
 )
 def test_every_plugin_of_the_recipes_is_conformant(name: str) -> None:
-    """No rule fails for a backend or a runner of the documentation, and every rule of its lanes has run."""
+    """Backends and runners of the documentation fail no rule, and every rule of their lanes has run."""
     module = importlib.import_module(name)
     options = Options(size="quick", examples=1)
     for cls in [*_classes(module, AttentionBackend), *_classes(module, GraphRunner)]:
@@ -124,7 +124,7 @@ def test_every_plugin_of_the_recipes_is_conformant(name: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("lacks", ["its share", "the count"])
 def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names(lacks: str) -> None:
-    """A runner that leaves out the count of live tokens, or a rank's share, fails as its page says."""
+    """A runner without the slot of live tokens, or of a rank's share, breaks the rule that the page names."""
 
     class OwnList(CudaGraphRunner):
         def slots(self) -> Sequence[GraphSlot]:
@@ -150,7 +150,7 @@ def test_every_recipe_is_on_a_page(name: str) -> None:
     assert any(include in page.read_text(encoding="utf-8") for page in load_reference().PAGES)
 
 
-# -- recipes that are no plugins of the suite ------------------------------------------------------
+# -- recipes that the suite cannot check -----------------------------------------------------------
 
 
 def _lane_of(mode: str) -> Config:
@@ -159,7 +159,7 @@ def _lane_of(mode: str) -> Config:
 
 
 def test_the_runner_with_a_forward_pass_for_each_draft_step_runs() -> None:
-    """Replays of `DraftLoop` have the tokens that an eager run drafts."""
+    """Replays of `DraftLoop` draft the same tokens as an eager run."""
     config, runner = (
         _lane_of("draft_decode"),
         importlib.import_module("recipes.draft_loop").DraftLoop,
@@ -177,14 +177,14 @@ def test_the_runner_with_a_forward_pass_for_each_draft_step_runs() -> None:
 
 
 def test_the_runner_with_attention_outside_of_the_graph_has_a_segment_for_each_layer() -> None:
-    """Graphs of `AttentionOutside` have one segment more than the model has layers."""
+    """Graphs of `AttentionOutside` have one more segment than the model has layers."""
     runner = importlib.import_module("recipes.runner").AttentionOutside
     rig = Rig(_lane_of("decode"), backend=ReferenceBackend, runner=runner)
     assert {c.graph.num_segments for c in rig.lane.captured.values()} == {len(rig.layers) + 1}
 
 
 def test_the_runner_with_an_input_of_its_own_takes_it_from_the_batch() -> None:
-    """Replays of `WithHidden` see the field of a batch in live rows, and zeros without it and in padding."""
+    """Replays of `WithHidden` read the batch's field in live rows, zeros in padding or without it."""
     module = importlib.import_module("recipes.extra_input")
     config = _lane_of("decode")
     rig = Rig(config, backend=ReferenceBackend, runner=module.WithHidden)
@@ -231,7 +231,7 @@ def test_the_observer_sees_slow_steps(
 
 
 def test_the_driver_keeps_the_contract_and_runs_a_lane() -> None:
-    """`TimedDriver` keeps every promise of a driver; its lane answers as the oracle does, and has times."""
+    """`TimedDriver` keeps every driver promise; its lane agrees with the oracle and reports times."""
     driver = importlib.import_module("recipes.driver").TimedDriver
     for name in CHECKS:
         DriverCheck(name, driver, torch.device("cpu"))()
@@ -248,7 +248,7 @@ def test_the_driver_keeps_the_contract_and_runs_a_lane() -> None:
 
 
 LOOKUP_PROMPTS = ["Return a list of all the keys of the list. Return a list of all", "If ab ab ab ab ab"]
-"""Texts that repeat themselves; the model of bytes continues both so."""
+"""Repetitive texts; the byte model repeats both."""
 
 
 @pytest.fixture
@@ -308,14 +308,14 @@ def test_the_algorithm_without_a_draft_model_is_lossless(
 
 
 def test_a_lookup_is_what_followed_the_last_two_tokens() -> None:
-    """A draft continues the last occurrence, a short one again and again, and ignores earlier requests."""
+    """A draft continues the last occurrence (cyclically if it is short) and ignores earlier requests."""
     look_up = importlib.import_module("recipes.prompt_lookup").PromptLookup._lookup
     tokens = torch.tensor(
         [
-            [1, 2, 3, 1, 2, 4, 5, 1, 2, 9, 9, 9],  # the later of two; what comes after column 8 is old
-            [7, 1, 1, 1, 0, 0, 1, 1, 8, 8, 8, 8],  # the pair before overlaps the last
-            [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0],  # none: from the second token
-            [5, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],  # two tokens
+            [1, 2, 3, 1, 2, 4, 5, 1, 2, 9, 9, 9],  # the later of two; an earlier request wrote after column 8
+            [7, 1, 1, 1, 0, 0, 1, 1, 8, 8, 8, 8],  # the earlier pair overlaps the last one
+            [1, 2, 3, 4, 5, 6, 7, 8, 9, 0, 0, 0],  # no occurrence: continue from the second token
+            [5, 6, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0],  # only two tokens
         ]
     )
     drafts = look_up(tokens, torch.tensor([8, 3, 8, 1]), 4)
@@ -330,7 +330,7 @@ def test_a_lookup_is_what_followed_the_last_two_tokens() -> None:
     ],
 )
 def test_an_algorithm_reads_no_tensor_on_the_host(name: str, topk: int) -> None:
-    """The recipe and our own algorithms run on tensors without memory, which nothing can read."""
+    """The recipe and our own algorithms run on meta tensors, which cannot be read on the host."""
     module, _, attribute = name.partition(":")
     catalog = PluginCatalog.scan()
     algorithm = (
@@ -449,14 +449,14 @@ def _names_of(page: str) -> dict[str, Any]:
 
 
 BACKEND = PluginInfo("attention_backend", "my_backend", "my-attention", "1", "my:Backend", "1")
-"""The plugin of docs/conformance.md."""
+"""The plugin that docs/conformance.md describes."""
 
 ELSEWHERE = {"examples/third_party/README.md": "tests/conformance/test_third_party.py"}
-"""Pages whose blocks are no programs, and the test that has their text."""
+"""Pages whose blocks are not programs, each with the test that contains their text."""
 
 
 RUN = ("docs/graphs.md", "docs/sglang.md", "docs/vllm.md")
-"""Pages whose tests are run too: those of a driver, of a builder, and of a backend of another engine."""
+"""Pages whose tests also run: those of a driver, a builder, and a backend of another engine."""
 
 
 @pytest.mark.parametrize(("page", "code"), _blocks("python"))

@@ -1,4 +1,4 @@
-"""What an engine records: every step of every lane, in lines that the suite reads."""
+"""Tests of recordings of an engine: every step of every lane, in a format that the suite reads."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ MTP = {"algorithm": "frozen_kv_mtp", "draft_model": str(MODELS / "tiny-llama-mtp
 
 
 def record(path: Path, *, count: int = 18, **speculative: Any) -> tuple[list[RecordedLane], Engine, int]:
-    """Generate with the tiny model, and return what was recorded, the engine, and the number of steps."""
+    """Generate with the tiny model; return the recording, the engine, and the number of steps."""
     config = EngineConfig.model_validate(
         {
             "model": {"path": str(MODELS / "tiny-llama")},
@@ -55,7 +55,7 @@ def record(path: Path, *, count: int = 18, **speculative: Any) -> tuple[list[Rec
     ],
 )
 def test_what_an_engine_records_is_what_it_ran(speculative: dict[str, Any], tmp_path: Path) -> None:
-    """Each lane has its line and all its steps, with its sizes; the suite reads every line."""
+    """A recording has a line for each lane with its sizes, and all its steps; the suite reads every line."""
     recordings, engine, count = record(tmp_path / "steps.jsonl", **speculative)
     ran = {lane.name: lane.stats.replays + lane.stats.eager.total() for lane in engine.lanes}
     assert {r.line.lane: len(r.steps) for r in recordings} == {name: n for name, n in ran.items() if n}
@@ -81,7 +81,7 @@ def test_what_an_engine_records_is_what_it_ran(speculative: dict[str, Any], tmp_
 
 
 def test_the_requests_of_a_recording_grow_as_they_did(tmp_path: Path) -> None:
-    """A request of a decode step has one cached token more than before; no text is written."""
+    """A request of a decode step has one more cached token than before; no text is recorded."""
     path = tmp_path / "steps.jsonl"
     recordings, _, _ = record(path)
     decode = next(r for r in recordings if r.case.mode is ForwardMode.DECODE)
@@ -111,7 +111,7 @@ def test_a_shipped_backend_passes_what_an_engine_recorded(tmp_path: Path) -> Non
 
 
 def test_a_recording_replaces_no_file(tmp_path: Path) -> None:
-    """A file that exists is refused, and stays as it is; so is a folder that does not exist."""
+    """An existing file is refused and not changed; a missing folder is refused too."""
     path = tmp_path / "steps.jsonl"
     path.write_text("mine")
     with pytest.raises(UsageError, match="exists"), StepRecorder(path):
@@ -130,7 +130,7 @@ def test_a_run_without_steps_leaves_no_file(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
 def test_a_full_disk_ends_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk without room is an error that names the file."""
+    """Recording to a full disk is an error that names the file."""
     full = Path("/dev/full")
     usual = Path.open
     monkeypatch.setattr(Path, "open", lambda self, *_, **more: usual(full, "w", **more))

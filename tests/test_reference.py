@@ -1,7 +1,7 @@
-"""Every public name has a docstring, which the reference of `make docs` shows, and `help()` has every field.
+"""Tests that every public name has a docstring for the reference, and that `help()` describes every field.
 
-Read from the source, without an import, as the reference is. A module, a class or a function is public if no
-part of its dotted name begins with an underscore.
+They read the source without importing it, as the reference does. A module, a class or a function is public
+if no part of its dotted name begins with an underscore.
 """
 
 import ast
@@ -23,7 +23,7 @@ FOLDERS = [
     if (file.parents[1] / "pyproject.toml").exists()
 ]
 PACKAGES = {folder.name: folder for folder in FOLDERS}
-"""The folder of the package of every distribution, by the package's name."""
+"""The package folders of all distributions, by package name."""
 _DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
 _DATA = {"BaseModel", "NamedTuple", "TypedDict"}
 _ENUMS = {"Enum", "IntEnum", "StrEnum", "Flag", "IntFlag"}
@@ -34,7 +34,7 @@ class Module(NamedTuple):
 
     Args:
         name: Its dotted name.
-        tree: Its syntax tree, with that of its stub, which has the names that are imported on access.
+        tree: Its syntax tree, including that of its stub, which lists the names that are imported on access.
     """
 
     name: str
@@ -118,7 +118,7 @@ def _target(node: ast.stmt) -> str:
 
 @cache
 def _all_bases() -> dict[str, set[str]]:
-    """Return the names of the bases of every class, private ones too, and of their bases."""
+    """Return the names of all direct and indirect bases of every class, including private ones."""
     direct: dict[str, set[str]] = {}
     for folder in PACKAGES.values():
         for path in folder.rglob("*.py"):
@@ -138,7 +138,7 @@ def _grown(bases: dict[str, set[str]]) -> Iterator[tuple[str, set[str]]]:
 
 
 def _fields(cls: ast.ClassDef) -> list[str]:
-    """Return the public fields that a class of data adds to those of its bases, or the members of an enum."""
+    """Return the public fields that a data class adds to those of its bases, or the members of an enum."""
     bases = _all_bases()[cls.name]
     if bases & _ENUMS:
         fields = [n for n in cls.body if isinstance(n, ast.Assign) and not isinstance(n.value, ast.Name)]
@@ -150,14 +150,14 @@ def _fields(cls: ast.ClassDef) -> list[str]:
 
 
 def _is_described(node: ast.AnnAssign) -> bool:
-    """Return whether a field is no field of instances, or a field of a model with a description."""
+    """Return whether a field needs no docstring text: it is a class variable or has a `description`."""
     given = [keyword.arg for keyword in getattr(node.value, "keywords", ())]
     return "ClassVar" in ast.unparse(node.annotation) or "description" in given
 
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_help_explains_every_field_of_a_class_of_data(package: str) -> None:
-    """`help()` of a dataclass, named tuple, typed dict or enum names each field; a model describes each."""
+    """`help()` of a dataclass, named tuple, typed dict or enum names each field; models describe each."""
     lacking = {}
     for name, cls in _classes(package):
         told = ast.get_docstring(cls) or ""
@@ -172,7 +172,7 @@ def test_help_explains_every_field_of_a_class_of_data(package: str) -> None:
 
 @pytest.mark.parametrize("package", PACKAGES)
 def test_no_field_is_explained_where_help_does_not_look(package: str) -> None:
-    """No field of a public dataclass has a string after it: `help()` of the class does not show it."""
+    """No field of a public dataclass is documented by a string after it: `help()` does not show that."""
     found = [
         f"{name}.{_target(node)}"
         for name, cls in _classes(package)

@@ -33,7 +33,7 @@ SLOTS = (1 + ROWS * PAGES) * PAGE  # page 0 is scratch
 
 
 class Tiny:
-    """A model of an embedding, one attention layer through the backend, and a head."""
+    """A model with an embedding, one attention layer that calls the backend, and a head."""
 
     def __init__(self, generator: torch.Generator) -> None:
         def weight(*shape: int) -> torch.Tensor:
@@ -117,7 +117,7 @@ class TinyLane:
 
 @torch.inference_mode()
 def test_replayed_batches_equal_eager_whatever_came_before() -> None:
-    """Random decode batches of every size, in random order, replay to the logits of eager execution."""
+    """Random decode batches of every size, in random order, give the same logits replayed and run eagerly."""
     tiny = TinyLane(seed=1)
     captured_calls = tiny.model.calls
     sizes = [size for size in range(1, 5) for _ in range(8)]
@@ -129,12 +129,12 @@ def test_replayed_batches_equal_eager_whatever_came_before() -> None:
     assert stats.replays == stats.pact_checks == len(sizes)
     assert {shape.batch_size: s.replays for shape, s in stats.shapes.items()} == {4: 16, 2: 8, 1: 8}
     assert not stats.eager
-    assert tiny.model.calls == captured_calls + len(sizes)  # the eager runs
+    assert tiny.model.calls == captured_calls + len(sizes)  # those of the eager runs
 
 
 @torch.inference_mode()
 def test_shrink_after_grow_in_one_shape() -> None:
-    """Three requests after four, in the shape of four, are not changed by the stale fourth row."""
+    """If three requests follow four in one shape, the stale fourth row does not change their results."""
     tiny = TinyLane(seed=2)
     for size in (4, 3, 4, 3, 3):
         replayed, eager = tiny.step(size)

@@ -1,4 +1,4 @@
-"""How far results may be apart: the suite and the engine allow more to a coarser dtype."""
+"""Tests of the tolerances of suite and engine: a coarser dtype has a larger one."""
 
 import math
 from collections.abc import Callable

@@ -1,8 +1,8 @@
-"""The wheel of each distribution imports with its declared dependencies and nothing else.
+"""Tests that the wheel of each distribution imports with only its declared dependencies.
 
-An environment is a folder of links: to the unpacked wheels of the distribution and of our distributions
-that it requires, and to their installed third-party requirements, as the metadata of both declares. Python
-runs with this folder in place of its own site-packages.
+An environment is a folder of links to the unpacked wheels of the distribution and of our distributions that
+it requires, and to their installed third-party requirements, as the metadata of both declares. Python runs
+with this folder in place of its own site-packages.
 """
 
 import re
@@ -87,7 +87,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Wheels:
         _python("-m", "hatchling", "build", "-t", "wheel", "-d", str(built), cwd=project)
         (wheel,) = built.glob("*.whl")
         folders[name] = root / name
-        zipfile.ZipFile(wheel).extractall(folders[name])  # built from our own source
+        zipfile.ZipFile(wheel).extractall(folders[name])  # safe, since it is built from our own source
     return Wheels(folders)
 
 
@@ -131,7 +131,7 @@ def test_a_wheel_imports_with_what_it_declares(name: str, environment: Callable[
 def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
     environment: Callable[..., Path],
 ) -> None:
-    """``graphpact[cli]`` runs ``plugins``; for our other commands it names the distribution."""
+    """``graphpact[cli]`` runs ``plugins``; for other first-party commands it names the distribution."""
     site = str(environment("graphpact", "cli"))
     assert "eager" in _python("-I", "-S", "-c", COMMAND, site, "plugins").stdout
     for command, owner in (
@@ -153,7 +153,7 @@ def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
 def test_a_builder_of_vllm_has_its_first_report_within_three_commands(
     environment: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """The commands of docs/vllm.md, from the wheels: what they install, the report, and a rule."""
+    """The commands of docs/vllm.md work from the wheels: installation, a report, and an explained rule."""
     page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
     block, *_ = re.findall(r"^```bash\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     install, change, check, explain = (shlex.split(line) for line in block.splitlines())

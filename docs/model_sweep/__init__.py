@@ -1,7 +1,7 @@
-"""The sweep: a small model of every causal architecture of transformers, held against transformers itself.
+"""The sweep: small models of all causal architectures of transformers, compared with transformers itself.
 
     python -m model_sweep                writes docs/models.md; `make models`
     python -m model_sweep llama gpt2     prints the rows of these two
 
-Does not: try trained weights.
+The weights are random.
 """

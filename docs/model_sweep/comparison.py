@@ -1,10 +1,10 @@
-"""One architecture held against transformers: the logits of an engine, against one full forward pass.
+"""Compare one architecture with transformers: the logits of an engine with those of one full forward pass.
 
-The engine serves prompts of several lengths together, twice: with prefill in chunks and decode steps captured
-on the tape, and with prefill at once and no graphs. So tokens lie at many places of many batches, before and
-after every window and threshold of the small model.
+The engine serves prompts of several lengths together, twice: with chunked prefill and decode steps captured
+on the tape, and with prefill at once and no graphs. So tokens lie at many places of many batches, before
+and after every window and threshold of the small model.
 
-Does not: compare tokens; equal logits have equal tokens.
+Does not: compare tokens, because equal logits give equal tokens.
 """
 
 import re
@@ -28,7 +28,7 @@ from model_sweep.small_models import MAX_POSITIONS, VOCAB, save_small_model, sma
 PROMPT_LENGTHS = (3, 70, 1, 33)
 NEW_TOKENS = 8
 TOLERANCE = 1e-3
-"""Largest difference of two equal logits, in standard deviations of the logits; float32 errs by 1e-5."""
+"""Tolerance for the logits, in standard deviations of the logits; float32 rounding differs by about 1e-5."""
 
 _CHUNKS = ("engine.max_num_batched_tokens=16",)
 _AT_ONCE = ("engine.max_num_batched_tokens=256",)
@@ -39,7 +39,7 @@ Verdict = Literal["equal", "refused", "not built", "wrong", "crashed"]
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """What was found for one case.
+    """The result of one case.
 
     Attributes:
         case: One of `model_sweep.small_models.CASES`.
@@ -55,7 +55,7 @@ class Result:
 
 
 def compare(case: str, *, runner: str = "cuda_graph", **changed: Any) -> Result:
-    """Hold a small model against transformers.
+    """Compare a small model with transformers.
 
     Args:
         case: One of `model_sweep.small_models.CASES`.
@@ -155,7 +155,7 @@ def _logits(reference: Any, tokens: list[int]) -> torch.Tensor:
 
 
 def _in_words(error: BaseException, path: Path) -> str:
-    """Return an error's message on one line, without this machine's paths and the model's name."""
+    """Return the message of an error on one line, without local paths and the name of the model."""
     text = getattr(error, "message", None) or f"{type(error).__name__}: {error}"
     text = re.sub(rf"\S+/site-packages/|{re.escape(str(path))}(: |/)", "", " ".join(text.split()))
     text = re.sub(r"^model type '\S+' (is not supported, because it has: )?", "", text)

@@ -1,8 +1,6 @@
-"""The page of the sweep's results, ``docs/models.md``: written, and read again.
+"""Write and parse ``docs/models.md``, the page of the sweep's results.
 
-Architectures with one verdict and one reason share a row, so that the table fits a screen.
-
-Does not: run anything.
+Architectures with the same verdict and reason share a row, so that the table fits a screen.
 """
 
 import re

@@ -1,7 +1,4 @@
-"""Runs every case in a child process, several at a time, with a time limit: one crash costs one row.
-
-Does not: run anything in this process.
-"""
+"""Run every case in a child process with a time limit, several at a time: a crash affects only its row."""
 
 import os
 import pkgutil
@@ -71,7 +68,7 @@ class _Case(Task):
         self._result = result
 
     def ends(self, ending: Ending) -> bool:
-        """Pass on the result; of a process without one, how it ended."""
+        """Pass on the result, or a description of how the process ended without one."""
         self._take(self._result or Result(self._case, "crashed", reason=ending.fault))
         return False
 

@@ -1,9 +1,9 @@
-"""Small random models of any causal architecture: its default configuration, with every size shrunk by name.
+"""Small random models of any causal architecture: its default configuration with every size reduced.
 
-Sizes are named alike in most configurations of transformers, so a table of name patterns shrinks them. What
-the patterns cannot know, such as a default that is missing, is in `_SPECIAL`.
+Most configurations of transformers use similar names for sizes, so a table of name patterns reduces them.
+`_SPECIAL` has the other settings, such as missing defaults.
 
-Does not: change what decides how a layer attends: kinds of layers, rotary embeddings, switches.
+Does not: change settings that decide how a layer attends: kinds of layers, rotary embeddings, switches.
 """
 
 import re
@@ -55,12 +55,12 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
         {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1},
     ),
 }
-"""Architectures with other settings than their defaults, by name: those that change how a layer attends."""
+"""Variants of architectures by name: settings other than the defaults that change how a layer attends."""
 
 CASES = (*sorted([*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *VARIANTS]),)
-"""Every model type that ``AutoModelForCausalLM`` knows, and the variants."""
+"""Every model type of ``AutoModelForCausalLM``, and the variants."""
 
-# The first pattern that matches the whole name has the largest value of the setting.
+# The first pattern that matches the whole name gives the maximum of the setting.
 _LIMITS = tuple(
     (re.compile(pattern), limit)
     for pattern, limit in (
@@ -90,7 +90,7 @@ _LIMITS = tuple(
 )
 _TOKENS = {"bos_token_id": 2, "eos_token_id": 1, "pad_token_id": 0}
 _LAYER_COUNTS = re.compile(r"(num_(hidden_|decoder_|encoder_)?|n_|decoder_|encoder_)layers?|num_blocks")
-# Keys have as many heads as queries in the small model if they have in the large one.
+# If keys and queries have equally many heads in the large model, they also do in the small one.
 _HEADS_OF_KEYS = {
     "num_key_value_heads": "num_attention_heads",
     "swa_num_key_value_heads": "swa_num_attention_heads",
@@ -195,7 +195,7 @@ def _small(name: str, value: Any, values: dict[str, Any]) -> Any:
 
 
 def _limited(name: str, value: Any) -> Any:
-    """Return ``value``, or the limit of its name if it is a larger whole number."""
+    """Return ``value``, or the maximum for its name if it is a larger whole number."""
     if not isinstance(value, int) or isinstance(value, bool):
         return value
     limit = next((limit for pattern, limit in _LIMITS if pattern.fullmatch(name)), value)
@@ -208,7 +208,7 @@ def _layer_count(values: dict[str, Any]) -> int:
 
 
 def _num_layers(values: dict[str, Any], count: int) -> int:
-    """Return how many layers it takes to have one of each kind: at least two, at most `_MAX_LAYERS`."""
+    """Return the number of layers needed to include each kind: at least two, at most `_MAX_LAYERS`."""
     needed = [2]
     for value in values.values():
         if isinstance(value, list) and len(value) == count:

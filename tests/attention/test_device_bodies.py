@@ -1,4 +1,4 @@
-"""Tests on a CPU of the code of portable kernels for other devices, which reads nothing on the host."""
+"""Tests on a CPU of the device code of portable kernels, which reads nothing on the host."""
 
 import pytest
 import torch
@@ -23,11 +23,11 @@ LANES = [
 
 @pytest.fixture(autouse=True)
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let no kernel read its index tensors on the host."""
+    """Make kernels treat their index tensors as device memory that the host cannot read."""
     monkeypatch.setattr(_library, "may_read", lambda tensor: False)
 
 
 @pytest.mark.parametrize(("backend", "config"), LANES)
 def test_a_lane_answers_what_the_oracle_says(backend: type[AttentionBackend], config: Config) -> None:
-    """Padded to its bounds, every kernel gives the oracle's rows and does not write unowned memory."""
+    """Every kernel, with work padded to its bounds, gives the oracle's rows and writes no unowned memory."""
     hold_to_oracle(backend, config, strict=False, max_examples=2)

@@ -60,7 +60,7 @@ class SharedCacheRig(Rig):
     """A rig whose model writes KV in its first layer and only attends in the second."""
 
     def model(self, batch: Any, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return ``rows``, ``[T, columns]``: the outputs of both layers."""
+        """Return the outputs of both layers as ``rows``, ``[T, columns]``."""
         part = metadata.steps[0] if isinstance(metadata, DraftMetadata) else metadata
         first, second = self.layers
         q, k, v = self.net.project(0, batch.input_ids, batch.positions, batch)
@@ -73,12 +73,12 @@ class SharedCacheRig(Rig):
 
 
 def shared(config: Config) -> SharedConfig:
-    """Return the lane of ``config`` with a shared cache."""
+    """Return a copy of ``config`` whose second layer shares the cache of the first."""
     return SharedConfig(**{name: getattr(config, name) for name in Config.__dataclass_fields__})
 
 
 def bits(rig: Rig) -> list[torch.Tensor]:
-    """Return a copy of the KV cache as integers, so that NaN equals itself."""
+    """Return a copy of the KV cache as integers, so that equal NaNs compare equal."""
     return [t.clone().view(torch.int32) for t in kv_tensors(rig.cache.kv).values()]
 
 
@@ -139,7 +139,7 @@ def test_a_layer_uses_the_cache_that_it_names(backend: type[AttentionBackend], c
         assert torch.equal(rig.backend.forward(q, None, None, second, metadata), expected)
         rig.backend.forward(q, k + 1, v + 1, second, metadata)
         kept = same(before, bits(rig))
-        at = range(len(kept))  # keys and values of a layer are adjacent
+        at = range(len(kept))  # in the list, keys and values of a layer are adjacent
         assert all(kept[i] for i in at if i >= half)
         assert not all(kept[i] for i in at if i < half) or batch.num_tokens == 0
 
@@ -152,7 +152,7 @@ def test_a_layer_uses_the_cache_that_it_names(backend: type[AttentionBackend], c
 def test_a_graph_attends_to_a_shared_cache(
     backend: type[AttentionBackend], config: Config, *, strict: bool
 ) -> None:
-    """A replay of a model with a layer that writes no KV gives the outputs of an eager step."""
+    """A replay of a model with a layer that writes no KV gives the same outputs as an eager step."""
 
     def driver(device: torch.device) -> GraphDriver:
         return TapeDriver(device, strict=strict)
@@ -202,7 +202,7 @@ def test_keys_without_values_are_refused(backend: type[AttentionBackend]) -> Non
     ],
 )
 def test_a_cache_that_does_not_fit_is_refused(changes: dict[str, Any], says: str) -> None:
-    """Building a backend fails if a layer names a cache of other widths, or one that does not exist."""
+    """Building a backend fails if a layer names a cache with different widths, or one that does not exist."""
     (_, config), *_ = [param.values for param in LANES if param.values[0] is FA3Backend]
     context = Rig(config, backend=FA3Backend, capture=False).backend.context
     plain, special = context.layers

@@ -29,7 +29,7 @@ HEADS = (
 
 
 def _configs(backend: type[AttentionBackend]) -> list[Config]:
-    """Return the configurations, of sizes that vendors' kernels support, that a backend declares."""
+    """Return the declared configurations of a backend, with sizes that vendors' kernels support."""
     can = backend.capabilities
     found = []
     for case, page_size, heads in product(CASES, (16, 64, 256), HEADS):
@@ -68,7 +68,7 @@ def test_a_lane_answers_what_the_oracle_says(
 
 
 def _refusal(backend: type[AttentionBackend], config: Config) -> str | None:
-    """Return the reason why the native kernels cannot run this, or None if they can."""
+    """Return why the native kernels cannot run this configuration, or None if they can."""
     empty = torch.zeros(0, device=GPU)
     context = BackendContext(
         *(GPU, config.dtype, config.layers, config.backend_limits, empty, None),  # type: ignore[arg-type]

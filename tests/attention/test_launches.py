@@ -1,4 +1,4 @@
-"""Counts of device operations before a replay, and their table in docs/attention.md."""
+"""Count the device operations before a replay; docs/attention.md has the table."""
 
 import dataclasses
 from pathlib import Path
@@ -26,16 +26,16 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
 
 
 class Launches(TorchDispatchMode):
-    """A counter of operations on device memory, which on a CPU lane is a given set of storages."""
+    """A counter of operations on device memory; in a CPU lane, given storages count as such."""
 
     def __init__(self, device_memory: list[torch.Tensor]) -> None:
         super().__init__()
         self.count = 0
         self._device = {t.untyped_storage().data_ptr() for t in device_memory}
-        self._kept: list[torch.Tensor] = []  # keeps addresses in use, so that host memory cannot get them
+        self._kept: list[torch.Tensor] = []  # keeps addresses in use: host memory cannot reuse them
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run ``func``; count it if it reads or writes device memory and is no view and no allocation."""
+        """Run ``func``; count it if it touches device memory and is neither a view nor an allocation."""
         out = func(*args, **(kwargs or {}))
         given = leaves((args, kwargs))
         touched = any(t.untyped_storage().data_ptr() in self._device for t in given)
@@ -52,7 +52,7 @@ class Launches(TorchDispatchMode):
 
 
 def _count(backend: type[AttentionBackend], case: Case, *, in_graph: bool) -> str:
-    """Return the number of launches of the replay hook, without windows; a dash if undeclared."""
+    """Return the number of launches of the replay hook without windows, or a dash for an undeclared mode."""
     found = next((c for c in configs_of(backend.capabilities) if c.case == case), None)
     if found is None:
         return "-"
@@ -69,12 +69,12 @@ def _count(backend: type[AttentionBackend], case: Case, *, in_graph: bool) -> st
 
 
 def _device_memory(registry: CudaGraphBufferRegistry) -> list[torch.Tensor]:
-    host = torch.device("cpu")  # a slot that declares it is in host memory on a GPU too
+    host = torch.device("cpu")  # a slot that declares host memory is on the host with a GPU too
     return [s.buffer for s in registry if s.buffer is not None and s.device != host]
 
 
 def test_the_page_says_how_many_launches_a_replay_hook_makes() -> None:
-    """docs/attention.md has the counted table; with the work in the graph, hooks only copy plans."""
+    """docs/attention.md has the counts; if the graph fills the metadata, hooks only copy plans."""
     columns = [(name, in_graph) for name in BACKENDS for in_graph in (True, False)]
     rows = [
         "| mode | " + " | ".join(f"{n}, {'in the graph' if g else 'by the hook'}" for n, g in columns) + " |",

@@ -19,7 +19,7 @@ HERE = Path(__file__).parent
 
 
 def test_lanes_of_every_mode_answer_what_the_oracle_says() -> None:
-    """Triton reads once, at its import, whether it interprets; so the lanes run in their own process."""
+    """Lanes agree with the oracle; in a process, because Triton chooses its interpreter at import."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / "triton_lanes.py")]
     env = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=HERE.parents[1])

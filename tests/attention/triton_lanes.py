@@ -1,4 +1,4 @@
-"""Lanes whose index tensors Triton's interpreter fills; ``test_triton_lanes.py`` runs them in a process."""
+"""Lanes whose index tensors Triton's interpreter fills; run in a process by ``test_triton_lanes.py``."""
 
 import os
 from typing import Any
@@ -16,7 +16,7 @@ from graphpact_kernels import _triton_indices, define_kernel, indices
 from graphpact_trtllm_mla import TRTLLMMLABackend
 from oracle_kit import hold_to_oracle
 
-# The name of each kernel's forms in `indices`, the portable one first, and its schema.
+# For each kernel, its names in `indices` (the portable form first) and its schema.
 KERNELS = {
     "fill_paged_indices": ("_fill_indices", indices._FILL_INDICES),
     "fill_page_table": ("_fill_table", indices._FILL_TABLE),
@@ -37,7 +37,7 @@ calls: list[str] = []
 
 
 def _interpreted(name: str, schema: str) -> Any:
-    """Return an operator of this schema that runs the Triton kernel on a CPU."""
+    """Return an operator with this schema that runs the Triton kernel on a CPU."""
 
     def fill(*args: Any) -> None:
         calls.append(name)
@@ -51,7 +51,7 @@ OPERATORS = {name: _interpreted(name, schema) for name, (_, schema) in KERNELS.i
 
 @pytest.fixture(autouse=True)
 def _elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let the Triton kernels fill, as on a GPU."""
+    """Make the Triton kernels fill the index tensors, as on a GPU."""
     for name, (attribute, _) in KERNELS.items():
         _, compiled = getattr(indices, attribute)
         monkeypatch.setattr(indices, attribute, (OPERATORS[name], compiled))

@@ -1,6 +1,6 @@
-"""Runners with other compositions, on every driver: eager calls between segments, and three passes.
+"""Test runners with eager calls between segments, or with three forward passes, on every driver.
 
-Does not: check the rules; the museum does.
+Does not: check the rules; the museum does that.
 """
 
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from graphpact_tape.tape import TapeDriver
 Driver = Callable[[torch.device], GraphDriver]
 SEGMENTS, PASSES = "attention-between-segments", "three-passes-in-one-graph"
 GIVEN = ("rows", "logits", "hidden_states")
-"""What the suite's model gives to a runner's own region."""
+"""The outputs of the suite's model for regions with several passes."""
 MODES = ("decode", "extend")
 DRIVERS: dict[str, Driver] = {
     "tape": TapeDriver,
@@ -44,7 +44,7 @@ def _replays(
     device: torch.device = CPU,
     smallest: bool = False,
 ) -> Rig:
-    """Replay batches through a variant of the suite's runner, compare each with the oracle, return the rig.
+    """Replay batches through a variant of the suite's runner, compare with the oracle, and return the rig.
 
     Args:
         name: Name of the variant.
@@ -85,7 +85,7 @@ def _replays(
 
 
 def _is_composed(rig: Rig, name: str) -> None:
-    """Verify that every graph has what its runner composed: segments, or outputs of three passes."""
+    """Verify that every graph has the composition of its runner: segments, or outputs of three passes."""
     for captured in rig.lane.captured.values():
         if name == SEGMENTS:
             assert captured.graph.num_segments == len(rig.layers) + 1
@@ -108,7 +108,7 @@ def test_a_tape_replays_what_a_runner_composes(driver: str, name: str, mode: str
 def test_inductor_records_what_a_runner_composes(
     name: str, mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The modules that the driver gives to the compiler, run uncompiled, agree with the oracle."""
+    """The modules that the driver would compile, run uncompiled, agree with the oracle."""
     interpret(monkeypatch)
     _is_composed(_replays(name, mode, InductorDriver), name)
 

@@ -1,4 +1,4 @@
-"""The command line of a finding reproduces it, whatever ran before."""
+"""Tests that the command line of a finding reproduces it, whatever ran before."""
 
 import random
 import shlex
@@ -44,7 +44,7 @@ CHOSEN = {
     "fa3-sinks-copied-at-construction": {"rewritten_memory"},
     "flashinfer-prefill-step-writes-the-class": {"beside_other_lanes"},
 }
-"""Exhibits, and experiments with findings in each: together all experiments but two."""
+"""Exhibits with the experiments that have findings in them: together all experiments but two."""
 BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
 
 
@@ -53,7 +53,7 @@ def options_of(line: str, monkeypatch: pytest.MonkeyPatch) -> Options:
     given: list[Options] = []
 
     def note(names: Any, options: Options, *_: Any, **__: Any) -> Any:
-        """Keep the options, and check nothing."""
+        """Store the options, and check nothing."""
         given.append(options)
         raise SystemExit(0)
 
@@ -103,7 +103,7 @@ def test_the_order_of_experiments_changes_no_finding(name: str) -> None:
 
 
 def test_in_a_right_plugin_no_order_finds_anything() -> None:
-    """The suite's own backend and runner have no findings in a decode lane, in any order of experiments."""
+    """The suite's backend and runner have no findings in a decode lane, in any order of experiments."""
     plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
     plan = next(p for p in plans if p.lane.config.case.mode is ForwardMode.DECODE)
     for order in orders()[1:]:
@@ -113,7 +113,7 @@ def test_in_a_right_plugin_no_order_finds_anything() -> None:
 def test_the_chosen_exhibits_cover_the_experiments() -> None:
     """Every experiment has a finding in a chosen exhibit, except two.
 
-    No exhibit overstates its graph support, and none comes with a recording.
+    The two need an exhibit that overstates its graph support, or a recording.
     """
     covered = {name for names in CHOSEN.values() for name in names}
     assert covered == {e.name for e in EXPERIMENTS} - {"declared_graph_support", "recorded_steps"}

@@ -1,4 +1,4 @@
-"""Our own plugins, checked with the public command."""
+"""Tests that the first-party plugins are conformant, with the public command."""
 
 import json
 from pathlib import Path
@@ -27,7 +27,7 @@ PLUGINS = (*BACKENDS, *RUNNERS)
 
 
 def test_our_plugins_are_conformant(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each plugin and each pair is conformant; plugins show every rule, and list what needs a GPU."""
+    """Each plugin and pair is conformant; reports show every rule and list the parts that need a GPU."""
     assert main(["check", *PLUGINS, "--quick", "--report", str(tmp_path)]) == 0, capsys.readouterr()
     report = Report.model_validate_json((tmp_path / "results.json").read_text(encoding="utf-8"))
     assert [p.label for p in report.plugins] == [

@@ -1,4 +1,4 @@
-"""Use by a third party: wheels in an environment without this repository, a command and a decorator.
+"""Tests of use by a third party: wheels in an environment without this repository, command and decorator.
 
 The wheels are built offline, from `examples/third_party` and the packages of this repository that it needs.
 Other dependencies are linked from the environment of the tests, except graphpact and its plugins.
@@ -53,7 +53,7 @@ class Elsewhere:
         return done.stdout
 
     def plant(self, right: str, wrong: str) -> None:
-        """Edit the installed plugin."""
+        """Plant the bug in the installed plugin."""
         (file,) = self.venv.glob("lib/python*/site-packages/my_attention/backend.py")
         text = file.read_text()
         assert text.count(right) == 1
@@ -114,7 +114,7 @@ def test_the_example_keeps_the_pact_by_command(elsewhere: Elsewhere) -> None:
 
 @pytest.mark.sweep
 def test_the_example_keeps_the_pact_by_pytest(elsewhere: Elsewhere) -> None:
-    """The example's own tests pass, none is skipped."""
+    """The example's own tests pass, and none is skipped."""
     told = elsewhere.run(*PYTEST, "-W", "error")
     assert re.search(r"^22 passed in ", told, re.MULTILINE)
 
@@ -122,7 +122,7 @@ def test_the_example_keeps_the_pact_by_pytest(elsewhere: Elsewhere) -> None:
 @pytest.mark.sweep
 def test_a_bug_in_the_installed_plugin_is_told_and_can_be_told_again(elsewhere: Elsewhere) -> None:
     """Padding rows with stale pages are reported by the command, by its reproduce line, and by pytest."""
-    assert WRONG in (EXAMPLE / "README.md").read_text()  # the README describes this bug
+    assert WRONG in (EXAMPLE / "README.md").read_text()  # the example's README describes this bug
     elsewhere.plant(RIGHT, WRONG)
     try:
         told = elsewhere.run("graphpact", "check", "my_attention", "--quick", "--lane", "dec*", status=1)

@@ -1,11 +1,11 @@
-"""Regions with collectives, captured and replayed by every driver, as `test_collectives` starts it twice.
+"""Capture and replay regions with collectives on every driver; `test_collectives` runs this on two ranks.
 
     torchrun --nproc-per-node 2 tests/graphs/ranks.py examples/models/tiny-llama /tmp fast strict inductor
 
-Arguments: a checkpoint, a folder, drivers. Each process writes a file of JSON, named by its rank: for
-each case and driver "equal", or what went wrong.
+Arguments: a checkpoint, a folder, drivers. Each process writes a JSON file named after its rank: "equal" or
+the fault, for each case and driver.
 
-Does not: assert; the test does.
+Does not: assert; `test_collectives` does.
 """
 
 import json
@@ -36,7 +36,7 @@ def _empty(n: int = 4) -> Tensor:
 
 
 def _after(call: Callable[[Tensor], object]) -> Region:
-    """Return a region that lets a collective write a new tensor in place, and returns it."""
+    """Return a region in which a collective writes a new tensor in place; the region returns this tensor."""
 
     def region(x: Tensor) -> Tensor:
         y = x * 1
@@ -106,7 +106,7 @@ def _all() -> Any:
 
 
 def _reduced(x: Tensor, how: str = "sum") -> Tensor:
-    """Return the result of a functional reduction as it comes, before any wait."""
+    """Return the result of a functional reduction without waiting for it."""
     return functional.all_reduce(x, how, _all())
 
 
@@ -160,7 +160,7 @@ REFUSED: dict[str, Region] = {
 
 
 COMPILED = ("all_reduce", "asynchronous", "reduce_scatter", "functional all_reduce", "functional coalesced")
-"""Cases that `inductor` compiles too, each for seconds: it calls every collective in the same way."""
+"""The cases that run on `inductor` too: a few, because it compiles slowly and calls all collectives alike."""
 
 
 DRIVERS: dict[str, Callable[[], GraphDriver]] = {
@@ -172,7 +172,7 @@ DRIVERS: dict[str, Callable[[], GraphDriver]] = {
 
 
 def _values(result: Any) -> list[Tensor]:
-    """Return copies of the tensors of a result; what it still waits for is waited for."""
+    """Wait for pending collectives, and return copies of the tensors of a result."""
     return [(t.wait() if hasattr(t, "wait") else t).clone() for t in tensors_of(result)]
 
 
@@ -199,7 +199,7 @@ def _outcome(region: Region, driver: GraphDriver) -> str:
 
 
 def _refusal(region: Region, driver: GraphDriver) -> str:
-    """Return the error of capturing a region, without the warm-up, which would communicate."""
+    """Return the error of capturing a region; skip the warm-up, because it would communicate."""
     x = _contents(0)
     try:
         driver.capture(lambda: region(x), warmup=0)
@@ -209,7 +209,7 @@ def _refusal(region: Region, driver: GraphDriver) -> str:
 
 
 def _trace() -> list[list[str]]:
-    """Return the collectives in the trace of a region, with what it says of group and reduction."""
+    """Return the collectives in the trace of a region, with their group and reduction."""
     driver = TapeDriver(CPU, traced=True)
     x = _contents(0)
     graph: Any = driver.capture(lambda: _after(lambda y: dist.all_reduce(y, dist.ReduceOp.MAX))(x))
@@ -225,7 +225,7 @@ def _undeclared() -> str:
 
 
 def _model(path: str, drivers: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield, by driver, what became of a model whose layers transformers splits over the ranks."""
+    """Yield, by driver, the outcome for a model whose layers transformers splits over the ranks."""
     from transformers import AutoModelForCausalLM
     from transformers.distributed import DistributedConfig
 
@@ -234,7 +234,7 @@ def _model(path: str, drivers: Sequence[str]) -> Iterator[tuple[str, str]]:
         path, dtype=torch.float32, distributed_config=DistributedConfig(tp_size=SIZE)
     ).eval()
     ids = torch.arange(6)[None] + 5
-    mask = torch.ones(1, 1, 6, 6).tril().log()  # given, or transformers would read tensors on the host
+    mask = torch.ones(1, 1, 6, 6).tril().log()  # without it, transformers reads tensors on the host
     places = torch.arange(6)[None]
 
     def region(of: Any) -> Tensor:
@@ -258,7 +258,7 @@ def _model(path: str, drivers: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def main(checkpoint: str, folder: str, *drivers: str) -> None:
-    """Run everything with some drivers and write it to a file of the folder."""
+    """Run all cases with the given drivers, and write the outcomes to a file in the folder."""
     warnings.simplefilter("ignore")
     dist.init_process_group("gloo")
     found: dict[str, Any] = {

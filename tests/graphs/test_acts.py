@@ -1,7 +1,7 @@
-"""Tests that perform each row of graph_acts.toml: the tape has to do what the table says.
+"""Tests that perform each act of graph_acts.toml: the tape has to behave as the table says.
 
-`graphpact check` judges strict drivers by the verdict of CUDA alone. These tests hold the tape to its own
-column. An act is performed on the strict tape, on the fast tape and, where there is a GPU, on CUDA graphs.
+`graphpact check` judges strict drivers by the CUDA column only. These tests check the tape's column. An act
+is performed on the strict tape, on the fast tape and, where there is a GPU, on CUDA graphs.
 """
 
 import os
@@ -31,7 +31,7 @@ from graphpact_tape.tape import TapeDriver
 _CPU, _CUDA = torch.device("cpu"), torch.device("cuda", 0)
 _NO_CUDA = CudaDriver.unavailable(_CUDA)
 
-# Acts that the tests of the fast tape skip, each with the reason why it differs there.
+# Acts that the tests of the fast tape skip, each with the reason.
 _NOT_FAST = {
     "capture_does_not_run": "it runs what it records",
     "compiled_code": "refused, as by the strict tape",
@@ -55,7 +55,7 @@ def _strict() -> GraphDriver:
 
 
 def _is_refused(name: str, make: Callable[[], GraphDriver]) -> None:
-    """Assert that an act is refused, with its line and a help, and that the driver still captures."""
+    """Assert that an act is refused with its line and a hint, and that the driver can capture afterwards."""
     world = World(make)
     done = perform(name, world)
     assert done.outcome == "refused"
@@ -74,7 +74,7 @@ def _inference() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ROWS)
 def test_a_row_says_no_less_than_cuda_does(name: str) -> None:
-    """The tape entry of a row is allowed for its CUDA verdict; stricter and GPU-only entries have a note."""
+    """Each tape verdict is compatible with the CUDA verdict; stricter and GPU-only ones have a note."""
     row = ROWS[name]
     assert row["tape"] in {*ALLOWED[verdict(row)], "gpu only"}
     assert row["rule"] in RULES
@@ -94,7 +94,7 @@ def test_every_row_has_its_act_and_every_act_its_row() -> None:
 
 @pytest.mark.parametrize("name", ACTS)
 def test_the_strict_tape_does_what_the_table_says(name: str) -> None:
-    """On the strict tape each act is refused, differs from eager, or does what CUDA does, as its row says."""
+    """On the strict tape each act is refused, differs from eager, or behaves as on CUDA, as its row says."""
     if ROWS[name]["tape"] == "refused":
         _is_refused(name, _strict)
         return
@@ -148,7 +148,7 @@ def test_a_copy_in_a_region_reads_the_host_at_every_replay(make: Callable[[], Gr
     [name for name, act in ACTS.items() if act.gpu and verdict(ROWS[name]) != "undefined"],
 )
 def test_cuda_graphs_do_what_the_table_says(name: str) -> None:
-    """On a GPU, in a separate process, each act that is safe and defined there does what its row says."""
+    """On a GPU, in a separate process, each safe and defined act behaves as its row says."""
     done = subprocess.run(
         [sys.executable, __file__, name],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -161,7 +161,7 @@ def test_cuda_graphs_do_what_the_table_says(name: str) -> None:
 
 
 def _on_gpu(name: str) -> None:
-    """Perform an act on CUDA graphs, and assert what its row says."""
+    """Perform an act on CUDA graphs, and assert the verdict of its row."""
     world = World(lambda: CudaDriver(_CUDA))
     if verdict(ROWS[name]) != "fails":
         done = perform(name, world)

@@ -1,4 +1,4 @@
-"""Collectives in regions: two processes with gloo capture and replay them with every driver that records."""
+"""Tests of collectives in regions: two gloo processes capture and replay them with every recording driver."""
 
 import json
 import os
@@ -15,7 +15,7 @@ MODEL = ROOT / "examples" / "models" / "tiny-llama"
 
 @pytest.fixture(scope="module", params=["fast strict", pytest.param("inductor", marks=pytest.mark.sweep)])
 def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """Return what each of two ranks found with some drivers."""
+    """Return the outcomes of both ranks for some drivers."""
     folder = tmp_path_factory.mktemp("ranks")
     job = [str(ROOT / "tests" / "graphs" / "ranks.py"), str(MODEL), str(folder), *request.param.split()]
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -36,7 +36,7 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 
 
 def test_replayed_collectives_equal_eager_ones(found: list[dict[str, Any]]) -> None:
-    """On two other inputs each collective gives the eager results on all ranks, blocking or not."""
+    """With two new inputs each collective, blocking or not, gives the eager results on all ranks."""
     for rank in found:
         for driver, cases in rank["cases"].items():
             assert len(cases) == (5 if driver == "inductor" else 23)
@@ -44,7 +44,7 @@ def test_replayed_collectives_equal_eager_ones(found: list[dict[str, Any]]) -> N
 
 
 def test_a_model_split_by_transformers_replays_its_collectives(found: list[dict[str, Any]]) -> None:
-    """A tensor-parallel model of transformers replays as it runs eagerly, with the logits of one process."""
+    """Replays of a tensor-parallel transformers model equal eager runs, and the logits of one process."""
     for rank in found:
         assert {*rank["model"].values()} == {"equal"}
 
@@ -73,6 +73,6 @@ def test_a_trace_names_group_and_reduction(found: list[dict[str, Any]]) -> None:
 
 
 def test_what_a_collective_writes_has_to_be_declared(found: list[dict[str, Any]]) -> None:
-    """A strict capture refuses a collective that writes undeclared memory, which its schema does not tell."""
+    """A strict capture refuses a collective that writes undeclared memory; its schema hides the write."""
     assert "c10d._allgather_base_.default writes a tensor of torch.float32 (8,)" in found[0]["undeclared"]
     assert "ranks.py:" in found[0]["undeclared"]

@@ -1,6 +1,6 @@
 """Tests that recording drivers refuse compiled code, whose kernels they cannot see.
 
-Functions of torch.compile have a backend without a compiler here, except where inductor's code is under test.
+Most tests use torch.compile with a backend that compiles nothing; only some need inductor's code.
 """
 
 import threading
@@ -37,7 +37,7 @@ def driver(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> G
 @pytest.fixture(autouse=True)
 def _torch_is_left_as_it_was() -> Iterator[None]:
     """Check that every replaced function of torch and every setting of dynamo is back after a test."""
-    torch.compiler.reset()  # of all tests together, torch compiles a function a few times only
+    torch.compiler.reset()  # torch limits how often it compiles a function, and all tests share that limit
     settings = torch._dynamo.config.get_config_copy()
     entrances = [
         (owner, name, getattr(owner, name)) for owner, name, _ in _entrances(lambda: False, Exception)
@@ -49,12 +49,12 @@ def _torch_is_left_as_it_was() -> Iterator[None]:
 
 
 def keep(module: torch.fx.GraphModule, _: list[torch.Tensor]) -> Callable[..., Any]:
-    """Compile nothing; a backend of torch.compile."""
+    """Return the graph uncompiled: a backend for torch.compile."""
     return module.forward
 
 
 def compute(x: torch.Tensor) -> torch.Tensor:
-    """Return a result that takes three operations."""
+    """Return a result of three operations."""
     return torch.sin(x) * 2 + 1
 
 
@@ -72,7 +72,7 @@ def computes() -> torch.fx.GraphModule:
 
 
 def inductor_code(_: Path) -> Any:
-    """Return code of inductor."""
+    """Return a function compiled by inductor."""
     with torch.inference_mode(mode=False), torch.no_grad():
         return torch._inductor.compile(computes(), [torch.ones(4)])
 
@@ -80,7 +80,7 @@ def inductor_code(_: Path) -> Any:
 def a_package(path: Path) -> Any:
     """Return a loaded package of AOTInductor."""
     with torch.inference_mode(mode=False), torch.no_grad(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch uses what it deprecates
+        warnings.simplefilter("ignore")  # torch calls functions that it deprecates
         program = torch.export.export(Computes(), (torch.ones(4),))
         package = torch._inductor.aoti_compile_and_package(program, package_path=str(path / "it.pt2"))
         return torch._inductor.aoti_load_package(package)
@@ -102,7 +102,7 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("kind", FUNCTIONS)
 def test_functions_of_torch_compile_are_refused(kind: str, driver: GraphDriver) -> None:
-    """A region that calls one is refused, with its name, the line and what to do; the warm-up may call it."""
+    """A region that calls one is refused with name, line and hint; the warm-up may call it."""
     make, name = FUNCTIONS[kind]
     compiled, x = make(), torch.ones(4, device=CPU)
 
@@ -137,7 +137,7 @@ def test_code_of_inductor_is_refused(make: Callable[[Path], Any], tmp_path: Path
 
 @pytest.mark.usefixtures("compiler")
 def test_a_compiled_graph_is_not_replayed_in_a_region() -> None:
-    """A region that replays a graph of the inductor driver is refused; its own next replay works."""
+    """A region that replays a graph of the inductor driver is refused; the graph stays usable."""
     x = torch.ones(4, device=CPU)
     graph = DRIVERS["inductor"]().capture(lambda: compute(x))
     for driver in (DRIVERS["tape"](), DRIVERS["strict"](), DRIVERS["inductor"]()):
@@ -149,7 +149,7 @@ def test_a_compiled_graph_is_not_replayed_in_a_region() -> None:
 
 
 def test_a_region_that_catches_the_refusal_is_refused(driver: GraphDriver) -> None:
-    """A capture fails if the region called compiled code, whatever the region did with the error."""
+    """A capture fails if the region called compiled code, even if the region catches the error."""
     compiled, x = torch.compile(compute, backend=keep), torch.ones(4, device=CPU)
 
     def region() -> torch.Tensor:
@@ -164,7 +164,7 @@ def test_a_region_that_catches_the_refusal_is_refused(driver: GraphDriver) -> No
 
 @pytest.mark.parametrize("warmup", [0, 1])
 def test_eager_calls_may_run_it(warmup: int, driver: GraphDriver) -> None:
-    """An eager call runs compiled code at capture as at every replay, in no mode: torch compiles it once."""
+    """Eager calls run compiled code without a dispatch mode, so torch compiles it only once."""
     compiled_graphs: list[torch.fx.GraphModule] = []
 
     def count(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., Any]:
@@ -174,7 +174,7 @@ def test_eager_calls_may_run_it(warmup: int, driver: GraphDriver) -> None:
     compiled, x = torch.compile(compute, backend=count, fullgraph=True), torch.ones(4, device=CPU)
 
     def region() -> torch.Tensor:
-        with torch.overrides.BaseTorchFunctionMode():  # which a replay does not enter either
+        with torch.overrides.BaseTorchFunctionMode():  # a replay does not enter the mode either
             return driver.eager_call(compiled, x + 1) * 2
 
     graph = driver.capture(region, warmup=warmup)
@@ -192,7 +192,7 @@ def with_an_unused_helper(x: torch.Tensor) -> torch.Tensor:
 
 
 def with_the_compiler_off(x: torch.Tensor) -> torch.Tensor:
-    """Call a function of torch.compile where it is told to compile nothing."""
+    """Call a function of torch.compile under a setting that disables compilation."""
     with torch.compiler.set_stance("force_eager"):
         return torch.compile(compute, backend=keep)(x)
 
@@ -217,7 +217,7 @@ DISPATCHED = {
 
 @pytest.mark.parametrize("name", DISPATCHED)
 def test_what_is_dispatched_is_recorded(name: str, driver: GraphDriver) -> None:
-    """Functions that call no compiled code are recorded, operation by operation, whatever decorates them."""
+    """Functions that call no compiled code are recorded operation by operation, whatever their decorators."""
     fn, x = DISPATCHED[name](), torch.ones(4, device=CPU)
     graph = driver.capture(lambda: fn(x), warmup=2)
     x.fill_(3.0)

@@ -1,4 +1,4 @@
-"""Tests that a replay draws as eager execution does, and that what else changes a generator is refused."""
+"""Tests that replays draw the numbers of eager runs, and that other changes of generators are refused."""
 
 from collections.abc import Callable, Iterator
 
@@ -38,7 +38,7 @@ def restored() -> torch.Tensor:
 
 
 def forked() -> torch.Tensor:
-    """Draw in a fork, which restores the state."""
+    """Draw in a fork of the generator, which restores the state."""
     with torch.random.fork_rng():
         return draw()
 
@@ -56,13 +56,13 @@ def seeded_alone() -> torch.Tensor:
 
 
 def seeded_as_it_was() -> torch.Tensor:
-    """Set the seed that the caller of the capture set."""
+    """Set the same seed as the caller of the capture."""
     torch.manual_seed(0)
     return draw()
 
 
 def restored_at_the_end() -> torch.Tensor:
-    """Leave the state as it was before a draw."""
+    """Draw, then restore the state from before."""
     state = torch.default_generator.get_state()
     result = draw()
     torch.default_generator.set_state(state)
@@ -105,7 +105,7 @@ CHANGES = [
 def test_what_changes_a_generator_is_refused(
     region: Callable[[], torch.Tensor], make: Callable[[], GraphDriver]
 ) -> None:
-    """A region that seeds, restores or forks a generator, or makes one, is refused, and changes none."""
+    """A region that seeds, restores, forks or makes a generator is refused, and no generator changes."""
     torch.manual_seed(0)
     driver, before = make(), torch.get_rng_state()
     with pytest.raises(CaptureError, match=r"random generator|other than the default") as caught:
@@ -142,7 +142,7 @@ def _set_as_it_is() -> torch.Tensor:
 @pytest.mark.parametrize("make", [*RECORDING_DRIVERS.values()][:2], ids=["tape", "strict"])
 @pytest.mark.parametrize("name", DRAWS)
 def test_draws_are_those_of_eager_execution(name: str, make: Callable[[], GraphDriver]) -> None:
-    """From any seed, replays draw what eager execution draws, one by one; the capture draws nothing."""
+    """From any seed, successive replays draw the same numbers as eager runs; the capture draws nothing."""
     region = DRAWS[name]
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -200,7 +200,7 @@ def _program(steps: list[str]) -> torch.Tensor:
 
 
 def _is_repeated(steps: list[str]) -> bool:
-    """Return whether each draw of a program begins where the last one ended, and so does what follows it."""
+    """Return whether each draw continues where the last one ended, across repetitions of the program."""
     left = now = saved = ("start", 0)
     for step in steps:
         if step == "draw":
@@ -219,7 +219,7 @@ def _is_repeated(steps: list[str]) -> bool:
 @settings(derandomize=True, max_examples=200)
 @given(steps=_STEPS, mode=st.sampled_from(["tape", "strict"]))
 def test_random_programs_draw_as_eager_execution_or_are_refused(steps: list[str], mode: str) -> None:
-    """A program of draws, saved and restored states and seeds is refused exactly if a replay could differ."""
+    """Programs of draws, seeds and restored states are refused exactly if a replay could differ."""
     with torch.inference_mode():
         driver = RECORDING_DRIVERS[mode]()
         if not _is_repeated(steps):

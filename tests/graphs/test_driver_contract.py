@@ -1,6 +1,6 @@
 """Tests of the driver contract, the same for every driver.
 
-The tape runs everywhere, inductor where there is a compiler, CUDA graphs where there is a GPU.
+The tape runs everywhere, inductor needs a compiler, and CUDA graphs need a GPU.
 """
 
 import functools
@@ -40,7 +40,7 @@ _DRIVERS = [
 
 
 def _cases() -> list[Any]:
-    """Return every driver with every check; most that compile are sweeps."""
+    """Return every driver with every check; most checks that compile are marked as sweeps."""
     found = []
     for driver, (at, name) in itertools.product(_DRIVERS, enumerate(CHECKS)):
         marks = [*driver.marks, *([pytest.mark.sweep] if driver.id == "inductor" and at % 5 else [])]
@@ -60,7 +60,7 @@ def test_every_driver_keeps_the_contract(
 
 
 def test_a_driver_that_breaks_a_promise_fails_with_it() -> None:
-    """A driver whose replay runs the region's Python again fails; the message has the promise."""
+    """A driver whose replay runs the region's Python again fails with the text of the promise."""
 
     class Again(TapeDriver):
         def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
@@ -86,12 +86,12 @@ class CapturesNothing(TapeDriver):
     """A driver whose `capture` returns None."""
 
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Any:
-        """Record, and forget to return."""
+        """Record, and return None."""
         super().capture(fn, warmup=warmup)
 
 
 class RefusesNothing(TapeDriver):
-    """A driver that hides every error of a capture, and whose replays refuse nothing and run nothing."""
+    """A driver that hides every error of a capture; its replays refuse nothing and run nothing."""
 
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
         """Record what can be recorded."""
@@ -104,7 +104,7 @@ class RefusesNothing(TapeDriver):
 
 
 class LosesOutputs(TapeDriver):
-    """A driver whose graphs read an attribute that they lack."""
+    """A driver whose graphs read a missing attribute."""
 
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
         """Record, and lose the outputs."""
@@ -155,7 +155,7 @@ def test_every_failure_begins_with_the_promise(make: type[TapeDriver], broken: s
 
 @driver_contract(TapeDriver)
 def test_the_decorator_makes_a_test_for_each_promise(check: DriverCheck) -> None:
-    """`driver_contract` gives a test one check after another."""
+    """`driver_contract` parametrizes a test with all checks."""
     assert CHECKS[check.name].sentence
     check()
 

@@ -1,4 +1,4 @@
-"""Tests of memory beside the dispatcher: capsules, storages, addresses, tensors that are not strided."""
+"""Tests of memory access outside the dispatcher: capsules, storages, addresses, unstrided tensors."""
 
 import ctypes
 import io
@@ -79,7 +79,7 @@ ACCESS: dict[str, Callable[[], object]] = {
 @RECORDERS
 @pytest.mark.parametrize("name", ACCESS)
 def test_access_to_memory_itself_is_refused(name: str, make: Callable[[], GraphDriver]) -> None:
-    """The host reads and writes no device memory by a capsule or a storage; the error names the line."""
+    """Host access to device memory by a capsule or a storage is refused; the error names the line."""
     _is_refused(make(), ACCESS[name], "on the host|gives a tensor other memory")
 
 
@@ -113,7 +113,7 @@ ADDRESSES: dict[str, Callable[[torch.Tensor], int]] = {
 
 
 def _read(address: int, into: torch.Tensor) -> None:
-    """Read memory that a kernel was given by its address."""
+    """Read memory by its address, as a kernel would."""
     numbers = (ctypes.c_float * into.numel()).from_address(address)
     into.copy_(torch.frombuffer(numbers, dtype=torch.float32))
 
@@ -129,12 +129,12 @@ _CHAIN = (torch.cos, torch.sin, torch.neg, lambda t: t * 2, lambda t: torch.cat(
     mode=st.sampled_from(["tape", "strict"]),
 )
 def test_memory_whose_address_was_taken_stays(chain: list[int], taken: int, way: str, mode: str) -> None:
-    """An intermediate result is found by its address in every replay, whatever is computed after it."""
+    """An intermediate result keeps its address in every replay, whatever is computed later."""
     with torch.inference_mode():
         driver = RECORDING_DRIVERS[mode]()
 
         def region() -> torch.Tensor:
-            tensors = [x[0] + 1]  # held to the end, as on a device
+            tensors = [x[0] + 1]  # kept until the end, as on a device
             address = 0
             for at, which in enumerate(chain):
                 if at == taken % len(chain):
@@ -167,7 +167,7 @@ def test_memory_that_only_an_address_names_is_kept(make: Callable[[], GraphDrive
 
 
 def test_only_memory_whose_address_was_taken_stays() -> None:
-    """Other intermediates still share memory, and a driver's own look at memory takes no address."""
+    """Other intermediates still share memory; inspection by a driver does not take an address."""
 
     def chain(use: Callable[[torch.Tensor], object]) -> int:
         def region() -> torch.Tensor:
@@ -187,7 +187,7 @@ def test_only_memory_whose_address_was_taken_stays() -> None:
 
 
 def test_compiled_graphs_refuse_addresses() -> None:
-    """Inductor keeps no intermediate in place: its address is refused by its line, an input's is not."""
+    """Inductor moves intermediates, so taking their address is refused with its line; inputs are allowed."""
     driver = RECORDING_DRIVERS["inductor"]()
     says = r"asks for the address .*test_memory_access.py:\d+: .*data_ptr"
     with pytest.raises(CaptureError, match=says) as caught:
@@ -219,10 +219,10 @@ KINDS: dict[str, Callable[[], object]] = {
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.filterwarnings("ignore")  # torch deprecates some of them
 def test_tensors_without_one_strided_memory_are_refused(name: str, make: Callable[[], GraphDriver]) -> None:
-    """A region that takes, makes or returns such a tensor is refused by its line."""
+    """A region that takes, makes or returns such a tensor is refused with its line."""
     driver = make()
     says = "(takes|makes|returns) a (tensor of the layout|nested|quantized|tensor of zeros)"
-    if name == "a sparse output":  # of no line
+    if name == "a sparse output":  # no line caused it
         with pytest.raises(CaptureError, match=says):
             driver.capture(KINDS[name])
     else:
@@ -236,7 +236,7 @@ def _made_sparse(other: torch.Tensor) -> torch.Tensor:
 
 @RECORDERS
 def test_eager_calls_may_use_any_tensor(make: Callable[[], GraphDriver]) -> None:
-    """Between segments all kinds may be used, but what comes back is one that the next segment can read."""
+    """Eager calls may use all kinds of tensors, but must return one that the next segment can read."""
     driver = make()
     driver.declare(DeclaredMemory(refreshed=[x]))
     _equals_eager(driver, lambda: driver.eager_call(torch.sparse.mm, _SPARSE, x))
@@ -269,13 +269,13 @@ WRAPPED: dict[str, Callable[[], torch.Tensor]] = {
 @pytest.mark.filterwarnings("ignore:The PyTorch API of MaskedTensors")
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated")  # torch.func uses it
 def test_wrapped_tensors_are_recorded_by_their_parts(name: str, make: Callable[[], GraphDriver]) -> None:
-    """What ``torch.func`` and subclasses wrap is recorded as operations on the tensors inside."""
+    """Operations on wrapped tensors (``torch.func``, subclasses) are recorded on the tensors inside."""
     _equals_eager(make(), WRAPPED[name])
 
 
 @RECORDERS
 def test_reads_of_wrapped_tensors_are_refused(make: Callable[[], GraphDriver]) -> None:
-    """A host read of a tensor that `vmap` wrapped is refused as that of the tensor inside."""
+    """A host read of a tensor that `vmap` wrapped is refused like one of the tensor inside."""
     _is_refused(
         make(), lambda: torch.vmap(lambda row: row.cpu() * 2)(x), "needs a tensor's contents on the host"
     )
@@ -284,7 +284,7 @@ def test_reads_of_wrapped_tensors_are_refused(make: Callable[[], GraphDriver]) -
 @TAPES
 def test_jagged_tensors_are_recorded_by_their_values(make: Callable[[], GraphDriver]) -> None:
     """A region may compute on a jagged tensor; one that returns it is refused."""
-    with torch.inference_mode(mode=False), torch.no_grad():  # torch makes none in inference mode
+    with torch.inference_mode(mode=False), torch.no_grad():  # inference mode does not support jagged tensors
         values = torch.zeros(4, 4)
         jagged = torch.nested.nested_tensor_from_jagged(values, torch.tensor([0, 1, 4]))
         driver = make()

@@ -1,6 +1,6 @@
-"""Tests of the recorder, whose rules are the same for every driver that uses it.
+"""Tests of the recorder; its rules are the same for every driver that uses it.
 
-Inductor's graphs are interpreted here and not compiled, because only the recording is under test.
+Inductor's graphs are interpreted and not compiled, because only the recording is under test.
 """
 
 from collections.abc import Callable, Iterator
@@ -56,7 +56,7 @@ def record(fn: Callable[[GraphDriver, Recorder], Any]) -> Recording:
 
 
 def test_memory_is_recorded_and_not_names(driver: GraphDriver) -> None:
-    """A replay reads the memory that a tensor had at capture, even if the tensor has other memory now."""
+    """A replay reads the memory that a tensor had at capture, even if the tensor got other memory later."""
     x = torch.ones(3)
     old = x.detach()
     graph = driver.capture(lambda: x + 1)
@@ -121,7 +121,7 @@ def test_constants_start_from_their_value_in_every_replay(fast: GraphDriver) -> 
 
 
 def test_uninitialised_memory_is_no_work(driver: GraphDriver) -> None:
-    """Every way to allocate uninitialized memory gives memory of the graph, and adds no node."""
+    """Every way to allocate uninitialized memory gives graph memory without adding a node."""
     x = torch.ones(2, 3)
 
     def region() -> list[torch.Tensor]:
@@ -146,7 +146,7 @@ def test_uninitialised_memory_is_no_work(driver: GraphDriver) -> None:
 
 
 def test_host_numbers_are_kept_by_value(driver: GraphDriver) -> None:
-    """A number from declared host memory keeps its value of the capture in every replay."""
+    """A number read from declared host memory keeps its captured value in every replay."""
     x, lengths = torch.ones(3), torch.tensor([2, 3])
     driver.declare(DeclaredMemory(host=[lengths]))
     graph = driver.capture(lambda: x + lengths[1])
@@ -236,7 +236,7 @@ def test_drivers_record_the_same_work(
 
 
 def test_what_outlives_each_piece_of_a_recording() -> None:
-    """`outliving_of` has, per piece, its memory that a later piece, an eager call or the outputs read."""
+    """`outliving_of` lists the memory of each piece that a later piece, an eager call or the outputs read."""
     x = torch.ones(2)
     made: dict[str, torch.Tensor] = {}
 
@@ -269,7 +269,7 @@ def test_a_recording_has_one_tensor_for_each_place() -> None:
 
 
 def test_a_recording_names_the_line_of_each_call() -> None:
-    """Each call has the line of the region that made it, also where torch decomposes an operation."""
+    """Each call has the line of the region that caused it, also if torch decomposes an operation."""
     x = torch.ones(2, 2)
     recording = record(lambda *_: torch.nn.functional.linear(x, x))
     for call in recording.segments[0].calls:
@@ -278,7 +278,7 @@ def test_a_recording_names_the_line_of_each_call() -> None:
 
 
 def test_parts_are_segments_with_eager_calls_between() -> None:
-    """A recording begins and ends with a segment, even if these are empty."""
+    """A recording begins and ends with a segment, even an empty one."""
     x = torch.ones(2)
     recording = record(lambda _, recorder: recorder.eager_call(torch.neg, (x,)))
     assert [type(part) for part in recording.parts] == [Segment, EagerCall, Segment]

@@ -1,4 +1,4 @@
-"""Thousands of replays of several graphs: what they hold does not grow, and nothing is compiled."""
+"""Tests that thousands of replays of several graphs leak nothing and compile nothing."""
 
 import gc
 from collections.abc import Callable, Iterator
@@ -30,7 +30,7 @@ def _inference() -> Iterator[None]:
 
 
 class Decode:
-    """A layer without attention for batches of up to the largest size, which writes a cache."""
+    """A layer without attention that writes a cache, for batches up to the largest size."""
 
     def __init__(self) -> None:
         self.x = torch.zeros(SIZES[-1], 16)
@@ -47,7 +47,7 @@ class Decode:
         return torch.nn.functional.silu(h + self.cache[self.where[:size]]) + x
 
     def holders(self) -> list[int]:
-        """Return how often the storage of each tensor is held."""
+        """Return the reference count of the storage of each tensor."""
         tensors = (self.x, self.where, self.cache, self.w)
         return [torch._C._storage_Use_Count(t.untyped_storage()._cdata) for t in tensors]
 
@@ -57,9 +57,9 @@ class Decode:
 )
 @pytest.mark.usefixtures("compiler")
 def test_replays_hold_and_compile_nothing_new(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """After 2,000 replays with changing sizes, as many tensors, objects and programs exist as before.
+    """After 2,000 replays with changing sizes, the numbers of tensors, objects and programs are unchanged.
 
-    Each result is that of an eager run.
+    Each result equals that of an eager run.
     """
     driver, decode = DRIVERS[name](), Decode()
     graphs = {size: driver.capture(lambda size=size: decode.region(size)) for size in SIZES}
@@ -88,7 +88,7 @@ def test_replays_hold_and_compile_nothing_new(name: str, monkeypatch: pytest.Mon
 @pytest.mark.parametrize("name", DRIVERS)
 @pytest.mark.usefixtures("compiler")
 def test_a_replay_frees_what_it_allocates(name: str) -> None:
-    """The memory that a replay allocates is freed in it, by torch's own record of allocations."""
+    """A replay frees all memory that it allocates, as torch's profiler of allocations shows."""
     driver, decode = DRIVERS[name](), Decode()
     graph = driver.capture(lambda: decode.region(8))
     graph.replay()

@@ -1,4 +1,4 @@
-"""Tests that work which a region has other threads do is refused, and that other threads are left alone."""
+"""Tests that work of other threads for a region is refused, and that unrelated threads are not affected."""
 
 import asyncio
 import queue
@@ -48,7 +48,7 @@ def _python_is_left_as_it_was() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def executor() -> Iterator[ThreadPoolExecutor]:
-    """Return a pool whose thread runs already."""
+    """Return a pool whose thread is already running."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(int).result()
         yield pool
@@ -56,7 +56,7 @@ def executor() -> Iterator[ThreadPoolExecutor]:
 
 @pytest.fixture(scope="module")
 def threads() -> Iterator[ThreadPool]:
-    """Return a pool of the other kind."""
+    """Return a running pool of `multiprocessing.pool.ThreadPool`."""
     with ThreadPool(1) as pool:
         yield pool
 
@@ -69,7 +69,7 @@ def work(_: int = 0) -> torch.Tensor:
 
 
 def read() -> float:
-    """Read a number on the host, which dispatches nothing."""
+    """Read a number on the host; this dispatches no operation."""
     return float(x.tolist()[0])
 
 
@@ -80,13 +80,13 @@ def run(thread: threading.Thread) -> None:
 
 
 def by_thread(fn: Callable[[], object]) -> torch.Tensor:
-    """Have a new thread call ``fn``."""
+    """Call ``fn`` in a new thread."""
     run(threading.Thread(target=fn))
     return y + 1
 
 
 def by_subclass(fn: Callable[[], object]) -> torch.Tensor:
-    """Have a thread of a class of its own call ``fn``."""
+    """Call ``fn`` in a thread of a subclass."""
 
     class Worker(threading.Thread):
         def run(self) -> None:
@@ -97,26 +97,26 @@ def by_subclass(fn: Callable[[], object]) -> torch.Tensor:
 
 
 def by_thread_of_thread(fn: Callable[[], object]) -> torch.Tensor:
-    """Have a thread start the one that calls ``fn``."""
+    """Call ``fn`` in a thread that another new thread starts."""
     run(threading.Thread(target=lambda: run(threading.Thread(target=fn))))
     return y + 1
 
 
 def by_timer(fn: Callable[[], object]) -> torch.Tensor:
-    """Have a timer call ``fn``."""
+    """Call ``fn`` in a timer."""
     run(threading.Timer(0.001, fn))
     return y + 1
 
 
 def by_new_pool(fn: Callable[[], object]) -> torch.Tensor:
-    """Have a pool that the region makes call ``fn``."""
+    """Call ``fn`` in a pool that the region makes."""
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda _: fn(), range(3)))
     return y + 1
 
 
 def by_event_loop(fn: Callable[[], object]) -> torch.Tensor:
-    """Have a thread of asyncio call ``fn``."""
+    """Call ``fn`` in a thread of asyncio."""
     asyncio.run(asyncio.to_thread(fn))
     return y + 1
 
@@ -140,7 +140,7 @@ def _is_refused(make: Callable[[], GraphDriver], region: Callable[[], object], s
 def test_work_of_threads_that_a_region_starts_is_refused(
     make: Callable[[], GraphDriver], way: Callable[..., torch.Tensor], fn: Callable[[], object]
 ) -> None:
-    """Whatever starts the thread, the capture fails with the line of its work, reads on the host included."""
+    """Whatever starts the thread, the capture fails with the line of its work, also for host reads."""
     line = "y.copy_(x * 2)" if fn is work else "x.tolist()"
     _is_refused(make, lambda: way(fn), "is called in another thread", line)
 
@@ -149,7 +149,7 @@ def test_work_of_threads_that_a_region_starts_is_refused(
 def test_work_that_a_region_gives_to_a_pool_is_refused(
     make: Callable[[], GraphDriver], executor: ThreadPoolExecutor, threads: ThreadPool
 ) -> None:
-    """Each method that gives functions to threads that run already is watched."""
+    """Every method that submits functions to running threads is watched."""
     regions: list[Callable[[], torch.Tensor]] = [
         lambda: executor.submit(work).result() + 1,
         lambda: next(executor.map(work, [0])) + 1,
@@ -167,7 +167,7 @@ def test_work_that_a_region_gives_to_a_pool_is_refused(
 @RECORDERS
 @pytest.mark.parametrize("delay", [0.0, 0.02])
 def test_results_of_a_worker_thread_are_refused(make: Callable[[], GraphDriver], delay: float) -> None:
-    """A region that hands work to a thread by a queue or an event may not take the result, late or early."""
+    """A region that hands work to a thread by a queue or an event cannot use the result, however it waits."""
     given: queue.Queue[Future[torch.Tensor] | None] = queue.Queue()
     taken: queue.Queue[torch.Tensor] = queue.Queue()
     done, turn, turns = threading.Event(), threading.Condition(), [0]
@@ -225,7 +225,7 @@ def test_results_of_a_worker_thread_are_refused(make: Callable[[], GraphDriver],
 def test_threads_of_others_are_left_alone(
     make: Callable[[], GraphDriver], executor: ThreadPoolExecutor
 ) -> None:
-    """Threads that the region has nothing to do with compute, start threads, wait and use pools meanwhile."""
+    """Unrelated threads may compute, start threads, wait and use pools during a capture."""
     stop, turns, failed = threading.Event(), [0], []
 
     def serve() -> None:
@@ -243,7 +243,7 @@ def test_threads_of_others_are_left_alone(
 
     def region() -> torch.Tensor:
         begin, out = turns[0], x
-        while turns[0] < begin + 3:  # the other thread runs while the region does
+        while turns[0] < begin + 3:  # the other thread runs at the same time as the region
             out = out + 1
         return out * 0 + x
 
@@ -263,7 +263,7 @@ def test_threads_of_others_are_left_alone(
 def test_threads_of_a_region_may_do_work_of_the_host(
     make: Callable[[], GraphDriver], executor: ThreadPoolExecutor
 ) -> None:
-    """Python in another thread, and results that were there before the region, are host work."""
+    """Other threads may run plain Python and return results from before the region: that is host work."""
     ready, early = threading.Event(), executor.submit(lambda: 2)
     ready.set()
     early.result()
@@ -283,7 +283,7 @@ def test_threads_of_a_region_may_do_work_of_the_host(
 def test_a_function_that_runs_after_its_region_is_not_watched(
     make: Callable[[], GraphDriver], executor: ThreadPoolExecutor
 ) -> None:
-    """What a pool runs after the region runs under no mode, in threads that started in the region too."""
+    """Functions that a pool runs after the region are not watched, even in threads of the region."""
     go = threading.Event()
     executor.submit(go.wait)
     given: list[Future[int]] = []
@@ -302,7 +302,7 @@ def test_a_function_that_runs_after_its_region_is_not_watched(
 
 @TAPES
 def test_a_thread_that_outlives_its_region_is_free(make: Callable[[], GraphDriver]) -> None:
-    """Once the region has ended, its threads may do anything; so may threads of eager calls."""
+    """After the region has ended, its threads may do anything; so may threads of eager calls."""
     go, results = threading.Event(), []
 
     def later() -> None:

@@ -1,6 +1,6 @@
-"""Command lines that ask for what is not there: one line, the right status, no traceback.
+"""Tests of command lines that name missing things: one line, the right status, no traceback.
 
-Does not: name every option; the commands' own tests do, such as `engine/tests/test_cli_generate.py`.
+Does not: cover every option; the tests of each command do, such as `engine/tests/test_cli_generate.py`.
 """
 
 from pathlib import Path

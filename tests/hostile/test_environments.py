@@ -1,6 +1,6 @@
-"""Environments that are broken, bare or full: streams, disks, signals, locales, variables, installations.
+"""Tests of broken, bare or full environments: streams, disks, signals, locales, variables, installations.
 
-Does not: break Python itself, which cannot start in a directory that was removed, for example.
+Does not: break Python itself, which for example cannot start in a removed directory.
 """
 
 import os
@@ -58,7 +58,7 @@ CLOSED = "the output cannot be written to stdout: Bad file descriptor"
     ),
 )
 def test_a_stream_that_cannot_be_used_is_one_line(line: str, status: int, says: str) -> None:
-    """With a full or closed stream a command ends with one line where it can, and the right status."""
+    """With a full or closed stream a command prints one line, if it can, and ends with the right status."""
     done = shell(line)
     assert (done.status, done.out) == (status, "")
     assert done.err.count("error: ") == (1 if says else 0)
@@ -68,7 +68,7 @@ def test_a_stream_that_cannot_be_used_is_one_line(line: str, status: int, says: 
 
 
 def test_output_that_the_encoding_lacks_is_escaped(tmp_path: Path) -> None:
-    """Under an encoding without a character the output has its escape, and the command succeeds."""
+    """If the encoding lacks a character, the output has its escape, and the command succeeds."""
     with pytest.MonkeyPatch.context() as patch, installed(tmp_path / "site", patch) as site:
         source = "def run() -> None:\n    print('caf\\u00e9 \\u2713')\n"
         site.add("says", source, offers={"fake-says": "run"}, group="graphpact.commands")
@@ -124,7 +124,7 @@ def test_an_interrupt_during_an_import_is_one(module: str) -> None:
 
 
 def test_an_import_that_turns_an_interrupt_into_an_error_is_one() -> None:
-    """Where a library raises another error because of Ctrl-C, the status is 130 too."""
+    """If a library turns Ctrl-C into another error, the status is 130 too."""
     raises = "try: raise KeyboardInterrupt\n            except BaseException: raise ImportError('x')"
     program = INTERRUPT.format(module="torch", config=DEMO, raises=raises)
     done = subprocess.run(
@@ -171,7 +171,7 @@ def test_a_bare_environment_suffices() -> None:
 def test_an_odd_variable_is_refused_by_name(
     variable: str, value: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A variable of graphpact that means nothing ends the command with status 2 and its name."""
+    """An unknown GRAPHPACT variable is named, and the command ends with status 2."""
     monkeypatch.setenv(variable, value)
     assert main(["generate", "--config", str(DEMO), "Hello"]) == 2
     out, err = capsys.readouterr()
@@ -186,7 +186,7 @@ def test_an_odd_variable_is_refused_by_name(
 
 @pytest.mark.parametrize("damage", ["no metadata", "no name", "binary", "empty", "two versions"])
 def test_a_broken_installation_does_not_hide_the_others(damage: str, tmp_path: Path) -> None:
-    """With a damaged distribution beside it, a right one is still listed, and nothing is a traceback."""
+    """A correct distribution is still listed beside a damaged one, without a traceback."""
     with pytest.MonkeyPatch.context() as patch, installed(tmp_path / "site", patch) as site:
         site.add("right", "", offers={"fake-right": "run"}, group="graphpact.commands")
         site.add("torn", "", offers={"fake-torn": "run"}, group="graphpact.commands")

@@ -1,6 +1,6 @@
-"""Plugins that end, hang or crash their process, raise anything, or return what a hook must not.
+"""Tests of plugins that end, hang or crash their process, raise anything, or return invalid values.
 
-Does not: examine plugins as the conformance suite does; `conformance/tests/test_supervise.py` has that.
+Does not: test the conformance suite on such plugins; `conformance/tests/test_supervise.py` does.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ def site(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Site]:
 
 # -- importing -----------------------------------------------------------------------------------
 
-IMPORTS = {  # what each module does, and its reason in the list
+IMPORTS = {  # the text of each module, and the reason that the list shows
     "leaves": ("os._exit(0)", "it ended the process: exit status 0"),
     "exits": ("sys.exit(0)", "raised SystemExit: 0"),
     "crashes": ("os.kill(os.getpid(), signal.SIGSEGV)", "signal 11 (SIGSEGV) ended the process"),
@@ -75,7 +75,7 @@ def test_a_plugin_that_takes_its_process_along_is_a_row(
 def test_doctor_survives_the_plugin_that_is_selected(
     site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """If the selected backend ends the process that imports it, ``doctor`` says so and ends with status 3."""
+    """If the selected backend ends its importing process, ``doctor`` says so and ends with status 3."""
     site.add(
         "gone",
         "import os; os._exit(0)",
@@ -112,7 +112,7 @@ ODD = "error: command fake-odd (fake-odd 1.0) raised "
 def test_a_command_that_raises_anything_is_told_in_one_line(
     body: str, status: int, says: str, site: Site
 ) -> None:
-    """What a command raises gives its own status or 3, one line with its name and place, never status 1."""
+    """An error in a command is one line with its name and place; the status is its own or 3, never 1."""
     source = f"import sys\ndef run() -> None:\n    {body}\n"
     site.add("odd", source, offers={"fake-odd": "run"}, group="graphpact.commands")
     done = command("fake-odd", folders=(site.root,))
@@ -125,7 +125,7 @@ def test_a_command_that_raises_anything_is_told_in_one_line(
 def test_a_subcommand_that_raises_is_told_with_the_command(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A command with subcommands is named too, and so is what a library raises for it."""
+    """Errors in subcommands name the command, also errors that a library raises for it."""
     source = (
         "import typer\nimport fractions\nrun = typer.Typer()\n@run.callback()\ndef all(): pass\n"
         "@run.command()\ndef sub(): fractions.Fraction('x')\n"
@@ -134,14 +134,14 @@ def test_a_subcommand_that_raises_is_told_with_the_command(
     assert main(["fake-odd", "sub"]) == 3
     err = capsys.readouterr().err
     assert err.startswith(f"{ODD}ValueError: Invalid literal for Fraction: 'x' (at site/fake_odd.py:7)")
-    assert main(["fake-odd", "sb"]) == 2  # a wrong command line is the user's
+    assert main(["fake-odd", "sb"]) == 2  # a wrong command line is the user's error
 
 
 @pytest.mark.parametrize("contract", ["1" * 5000, "0", "-1", "1.0", "", "\u0661"])
 def test_an_odd_contract_version_is_a_reason(
     contract: str, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A plugin whose contract version is no small number is refused by name when it is selected."""
+    """A plugin whose contract version is not a small number is refused by name when it is selected."""
     site.add("odd", "raise SystemExit", offers={"fake_odd": "Runner"}, contract=contract)
     assert main(["generate", "--set", "lanes.decode.runner=fake_odd", "--config", str(DEMO), "x"]) == 2
     out, err = capsys.readouterr()
@@ -177,7 +177,7 @@ HOOKS = {
 
 
 def override(method: str, body: str) -> str:
-    """Return the source of a method, or a hook, with ``body``."""
+    """Return the source of a method or a hook with this ``body``."""
     given = HOOKS.get(method, "*given")
     wraps = "(wrapper=True)" if method == "run_step" else ""
     mark = f"@hookimpl{wraps}\n" if method in HOOKS else ""
@@ -196,7 +196,7 @@ def run(site: Site, kind: str, members: str) -> int:
 
 
 def defect(site: Site, capsys: pytest.CaptureFixture[str], kind: str, members: str) -> str:
-    """Generate text with such a plugin, and return its one error, of status 3."""
+    """Generate text with such a plugin, check for status 3, and return the only error."""
     assert run(site, kind, members) == 3
     out, err = capsys.readouterr()
     (error,) = [line for line in err.splitlines() if "error: " in line]
@@ -235,7 +235,7 @@ RAISES = [
 def test_what_a_plugin_raises_is_told_with_its_name(
     kind: str, method: str, body: str, said: str, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one error names kind, plugin, distribution, the exception and the line; the status is 3."""
+    """The only error names kind, plugin, distribution, exception and line; the status is 3."""
     error = defect(site, capsys, kind, override(method, body))
     assert error.startswith(f"error: {kind} fake_odd (fake-odd 1.0): ")
     assert f" raised {said} (at site/fake_odd.py:" in error
@@ -275,13 +275,13 @@ RETURNS = [
 def test_a_wrong_return_value_is_told_with_the_plugin(
     kind: str, method: str, body: str, said: str, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one error names the plugin's class, the method, what came and what is expected; status 3."""
+    """The only error names class, method, returned and expected value; the status is 3."""
     error = defect(site, capsys, kind, override(method, body))
     assert said in error
     assert "odd" in error
 
 
-WRAPS = [  # the hook, its body, and what it did
+WRAPS = [  # the hook, its body, and the fault in the message
     ("run_step", "outputs = yield\nyield\nreturn outputs", "has second yield"),
     ("run_step", "if lane is None: yield\nreturn 1", "did not yield"),
     ("populate", "yield\nyield", "has second yield"),
@@ -293,7 +293,7 @@ WRAPS = [  # the hook, its body, and what it did
 def test_an_observer_that_does_not_yield_once_is_told_with_its_name(
     hook: str, body: str, did: str, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The one error names the observer, the hook, what it did, and the hook's line; the status is 3."""
+    """The only error names observer, hook, fault and line; the status is 3."""
     members = override(hook, body).replace("@hookimpl\n", "@hookimpl(wrapper=True)\n")
     error = defect(site, capsys, "observer", members)
     assert error == f"error: observer fake_odd (fake-odd 1.0): Odd.{hook} {did} (at site/fake_odd.py:10)"
@@ -344,7 +344,7 @@ class Backend(FlashInferBackend):
 
 
 def graphs(site: Site, init: str = "pass", release: str = "pass", external: str = "return None") -> list[str]:
-    """Install a driver whose graphs do this, beside a backend; return the settings that select it."""
+    """Install a driver with such graphs and a backend; return the settings that select both."""
     source = HEAD + GRAPH.format(init=init, release=release, external=external)
     site.add("odd", source, offers={"fake_odd": "Odd"}, group="graphpact.graph_drivers")
     return ["lanes.decode.graph_driver=fake_odd", "lanes.decode.batch_sizes=[1, 2]"]
@@ -365,7 +365,7 @@ def graphs(site: Site, init: str = "pass", release: str = "pass", external: str 
 def test_a_graph_that_fails_is_told_with_its_driver(
     faults: dict[str, str], says: str, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whatever a graph of a driver does wrong, its release included, ``generate`` names the driver."""
+    """If a graph fails in any method, including its release, ``generate`` names the driver."""
     sets = [each for one in graphs(site, **faults) for each in ("--set", one)]
     assert main(["generate", "--config", str(DEMO), "-q", "-n", "3", *sets, "Hello"]) == 3
     err = capsys.readouterr().err
@@ -374,7 +374,7 @@ def test_a_graph_that_fails_is_told_with_its_driver(
 
 
 def test_closing_releases_every_graph_though_one_release_raises(site: Site) -> None:
-    """`Engine.close` names the driver, has released every graph, and the engine goes on eagerly."""
+    """`Engine.close` names the driver and releases all other graphs; the engine can continue eagerly."""
     first = "RELEASED.append(self)\n        if self is RELEASED[0]: 1 / 0"
     config = EngineConfig.load(DEMO, overrides=graphs(site, release=first), env={})
     engine = Engine(config)
@@ -391,7 +391,7 @@ def test_closing_releases_every_graph_though_one_release_raises(site: Site) -> N
 
 
 def test_a_graph_that_fails_after_its_capture_is_told_with_its_driver(site: Site) -> None:
-    """The memory of an engine names the driver of a graph that cannot be described."""
+    """If a graph cannot be described, the engine's memory report names its driver."""
     late = "if RELEASED: raise KeyError('late')\n        return None"
     config = EngineConfig.load(DEMO, overrides=graphs(site, external=late), env={})
     with Engine(config) as engine:
@@ -416,7 +416,7 @@ def test_choosing_a_lane_names_the_runner_that_raises(site: Site) -> None:
 
 
 def test_an_error_in_a_with_block_is_not_replaced_by_one_of_closing(site: Site) -> None:
-    """If the block of ``with Engine`` raises and closing fails too, the block's error comes out."""
+    """If the block of ``with Engine`` raises and closing fails too, the block's error is raised."""
     config = EngineConfig.load(DEMO, overrides=graphs(site, release="1 / 0"), env={})
     with pytest.raises(LookupError, match="mine") as told, Engine(config):
         raise LookupError("mine")
@@ -424,7 +424,7 @@ def test_an_error_in_a_with_block_is_not_replaced_by_one_of_closing(site: Site) 
 
 
 def test_a_program_gets_the_exception_as_the_cause(site: Site) -> None:
-    """Through the API too the error names the plugin; the exception of the plugin is its cause."""
+    """In the Python API too, the error names the plugin; its cause is the plugin's exception."""
     site.add(
         "odd",
         f"{HEAD}class Odd(CudaGraphRunner):\n    def fit(self, batch): raise LookupError('mine')\n",
@@ -439,7 +439,7 @@ def test_a_program_gets_the_exception_as_the_cause(site: Site) -> None:
 def test_an_error_of_graphpact_that_a_plugin_raises_is_its_own(
     site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What a plugin refuses on purpose keeps its message, its help and its status."""
+    """An error that a plugin raises on purpose keeps its message, hint and status."""
     body = "from graphpact.errors import ConfigError\nraise ConfigError('it is so', hint='do this')"
     assert run(site, "runner", override("shapes", body)) == 2
     assert capsys.readouterr().err.endswith("error: it is so\n  help: do this\n")

@@ -1,6 +1,6 @@
-"""Scenario files from strangers: refused by the command with file and line, before any plugin is imported.
+"""Tests that broken scenario files are refused with file and line before any plugin is imported.
 
-Does not: try single lines; `conformance/tests/test_scenario.py` does.
+Does not: test single lines; `conformance/tests/test_scenario.py` does.
 """
 
 import os
@@ -26,7 +26,7 @@ TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
     ids=["version", "nested"],
 )
 def test_a_broken_scenario_is_refused_at_the_door(content: bytes, words: list[str], tmp_path: Path) -> None:
-    """The command ends with one error that names file and line, and nothing is checked."""
+    """The command ends with one error that names file and line, and checks nothing."""
     path = tmp_path / "steps.jsonl"
     path.write_bytes(content)
     refused(command("check", "fa3", "--scenario", path), str(path), *words)
@@ -49,14 +49,14 @@ def test_a_broken_scenario_is_refused_at_the_door(content: bytes, words: list[st
 def test_a_pipe_in_place_of_a_file_is_refused_by_every_reader(
     arguments: list[str], more: list[str], tmp_path: Path
 ) -> None:
-    """Pacts, recordings, reports and configurations that are pipes are one error each; none is waited for."""
+    """Each reader of a pact, recording, report or configuration refuses a pipe at once, with one error."""
     path = tmp_path / "pipe"
     os.mkfifo(path)
     refused(command(*arguments, path, *more), str(path), "it is a pipe or a device")
 
 
 def test_a_recording_in_a_wrong_place_is_refused_before_the_model_loads(tmp_path: Path) -> None:
-    """A file that exists is kept, and no text is generated."""
+    """An existing file is kept, and no text is generated."""
     mine = tmp_path / "mine"
     mine.write_text("mine")
     refused(

@@ -1,7 +1,7 @@
-"""Builders of released engines, unedited, on a machine that has neither the engine nor a GPU.
+"""Check unedited builders of released engines on a machine without the engine and without a GPU.
 
-The job unpacks the released wheel into a cache, puts stand-ins in the place of what is absent, and constructs
-each builder that can be constructed. Nothing of an engine is in this repository.
+The job unpacks the released wheel into a cache, replaces absent modules by stand-ins, and constructs each
+builder that can be constructed. Nothing of an engine is in this repository.
 
-Does not: run with ``make test``, but for its own unit tests; they need no wheel.
+Does not: run with ``make test``, except for its unit tests, which need no wheel.
 """

@@ -1,9 +1,9 @@
 """Check released builders of engines: ``python -m peers [NAME...]``, with ``tests`` on the path.
 
-Exit status: 0 if all findings were looked into before, 1 if one is new or gone or the suite failed, 2 for an
-unknown name, 3 if a wheel cannot be had.
+Exit status: 0 if all findings are known, 1 if one is new or gone or the suite failed, 2 for an unknown
+name, 3 if a wheel is not available.
 
-Does not: succeed without a package registry, or a cache that an earlier run filled.
+It needs a package registry, or a cache that an earlier run filled.
 """
 
 import argparse

@@ -35,9 +35,9 @@ HEAVY = (
     "vllm_ascend.quantization",
 )
 ARGUMENTS = ("actual_seq_lengths_q", "seq_lens_list", "block_tables")
-"""What the engine updates: two lists of the host, and the address of the block table."""
+"""The updated arguments: two lists on the host, and the address of the block table."""
 ARGUMENTS_MLA = ("decode.seq_lens_list",)
-"""Of a decode of latents it updates the lengths alone."""
+"""The updated arguments of a latent decode: only the lengths."""
 
 
 @functools.cache
@@ -45,9 +45,9 @@ def prepare() -> None:
     """Make the modules importable in this process, once; download missing wheels."""
     vllm_builders.prepare(VLLM, (ASCEND,), ABSENT, HEAVY)
     npu: Any = importlib.import_module("torch_npu")  # a stand-in
-    torch.npu = npu.npu  # as the package itself does it
+    torch.npu = npu.npu  # the package registers itself in the same way
     importlib.import_module("vllm_ascend.ascend_config")._ASCEND_CONFIG = _configured()
-    rotary: Any = importlib.import_module("vllm_ascend.ops.rotary_embedding")  # no reader takes its tables
+    rotary: Any = importlib.import_module("vllm_ascend.ops.rotary_embedding")  # no reader supports its tables
     rotary.get_cos_and_sin_mla = lambda positions, **_: (positions, positions)
     npu.npu_fused_infer_attention_score = SimpleNamespace(out=_updating.attention)
     npu.npu_fused_infer_attention_score_v2 = SimpleNamespace(out=_updating.latents)
@@ -56,17 +56,17 @@ def prepare() -> None:
 
 
 def _configured() -> SimpleNamespace:
-    """Return the engine's own configuration without options: attention is fused, and never paged."""
+    """Return the engine's default configuration: attention is fused, and never paged."""
     return SimpleNamespace(pa_shape_list=[], ascend_compilation_config=None, eplb_config=None)
 
 
 def builder(spec: Any, layer_names: list[str], config: Namespace, device: torch.device) -> Any:
-    """Return the builder of plain attention."""
+    """Return the metadata builder of plain attention."""
     return _construct("attention_v1", "AscendAttentionMetadataBuilder", spec, layer_names, config, device)
 
 
 def mla_builder(spec: Any, layer_names: list[str], config: Namespace, device: torch.device) -> Any:
-    """Return the builder of latents."""
+    """Return the metadata builder of latent attention."""
     vllm_builders.latents(config)
     return _construct("mla_v1", "AscendMLAMetadataBuilder", spec, layer_names, config, device)
 
@@ -88,10 +88,10 @@ def _with_common(cls: type[Any]) -> type[Any]:
     """Return a builder class that gets the common metadata of vLLM-Ascend's own class."""
 
     class OfRunner(cls):  # type: ignore[misc]
-        """The builder, as its runner calls it."""
+        """The builder with the input that its runner gives it."""
 
         def build(self, common_prefix_len: int, common_attn_metadata: Any, **more: Any) -> Any:
-            """Build of the runner's metadata."""
+            """Build from the runner's metadata."""
             return super().build(common_prefix_len, as_ascend(common_attn_metadata), **more)
 
     OfRunner.__name__ = OfRunner.__qualname__ = cls.__name__
@@ -125,7 +125,7 @@ def as_ascend(common: Any) -> Any:
 
 
 def read(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
-    """Return what ``npu_fused_infer_attention_score`` takes of the metadata."""
+    """Return the fields of the metadata that ``npu_fused_infer_attention_score`` reads."""
     part = Part(
         seq_lens=tuple(metadata.seq_lens_list),
         block_table=metadata.block_tables,
@@ -142,7 +142,7 @@ def read(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
 
 
 def read_mla(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
-    """Return what ``npu_fused_infer_attention_score_v2`` takes of the metadata of a decode.
+    """Return the fields of decode metadata that ``npu_fused_infer_attention_score_v2`` reads.
 
     Raises:
         ConfigError: There are prefills, which another kernel computes.
@@ -168,7 +168,7 @@ def read_mla(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
 
 
 class Updating:
-    """The task whose kernel the engine updates now, in place of ``torch_npu``'s state."""
+    """The task whose kernel the engine is updating; it replaces the state of ``torch_npu``."""
 
     task: KernelTask | None = None
 
@@ -190,7 +190,7 @@ class Updating:
         block_table: torch.Tensor | None,
         **_: Any,
     ) -> None:
-        """Take the arguments of the kernel; None for a table is that of the capture, which stays."""
+        """Update the arguments of the kernel; without a table, that of the capture stays."""
         assert self.task is not None
         self.task.update(
             actual_seq_lengths_q=(0, *actual_seq_lengths),
@@ -201,7 +201,7 @@ class Updating:
     def latents(
         self, *_: Any, actual_seq_kvlen: list[int], actual_seq_qlen: list[int] | None, **__: Any
     ) -> None:
-        """Take the lengths of the kernel of latents; the table stays, and each decode has one query."""
+        """Update the lengths of the latent kernel; the table stays, and each decode has one query."""
         assert self.task is not None
         del actual_seq_qlen
         self.task.update(**{"decode.seq_lens_list": actual_seq_kvlen})
@@ -211,7 +211,7 @@ class _Event:
     """An event of the graph, which waits for each update."""
 
     def record(self, stream: Any) -> None:
-        """Let the graph go on."""
+        """Let the graph continue."""
 
 
 _updating = Updating()
@@ -247,6 +247,6 @@ def _run_update(
 
 
 def missing_the_last(graph: UpdatableGraph, attn_metadata: Mapping[str, Any]) -> None:
-    """Do the same with metadata that lacks a layer: the engine's ``zip`` then leaves a task out."""
+    """Run the update with metadata that lacks a layer; the engine's ``zip`` then omits a task."""
     *kept, _ = sorted(attn_metadata)
     update(graph, {name: attn_metadata[name] for name in kept})

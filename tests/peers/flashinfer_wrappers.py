@@ -1,4 +1,4 @@
-"""FlashInfer's wrappers, as far as an engine's attention backend drives them: what a plan gives the kernel.
+"""Stand-ins for FlashInfer's wrappers: they keep the data that a plan gives the kernel.
 
 A backend constructs a wrapper over buffers of its own and calls ``plan`` (or ``begin_forward``) before each
 step. A captured kernel then reads those buffers, and the schedule that the plan wrote into the wrapper's
@@ -7,7 +7,7 @@ workspace. Here the schedule is the offsets that were planned with, in tensors t
 Fast plans of FlashInfer and SGLang skip copies into the buffers, and call ``_cached_module.plan`` with host
 arrays. So a stale buffer, or a plan by other lengths than the buffers hold, stays visible.
 
-Does not: attend, or choose tiles: a plan covers exactly the keys of its offsets.
+Does not: attend, or choose tiles; a plan covers exactly the keys of its offsets.
 """
 
 from typing import Any
@@ -74,7 +74,7 @@ class _Wrapper:
 
 
 class BatchDecodeWithPagedKVCacheWrapper(_Wrapper):
-    """One query token a request; the buffers are ``paged_kv_{indptr,indices,last_page_len}_buffer``."""
+    """One query token per request; the buffers are ``paged_kv_{indptr,indices,last_page_len}_buffer``."""
 
     def __init__(self, workspace: Tensor, layout: str = "NHD", **kwargs: Any) -> None:
         super().__init__(workspace, **kwargs)
@@ -103,7 +103,7 @@ def fast_decode_plan(
     global_override_indptr_cpu: Tensor | None = None,
     **__: Any,
 ) -> None:
-    """Copy offsets and lengths, and indices that lie elsewhere; plan with the host's offsets."""
+    """Copy offsets, lengths, and indices that are not in the buffer; plan with the host's offsets."""
     wrapper._paged_kv_indptr_buf.copy_(indptr)
     wrapper._paged_kv_last_page_len_buf.copy_(last_page_len)
     buffer = wrapper._paged_kv_indices_buf
@@ -113,7 +113,7 @@ def fast_decode_plan(
 
 
 class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
-    """Several query tokens a request; a custom mask only where its buffer was given."""
+    """Several query tokens per request; a custom mask is used only if its buffer was given."""
 
     host_arrays = 3
 
@@ -146,7 +146,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
         else:
             self._qo_indptr_buf, self._paged_kv_indptr_buf = qo_indptr, kv_indptr
             self._paged_kv_indices_buf, self._paged_kv_last_page_len_buf = kv_indices, last_page_len
-        if custom_mask is not None:  # FlashInfer packs it; bits in bytes say the same
+        if custom_mask is not None:  # FlashInfer packs the bits; one byte per bit is equivalent
             if self.mask is None or self.mask.numel() < custom_mask.numel():
                 self.mask = torch.zeros(custom_mask.numel(), dtype=torch.bool)
             self.mask[: custom_mask.numel()].copy_(custom_mask)
@@ -158,7 +158,7 @@ class BatchPrefillWithPagedKVCacheWrapper(_Wrapper):
 
 
 class BatchPrefillWithRaggedKVCacheWrapper(_Wrapper):
-    """Attention over the new tokens alone; no graph of a decode step reads it."""
+    """Attention over only the new tokens; no graph of a decode step reads it."""
 
     def plan(self, qo_indptr: Tensor, kv_indptr: Tensor, *_: Any, **__: Any) -> None:
         """Plan with the offsets."""

@@ -1,10 +1,10 @@
 """The job that checks released builders, engine by engine: rows, their verdicts, and a table of both.
 
 An engine's module has a function ``rows()``. A row is a builder class of the wheel: a target of the suite's
-supervisor, or the reason why it is not run. A finding that was looked into stands in the row, with the
-reason that the engine's own code gives. The job fails for a finding that does not, and for one that is gone.
+supervisor, or the reason why it is not run. The row lists the known findings, with the reason in the
+engine's code. The job fails for an unknown finding, and for a known one that no longer appears.
 
-Does not: know an engine; see `peers.vllm_checks`.
+Does not: know engines; modules such as `peers.vllm_checks` do.
 """
 
 import contextlib
@@ -23,20 +23,20 @@ from graphpact_conformance.targets import Options
 
 WORKERS = 2
 TIMEOUT = 300.0
-"""Seconds for one piece of work: kernels of metadata are interpreted."""
+"""Seconds for one piece of work; it is long because metadata kernels are interpreted."""
 _MOST = 100  # characters of a value in the table
 _OF_NO_LANE = ("ends", "quiet", "suite", "calls")
 
 
 @dataclass(frozen=True)
 class Known:
-    """A finding that was looked into, and is real.
+    """A known finding that was confirmed as real.
 
     Attributes:
-        rule: Of the finding; None for one without a rule.
+        rule: The rule of the finding, or None.
         field: How its field begins; without one, the place in the engine's code that raised; empty for a
             finding that has neither.
-        why: The reason, by what the engine's code does.
+        why: The reason in the engine's code.
     """
 
     rule: str | None
@@ -44,7 +44,7 @@ class Known:
     why: str
 
     def explains(self, finding: Finding) -> bool:
-        """Return whether a finding is this one."""
+        """Return whether a finding matches this one."""
         where = finding.field or finding.raised_at or ""
         return finding.rule == self.rule and where.startswith(self.field) and bool(where) == bool(self.field)
 
@@ -57,9 +57,9 @@ class Row:
         engine: The engine, and its version.
         name: The builder.
         target: Its name for the supervisor: ``adapter:NAME:package.module:attribute``.
-        not_run: Why it is not run; empty where it is.
-        known: Its findings that were looked into.
-        part: The part of the page that has it; by default that of the engine.
+        not_run: Why it is not run; empty if it is run.
+        known: Its known findings.
+        part: The part of the page that lists it; by default that of the engine.
     """
 
     engine: str
@@ -71,19 +71,19 @@ class Row:
 
     @property
     def place(self) -> str:
-        """The part of the page that has it."""
+        """The part of the page that lists the row."""
         return self.part or self.engine.partition(" ")[0]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a run says about a row.
+    """The result of a run for one row.
 
     Attributes:
         row: The row.
         conformant: Whether no rule was broken; None if the row was not run, or the suite failed.
         lanes: Lanes that were checked.
-        replayed: Lanes of these with a graph.
+        replayed: How many of these lanes have a graph.
         findings: One finding for each rule and field, the first of them.
         stand_ins: Stand-ins that the builder called.
         fault: What went wrong in the suite; empty if nothing did.
@@ -99,12 +99,12 @@ class Verdict:
 
     @property
     def new(self) -> list[Finding]:
-        """The findings that were not looked into."""
+        """The findings that are not known."""
         return [f for f in self.findings if not any(known.explains(f) for known in self.row.known)]
 
     @property
     def gone(self) -> list[Known]:
-        """The known findings that this run has not."""
+        """The known findings that this run did not produce."""
         if self.row.not_run:
             return []
         return [known for known in self.row.known if not any(known.explains(f) for f in self.findings)]
@@ -141,7 +141,7 @@ def _verdict(row: Row, plugin: PluginResults) -> Verdict:
     faults = [result.reason or "" for result in plugin.results if result.outcome is Outcome.ERROR]
     first: dict[tuple[str | None, str], Finding] = {}
     for result in plugin.results:
-        if result.check == "quiet":  # what an engine logs is no fault of its metadata
+        if result.check == "quiet":  # log output of an engine is not a fault of its metadata
             continue
         for finding in result.findings:
             first.setdefault((finding.rule, _name(finding)), finding)
@@ -159,7 +159,7 @@ def _verdict(row: Row, plugin: PluginResults) -> Verdict:
 
 
 def _name(finding: Finding) -> str:
-    """Return the field of a finding without indices and numbers of tokens: what is the same in all lanes."""
+    """Return the field of a finding without indices and token counts, which differ between lanes."""
     name = finding.field or finding.raised_at or ""
     return re.sub(r"\[[^\]]*\]|^\S* ?group \d+: ", "", name).partition(": token")[0]
 
@@ -199,7 +199,7 @@ _FOLDERS = re.compile(r"(?:/[^\s/:]+)+/(?=[^\s/:]+/[^\s/:]+:\d)")
 
 
 def cut(text: str) -> str:
-    """Return a text as one short line, whose files have their last folder alone."""
+    """Return a text as one short line; paths keep only their last folder."""
     text = _FOLDERS.sub("", " ".join(text.split()))
     return text if len(text) <= _MOST else f"{text[: _MOST - 3]}..."
 
@@ -223,5 +223,5 @@ def _plain(verdict: Verdict) -> dict[str, Any]:
 
 
 def is_as_known(found: Sequence[Verdict]) -> bool:
-    """Return whether every finding was looked into, every known one is there, and the suite had no fault."""
+    """Return whether every finding is known, every known one was found, and the suite had no fault."""
     return not any(verdict.new or verdict.gone or verdict.fault for verdict in found)

@@ -3,7 +3,8 @@
 `OTHERS` has them. ``peers.other_builders:NAME`` addresses a factory, with the arguments of a builder's
 constructor. A process has one release of vLLM: that of the builder made first.
 
-Does not: construct an implementation, or run a kernel of attention. vLLM-Ascend has a module of its own.
+Does not: construct an implementation, or run a kernel of attention. `peers.ascend` has vLLM-Ascend's
+builders.
 """
 
 import importlib

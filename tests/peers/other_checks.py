@@ -15,7 +15,7 @@ from peers.job import Known, Row
 from peers.wheels import TRITON, unpack
 
 PART = "other wheels"
-"""The part of the page that has them."""
+"""The part of the page that lists them."""
 _SEQ_LENS = Known(
     "GP19",
     "seq_lens",
@@ -45,7 +45,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
     "triton_0_11": (_SEQ_LENS,),
     "triton_0_23": (_SEQ_LENS,),
 }
-"""Findings that were looked into."""
+"""The known findings."""
 _HEAD_SIZES = {"mla": (576,)}
 
 
@@ -76,7 +76,7 @@ def rows() -> Iterator[Row]:
     """
     wheels = [wheel for row in other_builders.OTHERS.values() for wheel in row.wheels]
     for wheel in (TRITON, sglang_checks.MSGSPEC, *wheels, *other_sglang.WHEELS.values()):
-        unpack(wheel)  # before two workers ask for one
+        unpack(wheel)  # before two workers download the same one
     for name, row in other_builders.OTHERS.items():
         target = f"adapter:vllm:{__name__}:{name}"
         yield Row(row.engine, name, target, known=KNOWN.get(name, ()), part=PART)

@@ -47,7 +47,7 @@ class EarlierEngine:
         batch.req_to_token_pool = model_runner.req_to_token_pool
 
     def running(self) -> AbstractContextManager[None]:
-        """Run on a CPU that SGLang takes for a GPU."""
+        """Run SGLang's code on a CPU that looks like a GPU to it."""
         return sglang_backends.on_cpu()
 
 
@@ -72,10 +72,10 @@ def _fa3(runner: Given) -> Any:
 
 
 class NpuEngine(sglang_adapted.SglangEngine):
-    """SGLang's own, and the algorithm that batches of an NPU name; none, as for plain drafts."""
+    """SGLang's engine inputs, plus the algorithm field of NPU batches, which is "none" here."""
 
     def bind(self, batch: Any, model_runner: Any, *, in_capture: bool) -> None:
-        """Bind what SGLang binds, and the algorithm."""
+        """Bind SGLang's inputs and the algorithm."""
         batch.spec_algorithm = None
         super().bind(batch, model_runner, in_capture=in_capture)
 
@@ -127,7 +127,7 @@ def _of_current(given: Given) -> Any:
 
 
 def _listed(metadata: Any, batch: Any) -> PagedReads:
-    """Return what the fused attention of a decode or a verify takes: lengths as a list of the host."""
+    """Return the arguments of fused attention in a decode or verify step: lengths are a host list."""
     tokens = len(batch.out_cache_loc)
     width = tokens // batch.batch_size
     on_host = metadata.seq_lens_cpu_int

@@ -3,7 +3,7 @@
 A part is the table of an engine's builders, or of other wheels. A run of one part leaves the others. The
 findings, each with its reason, are too many for the page.
 
-Does not: write the text around it.
+Does not: write the text around these parts.
 """
 
 from collections.abc import Iterator, Sequence
@@ -21,7 +21,7 @@ _SAID = {True: "yes", False: "**no**", None: "unknown"}
 
 
 def with_verdicts(page: str, found: Sequence[Verdict]) -> str:
-    """Return a page with the verdicts of a run in the place of those before, in each part of the run.
+    """Return the page with the verdicts of a run in place of earlier ones, in each part of the run.
 
     Raises:
         ValueError: The page has no such part.

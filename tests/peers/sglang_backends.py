@@ -3,7 +3,7 @@
 :func:`install` comes first, once in a process. Then every factory takes a model runner, which
 :func:`model_runner` makes, and returns a backend; each can be named as ``peers.sglang_backends:NAME``.
 
-What is SGLang's own, beside the stand-ins:
+Adjustments of SGLang besides the stand-ins:
 
 - two bare packages: ``sglang``, since the real one imports a server, and ``sglang.srt.configs``, since it
   imports the configuration of every model; the modules below both are the real ones;
@@ -36,7 +36,7 @@ ABSENT = (
     "requests", "scipy", "sentencepiece", "sgl_kernel", "soundfile", "starlette", "torchao", "tvm_ffi",
     "uvicorn", "xgrammar", "zmq",
 )  # fmt: skip
-"""Third-party modules that backends import and a laptop lacks; not those that compute, triton and msgspec."""
+"""Third-party modules that backends import and that stand-ins replace; triton and msgspec are real."""
 
 HEAVY = (
     "sglang.srt.configs.dots3",
@@ -50,16 +50,16 @@ HEAVY = (
 """Modules of SGLang that are there and not wanted: processors, the server, kernels that ask AITER or nvcc."""
 
 CORES = 108
-"""Multiprocessors of the GPU that backends believe in: with none, they skip the metadata of split keys."""
+"""Multiprocessors of the simulated GPU: with none, backends skip the metadata of split keys."""
 
 CAPABILITY = (9, 0)
-"""Compute capability of that GPU: a Hopper."""
+"""Compute capability of the simulated GPU: Hopper."""
 
 
 def install(wheel: Path) -> None:
     """Make SGLang's modules importable from an unpacked wheel, for the rest of the process."""
     os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-    os.environ["SGLANG_FLASHINFER_USE_TENSOR_CORE"] = "false"  # otherwise FlashInfer is asked
+    os.environ["SGLANG_FLASHINFER_USE_TENSOR_CORE"] = "false"  # otherwise SGLang asks FlashInfer
     os.environ["SGLANG_FLASHINFER_WORKSPACE_SIZE"] = "1024"
     stand_ins.install(ABSENT, HEAVY)
     for name in ("sglang", "sglang.srt.configs"):
@@ -100,13 +100,13 @@ _IS_CUDA = torch.Tensor.is_cuda.__get__
 
 
 class _OnCPU(TorchFunctionMode):
-    """Makes on the CPU what is asked for on ``cuda``, and unpinned what is asked for pinned."""
+    """A mode that makes ``cuda`` tensors on the CPU, and pinned tensors unpinned."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         del types
-        if func == _IS_CUDA:  # asked for in assertions, and to choose the kernels of a GPU
+        if func == _IS_CUDA:  # SGLang asks it in assertions, and to choose GPU kernels
             return True
         kwargs = dict(kwargs or {})
         if str(kwargs.get("device", "")).startswith("cuda"):
@@ -117,7 +117,7 @@ class _OnCPU(TorchFunctionMode):
 
 @contextlib.contextmanager
 def on_cpu() -> Iterator[None]:
-    """Run SGLang's code on a CPU that it takes for a GPU."""
+    """Run SGLang's code on a CPU that looks like a GPU to it."""
     gpu = {
         "get_device_properties": lambda _device=None: types.SimpleNamespace(multi_processor_count=CORES),
         "get_device_capability": lambda _device=None: CAPABILITY,
@@ -131,7 +131,7 @@ def on_cpu() -> Iterator[None]:
 
 
 def _forget_own_frames(error: Exception) -> None:
-    """Drop the frames of the mode above from a traceback: the line of SGLang raised, and is reported."""
+    """Drop the frames of the mode above from a traceback, so that the line of SGLang is reported."""
     at = error.__traceback__
     while at is not None and (following := at.tb_next) is not None:
         if following.tb_frame.f_code is _OnCPU.__torch_function__.__code__:
@@ -156,7 +156,7 @@ def model_runner(
     draft: bool = False,
     **server_args: Any,
 ) -> Given:
-    """Return what a backend is given: a strict model runner over plain values.
+    """Return the argument of a backend: a strict model runner over plain values.
 
     Args:
         mla: Latent attention, with the dimensions of DeepSeek; otherwise heads of keys and values.
@@ -254,7 +254,7 @@ def model_runner(
     )
 
 
-_ABSENT = (  # what models have that are not given here
+_ABSENT = (  # attributes of models that are not arguments here
     "attn_logit_softcapping", "block", "candidate_block_size", "candidate_topk_blocks", "index_topk",
     "layer_types", "lightning_layerwise_decay", "linear_backend", "model_type",
     "num_linear_key_value_heads", "text_config",
@@ -266,7 +266,7 @@ _published: list[Any] = []
 
 @contextlib.contextmanager
 def ready(runner: Given) -> Iterator[Given]:
-    """Publish the runner's configuration, and complete the runner by what only SGLang can make."""
+    """Publish the runner's configuration, and add the attributes that only SGLang can make."""
     context = _module("runtime_context").get_context()
     while _published:
         _published.pop().restore()
@@ -393,7 +393,7 @@ lightning = _recurrent("linear.lightning_backend", "LightningAttentionBackend")
 
 
 def _dsa(runner: Given) -> Given:
-    """Give the runner what DeepSeek's sparse attention reads besides, with the kernels of FlashMLA."""
+    """Add the attributes that DeepSeek's sparse attention reads, with the kernels of FlashMLA."""
     config = runner.model_config
     config.hf_config.architectures = ["DeepseekV32ForCausalLM"]
     config.hf_config.index_topk, config.hf_config.index_kpool = 32, 1

@@ -4,8 +4,8 @@
 
 A process has one configuration of SGLang, that of the backend made last: the job runs each in its own.
 
-Does not: run anything; see `peers.__main__`. Check tall ladders and long contexts, for their time: Triton
-interprets the kernels of metadata, element by element.
+Does not: check lanes with many capture sizes or long contexts, because Triton's interpreter is too slow for
+their metadata kernels; or run anything, see `peers.__main__`.
 """
 
 import functools
@@ -24,7 +24,7 @@ from peers.wheels import TRITON, Wheel, unpack
 
 SGLANG = Wheel("sglang", "0.5.23", tuple(f"sglang/kernels/jit/{name}/*" for name in ("csrc", "include")))
 MSGSPEC = Wheel("msgspec", "0.22.0", ("msgspec/*.so",))
-"""Backends keep metadata in its structs, which nothing else can stand in for."""
+"""Backends keep metadata in its structs, so it cannot be a stand-in."""
 
 
 @dataclass(frozen=True)
@@ -118,7 +118,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         ),
     ),
 }
-"""Findings that were looked into."""
+"""The known findings."""
 
 
 def rows() -> Iterator[Row]:
@@ -127,7 +127,7 @@ def rows() -> Iterator[Row]:
     Raises:
         RuntimeError: A wheel cannot be had.
     """
-    for wheel in (SGLANG, TRITON, MSGSPEC):  # before two workers ask for one
+    for wheel in (SGLANG, TRITON, MSGSPEC):  # before two workers download the same one
         unpack(wheel)
     for name in sglang_adapted.ADAPTED:
         yield Row(

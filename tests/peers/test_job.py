@@ -1,4 +1,4 @@
-"""The job that checks released builders: its verdicts and its table, with builders of ours and no wheel."""
+"""Tests of the job that checks released builders: verdicts and table, with our builders and no wheel."""
 
 import json
 from pathlib import Path
@@ -46,7 +46,7 @@ def result(outcome: Outcome, *fields: str, rule: str | None = "GP01", **more: An
 
 @pytest.mark.sweep
 def test_builders_are_checked_in_processes_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A right builder is conformant; a broken one has its rule and field; a third one is not run."""
+    """A correct builder is conformant; a broken one has its rule and field; a third one is not run."""
     monkeypatch.setenv("PYTHONPATH", str(TWINS))
     rows = [row("PagedBuilder"), row("FreshLengths", (FRESH,)), row("Absent", not_run="it needs a GPU")]
     right, broken, absent = run(rows, Options(size="quick", lanes=("decode-*",), shrink=False))
@@ -97,7 +97,7 @@ def test_a_finding_without_a_field_is_known_by_its_place(
 
 
 def test_a_known_finding_that_is_gone_is_said() -> None:
-    """A released builder that was mended, or a suite that has become blind, is not passed over."""
+    """A known finding that disappeared (a fixed builder, or a weaker suite) is reported."""
     (verdict,) = verdicts([row("a", (FRESH,))], report("a", result(Outcome.PASS)))
     assert verdict.gone == [FRESH]
     assert not is_as_known([verdict])
@@ -139,7 +139,7 @@ def test_a_cell_is_one_short_line() -> None:
 
 
 def test_lanes_without_graphs_are_counted_apart() -> None:
-    """A lane in which nothing was captured is no replayed lane; what a process printed is no lane."""
+    """Lanes without captures do not count as replayed; printed output does not count as a lane."""
     results = [
         result(Outcome.PASS),
         result(Outcome.UNSUPPORTED, lane="extend"),
@@ -150,7 +150,7 @@ def test_lanes_without_graphs_are_counted_apart() -> None:
 
 
 class _Engine:
-    """An engine whose wheel cannot be had, or whose rows are not run."""
+    """An engine whose wheel is not available, or whose rows are not run."""
 
     def __init__(self, error: str = "") -> None:
         self.error = error
@@ -178,7 +178,7 @@ def test_the_command_writes_a_table_and_results(
 def test_the_command_says_what_it_cannot_do(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """An unknown name has status 2, a wheel that cannot be had 3; both are said."""
+    """An unknown name has status 2, an unavailable wheel 3; the error names each."""
     monkeypatch.setattr(command, "ENGINES", {"ours": _Engine()})
     assert command.main(["c"]) == 2
     monkeypatch.setattr(command, "ENGINES", {"ours": _Engine("thing==2.0 cannot be downloaded")})
@@ -187,7 +187,7 @@ def test_the_command_says_what_it_cannot_do(
 
 
 def test_results_have_each_finding_and_the_reasons() -> None:
-    """The JSON has the evidence of each finding, what was looked into, and what is new."""
+    """The JSON has the evidence of each finding, the known findings and the new ones."""
     found = report("a", result(Outcome.FAIL, "seq_lens", "block_table"))
     (written,) = json.loads(as_json([*verdicts([row("a", (FRESH,))], found)]))
     assert [f["batch"] for f in written["findings"]] == ["decode", "decode"]

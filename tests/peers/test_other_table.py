@@ -1,4 +1,4 @@
-"""The table of other wheels, as far as it can be read without one."""
+"""Tests of the table of other wheels that need no wheel."""
 
 from types import SimpleNamespace
 
@@ -13,7 +13,7 @@ from peers.job import cut
 
 
 def test_each_name_has_an_adapter() -> None:
-    """A row of the table is an adapter of its engine's kind; an unknown name is unknown."""
+    """A row of the table is an adapter of its engine's kind; an unknown name is an error."""
     for name in other_builders.OTHERS:
         assert isinstance(getattr(other_checks, name), Builders)
     for name in other_sglang.OTHERS:
@@ -52,5 +52,5 @@ def test_a_reader_of_decodes_refuses_prefills() -> None:
 
 
 def test_the_page_has_no_folders_of_a_machine() -> None:
-    """A file in a message keeps its last folder, and what is no file with a line stays."""
+    """A file in a message keeps only its last folder; other text stays."""
     assert cut("recorded at /home/me/src/pkg/backend.py:3: x, 1/2") == "recorded at pkg/backend.py:3: x, 1/2"

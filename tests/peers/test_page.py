@@ -1,4 +1,4 @@
-"""The page of the job has what a run wrote, and every builder of the tables."""
+"""Tests that the page of the job has the results of a run and every builder of the tables."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ from peers.test_job import FRESH, report, result, row
 
 
 def test_a_run_writes_its_part_of_the_page_alone() -> None:
-    """The text around the verdicts stays, and the part of another engine; verdicts of an earlier run go."""
+    """A run replaces its earlier verdicts; the text around them and parts of other engines stay."""
     other = f"{BEGIN.format('theirs')}kept\n{END.format('theirs')}"
     page = f"above\n{BEGIN.format('ours')}old\n{END.format('ours')}{other}below\n"
     found = [*verdicts([row("a", (FRESH,))], report("a", result(Outcome.FAIL, "seq_lens", "block_table")))]
@@ -34,7 +34,7 @@ def test_a_run_writes_its_part_of_the_page_alone() -> None:
 
 
 def test_each_finding_stands_in_the_file_of_findings_with_its_reason() -> None:
-    """A finding has its builder's heading, what was expected, and why it is so, or that nobody knows yet."""
+    """A finding has its builder's heading, the expected value and the reason or a note that it is unknown."""
     found = [*verdicts([row("a", (FRESH,))], report("a", result(Outcome.FAIL, "seq_lens", "block_table")))]
     written = findings([*found, Verdict(row("b", not_run="it needs a GPU"))])
     assert "\n## ours: `a`\n" in written
@@ -45,7 +45,7 @@ def test_each_finding_stands_in_the_file_of_findings_with_its_reason() -> None:
 
 
 def test_rows_of_several_engines_may_share_a_part() -> None:
-    """A row that names a part stands there, and its heading has engine and version."""
+    """A row that names a part is listed there, and its heading has engine and version."""
     page = f"{BEGIN.format('others')}old\n{END.format('others')}"
     (found,) = verdicts([row("a", (FRESH,))], report("a", result(Outcome.FAIL, "seq_lens")))
     written = with_verdicts(page, [replace(found, row=replace(found.row, part="others"))])
@@ -55,7 +55,7 @@ def test_rows_of_several_engines_may_share_a_part() -> None:
 
 
 def test_an_engine_without_a_part_of_the_page_is_named() -> None:
-    """Verdicts that the page has no place for are not dropped."""
+    """Verdicts without a place on the page are an error that names the engine."""
     with pytest.raises(ValueError, match="no part for ours"):
         with_verdicts("above\n", [Verdict(row("b", not_run="it needs a GPU"))])
 

@@ -1,4 +1,4 @@
-"""The table of SGLang's backends, as far as it can be read without SGLang's wheel."""
+"""Tests of the table of SGLang's backends that need no wheel."""
 
 import importlib
 import traceback
@@ -18,14 +18,14 @@ def test_a_name_outside_the_table_is_unknown() -> None:
 
 
 def test_reasons_and_findings_are_of_backends_in_the_table() -> None:
-    """What was looked into, and why a backend is not run, belong to a row; a backend has one of both."""
+    """Known findings and reasons not to run belong to rows; no backend has both."""
     assert sglang_checks.KNOWN.keys() <= sglang_adapted.ADAPTED.keys()
     assert sglang_checks.NOT_RUN.keys() <= sglang_adapted.ADAPTED.keys()
     assert not sglang_checks.KNOWN.keys() & sglang_checks.NOT_RUN.keys()
 
 
 def test_lanes_that_take_long_are_left_out() -> None:
-    """Tall ladders and long contexts are not checked; all other lanes of the adapter are."""
+    """Lanes with many capture sizes or long contexts are not checked; all other lanes are."""
     make = importlib.import_module("sglang_backends").PagedBackend
     options = Options(size="normal")
     released = [str(plan) for plan in sglang_checks.Released(make).lanes(options)]

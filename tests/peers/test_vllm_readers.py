@@ -1,4 +1,4 @@
-"""Readers of the job: each form of metadata, made of one batch, gives the attention of that batch."""
+"""Tests of the job's readers: each form of metadata of one batch gives the attention of that batch."""
 
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -27,12 +27,12 @@ class Step(NamedTuple):
 
     @property
     def starts(self) -> list[int]:
-        """Where each request's queries begin, and the end."""
+        """The query offset of each request, and the end."""
         return [sum(self.query_lens[:at]) for at in range(len(self.query_lens) + 1)]
 
     @property
     def tokens(self) -> int:
-        """Tokens, padding ones included."""
+        """The number of tokens, including padding."""
         return len(self.slot_mapping)
 
     @property
@@ -73,7 +73,7 @@ def ints(values: list[int]) -> torch.Tensor:
 
 
 def attended(reads: Reads, step: Step) -> torch.Tensor:
-    """Return the outputs of the live tokens, with keys and values that follow from the batch alone."""
+    """Return the outputs of the live tokens, with keys and values that depend only on the batch."""
     made = torch.Generator().manual_seed(step.tokens)
 
     def drawn(*shape: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def attended(reads: Reads, step: Step) -> torch.Tensor:
 
 
 def right(step: Step) -> torch.Tensor:
-    """Return what one launch over the requests gives."""
+    """Return the outputs of one launch over the requests."""
     part = Part(
         seq_lens=ints(step.seq_lens),
         block_table=step.block_table,
@@ -146,7 +146,7 @@ def test_rows_found_by_the_token_are_those_of_its_request(step: Step) -> None:
 
 @given(steps(), st.data())
 def test_a_token_of_another_request_is_seen(step: Step, data: st.DataObject) -> None:
-    """One token with the request of another one changes its output: its keys lie in other blocks."""
+    """A token with the request of another one has another output, because its keys are in other blocks."""
     metadata = by_token(step)
     at = data.draw(st.integers(0, len(step.owners) - 1))
     if len(set(step.owners)) == 1:
@@ -204,7 +204,7 @@ def test_the_blocks_of_a_group_lie_in_the_builders_row() -> None:
 
 
 def test_a_length_bounds_the_keys_of_blocks() -> None:
-    """With a stale, shorter length the last keys are not seen, whatever the mask says of the query."""
+    """With a stale, shorter length the last keys are not seen, whatever the mask allows."""
     table = torch.tensor([[3, 5, 0, 0, 0]], dtype=torch.int32)
     step = Step([1], [7], table, torch.tensor([5 * BLOCK + 2]))
     metadata = flex_metadata(step)

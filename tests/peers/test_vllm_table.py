@@ -1,4 +1,4 @@
-"""The table of vLLM's builders, as far as it can be read without vLLM's wheel."""
+"""Tests of the table of vLLM's builders that need no wheel."""
 
 import pytest
 
@@ -6,7 +6,7 @@ from peers import vllm_builders
 
 
 def test_a_builder_that_cannot_be_constructed_says_why() -> None:
-    """Each row without a factory refuses with its class and its reason; an unknown name is unknown."""
+    """Each row without a factory raises an error with its class and reason; so does an unknown name."""
     absent = {name: row for name, row in vllm_builders.BUILDERS.items() if row.absent}
     assert absent
     for name, row in absent.items():

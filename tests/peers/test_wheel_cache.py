@@ -66,7 +66,7 @@ def test_code_that_another_user_can_change_is_not_imported(shelf: Path) -> None:
 
 
 def test_the_cache_is_the_users_unless_it_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without a variable of ours the cache lies in the user's cache directory."""
+    """Without `GRAPHPACT_PEERS_CACHE` the cache is in the user's cache directory."""
     monkeypatch.delenv("GRAPHPACT_PEERS_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert cache() == tmp_path / "graphpact" / "peers"

@@ -67,7 +67,7 @@ ENVIRONMENT = {
     "TRITON_INTERPRET": "1",  # builders launch small kernels, for metadata
     "CUDA_VISIBLE_DEVICES": "",
     "VLLM_CONFIGURE_LOGGING": "0",
-    "VLLM_HAS_FLASHINFER_CUBIN": "1",  # else FlashInfer's builder asks the network for kernels
+    "VLLM_HAS_FLASHINFER_CUBIN": "1",  # otherwise FlashInfer's builder asks the network for kernels
 }
 _BACKENDS = "vllm.v1.attention.backends"
 _kept: list[object] = []  # operators live as long as their library
@@ -98,7 +98,7 @@ def prepare(
     )
 
     class Described(cuda.CudaPlatformBase):
-        """A GPU that is described, and not there."""
+        """The platform of a simulated GPU."""
 
         @classmethod
         def get_device_capability(cls, device_id: int = 0) -> Any:
@@ -160,7 +160,7 @@ def real_mode(config: Namespace) -> None:
 
 
 class _NoPrefill:
-    """In the place of an MLA layer's prefill backend: batches of the suite are decode batches."""
+    """Replaces the prefill backend of an MLA layer, since all batches of the suite are decode batches."""
 
     def clone(self) -> "_NoPrefill":
         return self
@@ -173,7 +173,7 @@ class _NoPrefill:
 
 
 def latents(config: Namespace) -> None:
-    """Give the layers of latents what their builders read, and no prefill."""
+    """Add the attributes that builders of latent layers read, without a prefill backend."""
     for layer in _layers(config):
         layer.prefill_backend = _NoPrefill()
 
@@ -224,8 +224,8 @@ class Builder:
     Attributes:
         path: ``module:class``, below ``vllm.v1.attention.backends``.
         kind: What its cache holds.
-        ready: Gives its configuration what no other builder reads.
-        absent: Why it cannot be constructed; empty where it can.
+        ready: Adds the settings that only this builder reads to the configuration.
+        absent: Why it cannot be constructed; empty if it can.
     """
 
     path: str

@@ -32,7 +32,7 @@ class Check:
         read: What its kernel reads.
         modes: The kinds of step whose kernel the reader knows; None for those of the adapter.
         of_low_caches: Whether lanes whose cache has a million blocks are left out.
-        unread: Why no reader is given, and the builder not run; empty where it is.
+        unread: Why there is no reader and the builder is not run; empty if it is run.
     """
 
     read: Reader = read_vllm_metadata
@@ -75,16 +75,16 @@ CHECKS: dict[str, Check] = {
     "flash_attention_mla_sparse": _SPARSE_UNRECORDED,
     "flash_attention_mla_sparse_fa4": _SPARSE_UNRECORDED,
     "xpu_mla_sparse": Check(unread=_NEVER),
-    "sparse_swa": Check(vllm_readers.sparse_swa, _VERIFY),  # as above
+    "sparse_swa": Check(vllm_readers.sparse_swa, _VERIFY),  # see _SPARSE_UNRECORDED
     "indexer": Check(vllm_readers.indexer, _UNIFORM),
     "kpool_tail": Check(unread="its kernel pools keys into a cache of tails: no attention reads them"),
     "mamba1": Check(
         modes=_DECODE
-    ),  # these three take verified drafts for prefills, or have no graph for them
+    ),  # these three treat verified drafts as prefills, or have no graph for them
     "linear": Check(modes=_DECODE),
     "ple_short_conv": Check(modes=_DECODE),
 }
-"""Builders that the distribution's own reader does not do for; all others are checked by it."""
+"""Builders that need another reader than the distribution's own, which checks all others."""
 _SEQ_LENS = Known(
     "GP19",
     "seq_lens",
@@ -131,7 +131,7 @@ KNOWN: dict[str, tuple[Known, ...]] = {
         ),
     ),
 }
-"""Findings that were looked into."""
+"""The known findings."""
 _HEAD_SIZES = {"mla": (576,), "mamba": None}
 _BLOCK_SIZES = {"mla": (64,)}
 
@@ -158,7 +158,7 @@ def rows() -> Iterator[Row]:
     Raises:
         RuntimeError: A wheel cannot be had.
     """
-    unpack(TRITON)  # before two workers ask for it
+    unpack(TRITON)  # before two workers download it
     engine = f"vLLM {vllm_builders.VLLM.version}"
     for name, builder in vllm_builders.BUILDERS.items():
         check = CHECKS.get(name, Check())

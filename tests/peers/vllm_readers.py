@@ -1,4 +1,4 @@
-"""What the kernels of vLLM 0.33 read of metadata that the distribution's readers do not know.
+"""Readers for kernels of vLLM 0.33 whose metadata the distribution's readers do not support.
 
 Each reader names the function of the wheel whose reads it repeats, below ``vllm/v1/attention/backends``.
 
@@ -26,7 +26,7 @@ from graphpact_kernels import define_kernel
 
 @dataclass(frozen=True)
 class Rows:
-    """A launch with a row of numbers for each query token.
+    """A launch whose metadata has one row for each query token.
 
     Args:
         request: ``[T]`` int32: the row of ``block_table``, not read where there are no keys; None where all
@@ -152,7 +152,7 @@ class Slots:
 
 @dataclass(frozen=True)
 class FlexBlocks:
-    """Flex attention: a group of query tokens visits blocks of the cache, and a mask selects pairs.
+    """Flex attention: a group of query tokens visits blocks of the cache, and a mask selects query-key pairs.
 
     Args:
         kv_num_blocks: ``[groups]`` int32: the blocks that a group visits.
@@ -279,7 +279,7 @@ def turboquant(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
 def flashinfer(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
     """Return the reads of ``flashinfer.py: FlashInferImpl.forward``, decodes by TRT-LLM's kernels.
 
-    Queries are as many in each request unless ``q_cu_seq_lens`` is there.
+    All requests have equally many queries unless ``q_cu_seq_lens`` is given.
     """
     decode, tokens = metadata.decode, metadata.num_decode_tokens
     ragged = decode.q_cu_seq_lens is not None
@@ -299,7 +299,7 @@ def flashinfer(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
 def rocm_aiter_flash_attention(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
     """Return the reads of ``rocm_aiter_fa.py: AiterFlashAttentionImpl.forward`` for decodes.
 
-    One query a request is ``paged_attention_v1``; more are ``unified_attention``, by offsets.
+    One query per request uses ``paged_attention_v1``; several use ``unified_attention`` with offsets.
     """
     n, tokens, most = (
         metadata.num_decodes,

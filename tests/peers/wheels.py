@@ -28,8 +28,8 @@ class Wheel:
     """A released wheel, and which of its files are unpacked.
 
     Attributes:
-        name: Of the distribution.
-        version: The exact one.
+        name: Name of the distribution.
+        version: Its exact version.
         files: Patterns of files to unpack besides Python files and the metadata that imports read.
     """
 
@@ -39,12 +39,12 @@ class Wheel:
 
     @property
     def folder(self) -> Path:
-        """Where it is unpacked, or will be: a folder for ``sys.path``."""
+        """The folder for ``sys.path`` into which the wheel is or will be unpacked."""
         return cache() / f"{self.name}-{self.version}"
 
 
 TRITON = Wheel("triton", "3.9.0", ("triton/_C/*.so",))
-"""Engines launch small kernels for metadata, which it interprets."""
+"""Its interpreter runs the small metadata kernels of engines."""
 
 
 def cache() -> Path:
@@ -55,7 +55,7 @@ def cache() -> Path:
 
 
 def unpack(wheel: Wheel) -> Path:
-    """Return the folder of an unpacked wheel; download it where it is not there yet.
+    """Return the folder of an unpacked wheel; download it if it is missing.
 
     Raises:
         GraphpactError: Other users can change the cache or the wheel.

@@ -1,4 +1,1 @@
-"""Rigs of the tests: a lane over a small model, a draft model with its oracle, and the command line.
-
-Does not: hold tests or fixtures.
-"""
+"""Rigs of the tests: a lane over a small model, a draft model with its oracle, and the command line."""

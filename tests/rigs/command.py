@@ -1,8 +1,8 @@
-"""Runs the command line in a process of its own, and holds its end to what a user may be shown.
+"""Run the command line in a separate process, and check that its output suits a user.
 
     refused(command("generate", "--model", path, "Hello"), "config.json")
 
-Does not: hold tests; the folders ``hostile`` of engine and tests have them.
+Does not: contain tests; the folders ``hostile`` of engine and tests do.
 """
 
 import os
@@ -18,7 +18,7 @@ LIMIT = 120
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A command that ended: its exit status and what it wrote."""
+    """The exit status and the output of a finished command."""
 
     status: int
     out: str
@@ -36,7 +36,7 @@ def command(
 
     Args:
         arguments: The command line after ``graphpact``.
-        given: Text for its stdin, which is empty without.
+        given: Text for its stdin; by default stdin is empty.
         environment: Variables to add to those of this process.
         folders: Folders to put in front of Python's path, such as one of fake installed plugins.
         cwd: The folder to run it in.
@@ -61,9 +61,9 @@ def command(
 
 
 def refused(ended: Ended, *words: str, status: int = 2) -> None:
-    """Assert that a command gave no output, one error that names ``words``, and that status.
+    """Assert that a command printed only one error, which contains ``words``, and ended with ``status``.
 
-    A refusal is an error of one line and its help; a traceback is none.
+    The error is one line and a hint, without a traceback.
     """
     assert ended.status == status, ended
     assert ended.out == "", ended

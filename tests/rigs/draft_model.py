@@ -1,4 +1,4 @@
-"""A lane of a draft model with random weights, and the same model in plain loops, which needs no lane.
+"""A lane of a draft model with random weights, and the same model in plain loops as a reference.
 
 The draft model has two layers beside one of the target in the same KV cache: one with keys and values, one
 with latents. Its copy on frozen KV attends to the target's layer instead and writes nothing.
@@ -41,7 +41,7 @@ DRAFT = (
 FROZEN = (LayerSpec(1, 2, 1, HIDDEN, HIDDEN, scaling=0.5, kv_layer=0),)
 
 Path = list[list[torch.Tensor]]
-"""The keys of the tokens of one branch, by layer."""
+"""The inputs of each layer, for the tokens of one branch."""
 
 
 class DraftModelRig:
@@ -49,9 +49,9 @@ class DraftModelRig:
 
     Args:
         draft: Steps, branches, verified tokens.
-        seed: Of the weights and of the cache.
+        seed: Seed of the weights and of the cache.
         frozen: Whether the model attends to the target's keys and writes none.
-        dtype: Of weights, hidden states and the KV cache.
+        dtype: Dtype of weights, hidden states and the KV cache.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class DraftModelRig:
         strict: bool = False,
         sizes: list[int] | None = None,
     ) -> Lane:
-        """Return a lane of the draft model, all shapes captured."""
+        """Return a lane of the draft model with all shapes captured."""
         per_request = self.draft.topk if self.frozen else self.draft.tokens_per_request(mode) or CONTEXT
         most = ROWS * (self.draft.topk if self.frozen else 1)
         limits = Limits(most, ROWS * per_request, CONTEXT, 1, self.draft)
@@ -146,8 +146,8 @@ class DraftModelRig:
             hidden: ``[HIDDEN]``: the hidden state that it reads.
             position: Its position.
             row: Its request row.
-            cached: Tokens of the sequence that it sees in the cache.
-            path: The inputs of each layer, of the tokens before it in its branch.
+            cached: Number of tokens in the cache that the token sees.
+            path: The inputs of each layer for the earlier tokens of its branch.
 
         Returns:
             Log probabilities, the hidden state, and the path with the token.
@@ -175,7 +175,7 @@ class DraftModelRig:
     # -- batches ---------------------------------------------------------------------------------
 
     def rows(self, count: int) -> torch.Tensor:
-        """Return different request rows."""
+        """Return ``n`` distinct request rows."""
         return 1 + torch.randperm(ROWS, generator=self.generator)[:count]
 
     def cache_loc(self, rows: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
@@ -191,7 +191,7 @@ class DraftModelRig:
                 cache[self.table[row, :length].long()] = self.random(length, 1, HIDDEN)
 
     def batch(self, mode: ForwardMode, lengths: Sequence[int], correct: Sequence[int] = ()) -> ForwardBatch:
-        """Return a batch of requests with ``lengths`` cached tokens, and the cache that it needs."""
+        """Fill the cache for requests with ``lengths`` cached tokens, and return their batch."""
         bs, topk, width = len(lengths), self.draft.topk, self.draft.num_draft_tokens
         rows, lens = self.rows(bs), torch.tensor(lengths)
         self.fill_cache(rows, lens)
@@ -242,7 +242,7 @@ class DraftModelRig:
 
 @dataclass(frozen=True)
 class Node:
-    """A candidate: its token, the log probability of its path, its parent's index, and data of the caller."""
+    """A candidate: its token, the log probability of its path, its parent's index, and the caller's data."""
 
     token: int
     score: float
@@ -255,7 +255,7 @@ Expand = Callable[[Node, int, int], tuple[Sequence[float], Any]]
 
 
 def single(number: float) -> float:
-    """Return the float32 that is nearest to ``number``; sums of two are thus rounded as in float32."""
+    """Return the float32 nearest to ``number``, so that sums of two are rounded as in float32."""
     return float(struct.unpack("f", struct.pack("f", number))[0])
 
 
@@ -266,7 +266,7 @@ def beam_search(
 
     Args:
         first: Tokens and log probabilities of the first level.
-        expand: Returns what follows a branch.
+        expand: Returns the continuations of a branch.
         data: The data of the first level.
         draft: Steps, branches, verified tokens.
     """

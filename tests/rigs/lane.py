@@ -1,7 +1,7 @@
 """A lane over a model of a few attention layers, in any forward mode, and random batches for it.
 
-By default all memory that no request of a batch owns is poisoned: KV slots with NaN, table entries with a
-slot that does not exist. Numbers are float64: padded and unpadded sums then differ far less than by any bug.
+By default all memory that no request of a batch owns is poisoned: KV slots with NaN, table entries with an
+invalid slot. Numbers are float64: padded and unpadded sums then differ far less than by any bug.
 
 Does not: assert anything.
 """
@@ -74,14 +74,14 @@ def lane_of(
     context: Mapping[str, Any] | None = None,
     **lane: Any,
 ) -> Lane:
-    """Return a lane without graphs, whose name is the mode of ``backend``.
+    """Return a lane without graphs that is named after the mode of ``backend``.
 
     Args:
         backend: Its backend.
         runner: Class of its runner.
         model: Its model.
         driver: Its driver; by default a tape.
-        strict: Whether that tape is strict; a strict driver's observer observes the lane.
+        strict: Whether the tape is strict; the observer of a strict driver is added to the lane.
         ownership: The `Ownership` that this observer calls.
         observers: More observers, inside the strict one.
         batch_sizes: Capture sizes of the runner.
@@ -117,10 +117,10 @@ class LaneRig:
         mode: Forward mode of the lane.
         topk: Branches of a draft decode; above 1 a target verify has a tree mask.
         num_layers: Attention layers of the model.
-        dtype: Of weights and KV cache.
+        dtype: Dtype of weights and KV cache.
         backend: Class of the lane's backend.
         runner: Class of the lane's runner; by default decode graphs, and `FullGraphs` in other modes.
-        observers: Observers of the lane, or a function that makes them when there is memory.
+        observers: Observers of the lane, or a function that makes them after the memory is allocated.
         poisons: Whether each batch poisons what it does not own; otherwise every row of the table has slots,
             with random keys and values in them.
         batch_sizes: Capture sizes of the runner.
@@ -193,7 +193,7 @@ class LaneRig:
     def model(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
         """Embed tokens and positions, attend in each layer and step, unembed.
 
-        A decode has logits by requests; other modes have logits and hidden states by tokens.
+        A decode returns logits per request; other modes return logits and hidden states per token.
         """
         at = batch.positions[:, None] * 0.1
         q, k, v = ((w[batch.input_ids] + at)[:, None] for w in self.weights[:3])
@@ -212,10 +212,9 @@ class LaneRig:
         """Return a batch on the first request rows; memory that it does not own is poisoned.
 
         Args:
-            lengths: Its ``seq_lens``: with the new tokens of the step, but without drafts that are not
-                verified.
+            lengths: Its ``seq_lens``, including the new tokens of the step, but not unverified drafts.
             new: New tokens of each request in a ragged mode; by default the mode's tokens per request.
-            mode: Another forward mode than the lane's.
+            mode: The forward mode; by default that of the lane.
         """
         mode, bs = mode or self.mode, len(lengths)
         count = [self.runner.context.tokens_per_request or 1] * bs if new is None else [*new]
@@ -253,7 +252,7 @@ class LaneRig:
         )
 
     def _own(self, cached: torch.Tensor, owned: torch.Tensor) -> None:
-        """Poison, but give the first rows slots of ``owned`` tokens, ``cached`` ones with keys and values."""
+        """Poison all memory; then give the first rows ``owned`` slots, ``cached`` of them with KV."""
         self.table[1:] = NO_SLOT
         for cache in self.caches:
             cache[PAGE:] = float("nan")
@@ -273,7 +272,7 @@ class LaneRig:
 
 
 def _tree_mask(bs: int) -> torch.Tensor:
-    """Return a mask in which each draft token sees the first one of its request, and itself."""
+    """Return a tree mask in which each draft token sees the first one of its request and itself."""
     mask = torch.eye(DRAFTS, dtype=torch.bool)
     mask[:, 0] = True
     return mask.repeat(bs, 1)
