@@ -51,7 +51,7 @@ check: $(STAMP)       ## lint, format, types, imports, docstrings; some minutes
 	$(BIN)/lint-imports
 	$(BIN)/interrogate -q .
 
-docs:                 ## build the pages and the reference as a site, build/docs/index.html; an environment of its own, then five minutes
+docs:                 ## build the pages and the reference as a site, build/docs/index.html; makes a separate environment, then five minutes
 	@echo "making $(VENV)-docs: pip installs sphinx and its extensions, about a minute" >&2
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/python -m pip install $(QUIET) --requirement requirements-docs.txt
