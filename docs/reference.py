@@ -158,8 +158,8 @@ def _modules(folder: str) -> str:
     rows = ["| file | holds |", "|---|---|"]
     root = ROOT / folder
     for path in [*sorted(root.glob("*.py")), *sorted(root.glob("*/__init__.py"))]:
-        told = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
-        line = told.partition("\n")[0].replace("``", "`").replace("|", "\\|")
+        text = ast.get_docstring(ast.parse(path.read_text(encoding="utf-8"))) or ""
+        line = text.partition("\n")[0].replace("``", "`").replace("|", "\\|")
         name = path.name if path.parent == root else f"{path.parent.name}/"
         rows.append(f"| `{name}` | {line} |")
     return "\n".join(rows) + "\n"
@@ -167,8 +167,8 @@ def _modules(folder: str) -> str:
 
 def _contracts(*ids: str) -> str:
     """Return the import contracts of ``pyproject.toml`` as code blocks."""
-    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
-    contracts = {c["id"]: c for c in told["tool"]["importlinter"]["contracts"]}
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    contracts = {c["id"]: c for c in settings["tool"]["importlinter"]["contracts"]}
     lines = []
     for each in ids:
         contract = contracts[each]
@@ -210,13 +210,13 @@ every exhibit, its thread, and the rules that fire. `graphpact museum --list` na
 """
 
 
-def museum(told: Sequence[Mapping[str, Any]]) -> str:
+def museum(visits: Sequence[Mapping[str, Any]]) -> str:
     """Return the museum page: the caught bugs, by rule.
 
     Args:
-        told: The output of `graphpact museum --json`: one entry per visit, in the order of the museum.
+        visits: The output of `graphpact museum --json`: one entry per visit, in the order of the museum.
     """
-    exhibits, variants = _split(told)
+    exhibits, variants = _split(visits)
     caught, passed = (sum(t["is_right"] for t in group) for group in (exhibits, variants))
     several = [t for t in exhibits if len(_broken(t)) > 1]
     lines = [
@@ -244,13 +244,13 @@ def museum(told: Sequence[Mapping[str, Any]]) -> str:
     return _MUSEUM + "\n".join(lines) + "\n"
 
 
-def museum_details(told: Sequence[Mapping[str, Any]]) -> str:
+def museum_details(visits: Sequence[Mapping[str, Any]]) -> str:
     """Return the text of ``build/museum.md``: the matrix of rules, every exhibit, every correct plugin.
 
     Args:
-        told: The argument of `museum`.
+        visits: The argument of `museum`.
     """
-    exhibits, variants = _split(told)
+    exhibits, variants = _split(visits)
     lines = [
         "# Every exhibit",
         "",
@@ -281,23 +281,23 @@ def museum_details(told: Sequence[Mapping[str, Any]]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _split(told: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+def _split(visits: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
     """Return the visits of exhibits and the visits of correct plugins."""
-    return [t for t in told if t["rule"] is not None], [t for t in told if t["rule"] is None]
+    return [t for t in visits if t["rule"] is not None], [t for t in visits if t["rule"] is None]
 
 
-def _broken(told: Mapping[str, Any]) -> list[str]:
-    return [rule for rule in told["findings"] if rule in RULES]
+def _broken(visit: Mapping[str, Any]) -> list[str]:
+    return [rule for rule in visit["findings"] if rule in RULES]
 
 
-def _begins_right(told: Mapping[str, Any]) -> bool:
-    evidence = {rule: Finding.model_validate(told["findings"][rule]).evidence for rule in _broken(told)}
-    return bool(causes_first(_broken(told), evidence)[0] == told["rule"])
+def _begins_right(visit: Mapping[str, Any]) -> bool:
+    evidence = {rule: Finding.model_validate(visit["findings"][rule]).evidence for rule in _broken(visit)}
+    return bool(causes_first(_broken(visit), evidence)[0] == visit["rule"])
 
 
-def _kinds(told: Mapping[str, Any]) -> list[str]:
+def _kinds(visit: Mapping[str, Any]) -> list[str]:
     """Return the kinds of step of the checked lanes."""
-    return list(dict.fromkeys(lane.partition("-")[0] for lane in told["lanes"]))
+    return list(dict.fromkeys(lane.partition("-")[0] for lane in visit["lanes"]))
 
 
 def _visit_museum() -> list[dict[str, Any]]:

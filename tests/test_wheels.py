@@ -123,8 +123,8 @@ def _python(*arguments: str, cwd: Path | None = None, status: int = 0) -> subpro
 def test_a_wheel_imports_with_what_it_declares(name: str, environment: Callable[..., Path]) -> None:
     """Every module that needs no extra imports from the wheel, with only its declared dependencies."""
     package, left_out = name.replace("-", "_"), NEEDS_AN_EXTRA.get(name, [])
-    told = _python("-I", "-S", "-c", IMPORT_ALL, str(environment(name)), package, *left_out)
-    assert package in told.stdout.split()
+    output = _python("-I", "-S", "-c", IMPORT_ALL, str(environment(name)), package, *left_out)
+    assert package in output.stdout.split()
 
 
 @pytest.mark.sweep
@@ -144,9 +144,9 @@ def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
         ("museum", "graphpact-museum"),
         ("bench", "graphpact-bench"),
     ):
-        told = _python("-I", "-S", "-c", COMMAND, site, command, "--anything", status=2).stderr
-        assert f"no command is called {command!r}" in told
-        assert f"help: pip install {owner}" in told
+        output = _python("-I", "-S", "-c", COMMAND, site, command, "--anything", status=2).stderr
+        assert f"no command is called {command!r}" in output
+        assert f"help: pip install {owner}" in output
 
 
 @pytest.mark.sweep
@@ -161,8 +161,8 @@ def test_a_builder_of_vllm_has_its_first_report_within_three_commands(
     assert change == ["cd", "examples/vllm"]
     shutil.copy(ROOT / "examples/vllm/acme_attention.py", tmp_path)
     run = ("-I", "-S", "-c", COMMAND, str(environment("graphpact-adapters")))
-    told = _python(*run, *check[1:], cwd=tmp_path)
-    assert "conformant: 1 of 1 plugin conformant" in told.stdout
+    output = _python(*run, *check[1:], cwd=tmp_path)
+    assert "conformant: 1 of 1 plugin conformant" in output.stdout
     assert "GP01" in _python(*run, *explain[1:], cwd=tmp_path).stdout
 
 

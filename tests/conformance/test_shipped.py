@@ -65,10 +65,10 @@ def test_two_runs_with_one_seed_differ_in_times_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Two reports with one seed are equal except for times, in any order of processes."""
-    told: list[dict[str, Any]] = []
+    written: list[dict[str, Any]] = []
     for seed in ("3", "3", "4"):
         main(["check", "trtllm_mla", "--quick", "--lane", "draft_*", "--seed", seed, "--json"])
-        told.append(json.loads(capsys.readouterr().out))
-    one, two, other = (Report.model_validate(t).timeless() for t in told)
+        written.append(json.loads(capsys.readouterr().out))
+    one, two, other = (Report.model_validate(t).timeless() for t in written)
     assert one == two
     assert one["seed"] != other["seed"]

@@ -115,8 +115,8 @@ def test_the_example_keeps_the_pact_by_command(elsewhere: Elsewhere) -> None:
 @pytest.mark.sweep
 def test_the_example_keeps_the_pact_by_pytest(elsewhere: Elsewhere) -> None:
     """The example's own tests pass, and none is skipped."""
-    told = elsewhere.run(*PYTEST, "-W", "error")
-    assert re.search(r"^22 passed in ", told, re.MULTILINE)
+    found = elsewhere.run(*PYTEST, "-W", "error")
+    assert re.search(r"^22 passed in ", found, re.MULTILINE)
 
 
 @pytest.mark.sweep
@@ -125,8 +125,8 @@ def test_a_bug_in_the_installed_plugin_is_told_and_can_be_told_again(elsewhere: 
     assert WRONG in (EXAMPLE / "README.md").read_text()  # the example's README describes this bug
     elsewhere.plant(RIGHT, WRONG)
     try:
-        told = elsewhere.run("graphpact", "check", "my_attention", "--quick", "--lane", "dec*", status=1)
-        finding = told[told.index("✗ GP03 stale-pad-tail") :]
+        found = elsewhere.run("graphpact", "check", "my_attention", "--quick", "--lane", "dec*", status=1)
+        finding = found[found.index("✗ GP03 stale-pad-tail") :]
         for name, text in (
             ("hook", "init_metadata_replay"),
             ("field", r"metadata\.page_table\[\d+, 0\].*slot 'my_attention\.page_table'"),
@@ -136,11 +136,11 @@ def test_a_bug_in_the_installed_plugin_is_told_and_can_be_told_again(elsewhere: 
             assert re.search(rf"^│ +{name} +{text}", finding, re.MULTILINE)
         again = re.search(r"reproduce +(graphpact check .* --only GP03 .*)", finding)
         assert again is not None
-        told = elsewhere.run(*shlex.split(again[1]), status=1)
-        assert "✗ GP03 stale-pad-tail" in told
-        assert "metadata.page_table[" in told
-        told = elsewhere.run(*PYTEST, "--import-mode=importlib", "one_lane.py", status=1)
-        failure = told[told.index("AssertionError: GP03 stale-pad-tail: A padding row") :]
+        found = elsewhere.run(*shlex.split(again[1]), status=1)
+        assert "✗ GP03 stale-pad-tail" in found
+        assert "metadata.page_table[" in found
+        found = elsewhere.run(*PYTEST, "--import-mode=importlib", "one_lane.py", status=1)
+        failure = found[found.index("AssertionError: GP03 stale-pad-tail: A padding row") :]
         assert again[1] in failure
         assert "init_metadata_replay" in failure
     finally:

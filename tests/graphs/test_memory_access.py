@@ -148,7 +148,7 @@ def test_memory_whose_address_was_taken_stays(chain: list[int], taken: int, way:
 
 @TAPES
 def test_memory_that_only_an_address_names_is_kept(make: Callable[[], GraphDriver]) -> None:
-    """Uninitialised memory that kernels use by its address alone belongs to the graph until its release."""
+    """Uninitialised memory that kernels use only by its address belongs to the graph until its release."""
     driver = make()
 
     def region() -> torch.Tensor:

@@ -212,7 +212,7 @@ def test_drivers_record_the_same_work(
                 return run_program(program, x, y, call=call)
 
             graphs.append(driver.capture(region))
-        told = {
+        summaries = {
             (
                 graph.num_nodes,
                 graph.num_segments,
@@ -220,7 +220,7 @@ def test_drivers_record_the_same_work(
             )
             for graph in graphs
         }
-        assert len(told) == 1
+        assert len(summaries) == 1
         generator = torch.Generator().manual_seed(seed)
         for t in (x, y):
             t.normal_(generator=generator)

@@ -1,4 +1,4 @@
-"""Tests that work of other threads for a region is refused, and that unrelated threads are not affected."""
+"""Tests that a region cannot delegate work to threads, and that unrelated threads are not affected."""
 
 import asyncio
 import queue

@@ -418,9 +418,9 @@ def test_choosing_a_lane_names_the_runner_that_raises(site: Site) -> None:
 def test_an_error_in_a_with_block_is_not_replaced_by_one_of_closing(site: Site) -> None:
     """If the block of ``with Engine`` raises and closing fails too, the block's error is raised."""
     config = EngineConfig.load(DEMO, overrides=graphs(site, release="1 / 0"), env={})
-    with pytest.raises(LookupError, match="mine") as told, Engine(config):
+    with pytest.raises(LookupError, match="mine") as caught, Engine(config):
         raise LookupError("mine")
-    assert "Bare.release raised" in told.value.__notes__[0]
+    assert "Bare.release raised" in caught.value.__notes__[0]
 
 
 def test_a_program_gets_the_exception_as_the_cause(site: Site) -> None:
@@ -431,9 +431,9 @@ def test_a_program_gets_the_exception_as_the_cause(site: Site) -> None:
         offers={"fake_odd": "Odd"},
     )
     config = EngineConfig.load(DEMO, overrides=["lanes.decode.runner=fake_odd"], env={})
-    with Engine(config) as engine, pytest.raises(EngineError, match="runner fake_odd") as told:
+    with Engine(config) as engine, pytest.raises(EngineError, match="runner fake_odd") as caught:
         engine.generate(["Hello"])
-    assert isinstance(told.value.__cause__, LookupError)
+    assert isinstance(caught.value.__cause__, LookupError)
 
 
 def test_an_error_of_graphpact_that_a_plugin_raises_is_its_own(

@@ -24,7 +24,7 @@ def main(arguments: list[str]) -> int:
     """Run the job; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m peers", description="Check released builders.")
     parser.add_argument("names", nargs="*", metavar="NAME", help="builders; all without a name")
-    parser.add_argument("--engine", choices=[*ENGINES], help="builders of this engine alone")
+    parser.add_argument("--engine", choices=[*ENGINES], help="only builders of this engine")
     parser.add_argument("--size", choices=("quick", "normal", "thorough"), default="quick")
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the verdicts as JSON")
     parser.add_argument("--page", action="store_true", help="write docs/peers.md and build/peers.md")

@@ -1,8 +1,9 @@
 """vLLM-Ascend's attention: its builders, and its own update of the tasks of a graph.
 
-The builder gets the common metadata that vLLM-Ascend's runner makes, of its own class. `updates` returns an
-update that runs ``update_graph_params`` of the engine's implementation as it is: the parameters of the graph
-are filled from the tasks, and the calls of ``torch_npu`` that update a recorded kernel update a task.
+The builder gets the common metadata of vLLM-Ascend's runner, which is another class than vLLM's. `updates`
+returns an update that runs ``update_graph_params`` of the engine's implementation as it is: the parameters
+of the graph are filled from the tasks, and the calls of ``torch_npu`` that update a recorded kernel update
+a task.
 
 Does not: run a kernel of an NPU, or construct an implementation.
 """
@@ -151,7 +152,7 @@ def read_mla(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
     if metadata.num_prefills or decode is None:
         raise ConfigError(
             f"AscendMLAMetadata has {metadata.num_prefills} prefills; this reader knows the decode kernel",
-            hint="check decodes alone",
+            hint="check only decodes",
         )
     part = Part(
         seq_lens=tuple(decode.seq_lens_list),

@@ -1,6 +1,6 @@
 """Stand-ins for FlashInfer's wrappers: they keep the data that a plan gives the kernel.
 
-A backend constructs a wrapper over buffers of its own and calls ``plan`` (or ``begin_forward``) before each
+A backend constructs a wrapper over its buffers and calls ``plan`` (or ``begin_forward``) before each
 step. A captured kernel then reads those buffers, and the schedule that the plan wrote into the wrapper's
 workspace. Here the schedule is the offsets that were planned with, in tensors that are refreshed in place.
 

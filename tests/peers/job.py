@@ -111,7 +111,7 @@ class Verdict:
 
 
 def run(rows: Sequence[Row], options: Options) -> list[Verdict]:
-    """Check the rows that can be run, in processes of their own, and return the verdicts of all.
+    """Check the rows that can be run, each in a separate process, and return the verdicts of all.
 
     Args:
         rows: The rows.

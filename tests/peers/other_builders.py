@@ -126,7 +126,7 @@ def _of_decodes(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
     if metadata.num_prefills or decode is None:
         raise ConfigError(
             f"KunlunMetadata has {metadata.num_prefills} prefills; this reader knows the decode kernel",
-            hint="check decodes and verified drafts alone",
+            hint="check only decodes and verified drafts",
         )
     part = Part(
         seq_lens=decode.seq_lens_tensor,
@@ -139,7 +139,7 @@ def _of_decodes(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
 
 
 def _tokens(shape: GraphShape) -> int:
-    """Return the key of a graph: vLLM-Ascend counts tokens alone."""
+    """Return the key of a graph: vLLM-Ascend counts only tokens."""
     return shape.num_tokens
 
 

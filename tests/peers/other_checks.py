@@ -15,7 +15,7 @@ from peers.job import Known, Row
 from peers.wheels import TRITON, unpack
 
 PART = "other wheels"
-"""The part of the page that lists them."""
+"""The part of ``docs/peers.md`` that lists these builders."""
 _SEQ_LENS = Known(
     "GP19",
     "seq_lens",
@@ -72,7 +72,7 @@ def rows() -> Iterator[Row]:
     """Yield the rows of the job; download missing wheels.
 
     Raises:
-        RuntimeError: A wheel cannot be had.
+        RuntimeError: A wheel is not available.
     """
     wheels = [wheel for row in other_builders.OTHERS.values() for wheel in row.wheels]
     for wheel in (TRITON, sglang_checks.MSGSPEC, *wheels, *other_sglang.WHEELS.values()):

@@ -250,7 +250,7 @@ def flashinfer(metadata: Any, batch: Any) -> PagedReads | IndexedReads:
 
 
 def flashinfer_mla(metadata: Any, batch: Any) -> PagedReads:
-    """Offsets and lengths come from the plan alone, slots from the wrapper's buffer."""
+    """Offsets and lengths come only from the plan, slots from the wrapper's buffer."""
     decodes = hasattr(metadata, "decode_wrapper")
     wrapper = metadata.decode_wrapper if decodes else metadata.prefill_wrapper
     plan = wrapper.planned

@@ -333,8 +333,9 @@ flashmla_draft = _multi_step("flashmla_backend", "FlashMLAMultiStepDraftBackend"
 def deepseek_v4(runner: Given) -> Any:
     """Return a ``DeepseekV4AttnBackend``, by its own constructor, for layers without compressed keys.
 
-    It takes only a pool of its own class, whose constructor wants a model. The pool here is an instance made
-    without it: it has the attributes that metadata of sliding windows read, and maps every slot to itself.
+    It takes only a pool of SGLang's class for this model, whose constructor requires a model. The pool here
+    is an instance made without it: it has the attributes that metadata of sliding windows read, and maps
+    every slot to itself.
     """
     pool_class = _module("mem_cache.deepseek_v4_memory_pool").DeepSeekV4TokenToKVPool
     pool = object.__new__(pool_class)

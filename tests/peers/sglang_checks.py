@@ -125,7 +125,7 @@ def rows() -> Iterator[Row]:
     """Yield the rows of the job: one for each backend of the table; download missing wheels.
 
     Raises:
-        RuntimeError: A wheel cannot be had.
+        RuntimeError: A wheel is not available.
     """
     for wheel in (SGLANG, TRITON, MSGSPEC):  # before two workers download the same one
         unpack(wheel)

@@ -24,7 +24,7 @@ def test_each_name_has_an_adapter() -> None:
 
 
 def test_a_call_of_the_engine_updates_the_task_that_it_began() -> None:
-    """The arguments of the kernel that is called between begin and end are those of the task."""
+    """A kernel call between begin and end updates the arguments of the task."""
     given: dict[str, object] = {}
     task = SimpleNamespace(update=lambda **arguments: given.update(arguments))
     updating, table = ascend.Updating(), torch.zeros(2, 3)

@@ -58,9 +58,9 @@ def test_code_that_another_user_can_change_is_not_imported(shelf: Path) -> None:
     folder = unpack(wheel)
     for shared in (folder, cache()):
         shared.chmod(0o777)
-        with pytest.raises(GraphpactError, match=f"{shared} can be written by every user") as told:
+        with pytest.raises(GraphpactError, match=f"{shared} can be written by every user") as caught:
             unpack(wheel)
-        assert "GRAPHPACT_PEERS_CACHE" in str(told.value.hint)
+        assert "GRAPHPACT_PEERS_CACHE" in str(caught.value.hint)
         shared.chmod(0o755)
     assert unpack(wheel) == folder
 

@@ -29,7 +29,7 @@ from graphpact_adapters.vllm.given import Kind, Namespace
 from peers.wheels import TRITON, Wheel, unpack
 
 VLLM = Wheel("vllm", "0.33.0")
-CAPABILITY = (10, 0)  # of the GPU that vLLM believes is there; most builders choose their kernels by it
+CAPABILITY = (10, 0)  # compute capability of the simulated GPU, by which most builders choose their kernels
 COMPUTE_UNITS = 148
 ABSENT = [
     "PIL",

@@ -156,7 +156,7 @@ def rows() -> Iterator[Row]:
     """Yield the rows of the job: one for each builder class of the wheel; download missing wheels.
 
     Raises:
-        RuntimeError: A wheel cannot be had.
+        RuntimeError: A wheel is not available.
     """
     unpack(TRITON)  # before two workers download it
     engine = f"vLLM {vllm_builders.VLLM.version}"

@@ -73,7 +73,7 @@ class Rows:
 class Selected:
     """Sparse attention: pages by the query token, and keys that an indexer has chosen.
 
-    The indexer is another layer, with metadata of its own. In this model it chooses every key that the token
+    The indexer is another layer with separate metadata. In this model it chooses every key that the token
     may see: as many as ``seq_lens`` and ``query_start_loc`` say, which the runner writes.
 
     Args:
