@@ -44,7 +44,7 @@ CHOSEN = {
     "fa3-sinks-copied-at-construction": {"rewritten_memory"},
     "flashinfer-prefill-step-writes-the-class": {"beside_other_lanes"},
 }
-"""Exhibits with the experiments that have findings in them: together all experiments but two."""
+"""Exhibits, each with the experiments that find its bug; together they cover all but two experiments."""
 BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
 
 

@@ -89,7 +89,7 @@ def test_a_finding_that_was_not_looked_into_is_new() -> None:
 def test_a_finding_without_a_field_is_known_by_its_place(
     field: str | None, raised_at: str | None, known: str, *, is_known: bool
 ) -> None:
-    """The place that raised identifies it; a reason without field and place explains no other finding."""
+    """The raising line identifies it; a reason without field and place explains no other finding."""
     finding = Finding(
         rule=None, hook=None, field=field, raised_at=raised_at, expected="1", actual="2", batch="decode"
     )

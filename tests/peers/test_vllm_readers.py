@@ -234,7 +234,7 @@ def test_lists_on_the_host_are_read_as_they_are(step: Step) -> None:
 
 @given(steps(width=1), st.integers(0, 2))
 def test_decodes_before_a_loop_over_requests_are_one_launch(step: Step, more: int) -> None:
-    """A batch with decodes first, and requests with lists on the host after them, has both launches."""
+    """If decodes precede requests with host lists, the model runs both kinds of launch."""
     decodes = max(len(step.owners) - more, 0)
     metadata = SimpleNamespace(
         seq_lens=ints(step.seq_lens),

@@ -64,7 +64,7 @@ HEAVY = [
     "vllm.vllm_flash_attn",
 ]
 ENVIRONMENT = {
-    "TRITON_INTERPRET": "1",  # builders launch small kernels, for metadata
+    "TRITON_INTERPRET": "1",  # builders launch small kernels for metadata
     "CUDA_VISIBLE_DEVICES": "",
     "VLLM_CONFIGURE_LOGGING": "0",
     "VLLM_HAS_FLASHINFER_CUBIN": "1",  # otherwise FlashInfer's builder asks the network for kernels
