@@ -1,8 +1,8 @@
 """graphpact: the agreement between the capture of a graph and the preparation of its replays.
 
-This module re-exports the names that plugins and engines share. Each is imported when it is first used, since
-torch takes seconds to import and a command such as ``graphpact --version`` needs none of them. Type checkers
-read ``__init__.pyi``.
+This module re-exports the names that plugins and engines share. Each name is imported when it is first used,
+because torch takes seconds to import and a command such as ``graphpact --version`` does not need it. Type
+checkers read ``__init__.pyi``.
 
 Does not: import transformers, a plugin, or the command line.
 """
@@ -78,7 +78,7 @@ def __getattr__(name: str) -> Any:
 
 
 def _conformance() -> Any:
-    """Return the decorator `graphpact_conformance.conformance`, which is part of another distribution."""
+    """Return the decorator `graphpact_conformance.conformance` of another distribution."""
     try:
         return importlib.import_module("graphpact_conformance").conformance
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""The versions, alone in a file that is read without importing torch."""
+"""The version numbers, in a separate file that can be read without importing torch."""
 
 __version__ = "0.1.0"
 CONTRACT_VERSION = 1

@@ -26,9 +26,10 @@ class ForwardMode(enum.Enum):
         MIXED: An extend in which some requests decode, with one token each.
         TARGET_VERIFY: The target model reads the drafts of every request, the same number of tokens each.
         DRAFT_DECODE: The draft model decodes several steps in a row, one token per branch in each.
-        DRAFT_EXTEND: The draft model reads the verified tokens: the same number per request, accepted or not.
-        IDLE: No request: a rank that runs the step because other ranks have work. Its batch has the fields of
-            its lane's batches, without rows.
+        DRAFT_EXTEND: The draft model reads the verified tokens, the same number for every request, whether
+            they were accepted or not.
+        IDLE: A step without requests, on a rank that runs it because other ranks have work. The batch has the
+            same fields as other batches of its lane, without rows.
     """
 
     DECODE = "decode"
@@ -54,26 +55,27 @@ class ForwardMode(enum.Enum):
 class ForwardBatch:
     """The tensors of one step.
 
-    Shapes: ``bs`` requests, ``T`` tokens. Tensors lie on the engine's device, except those whose names end in
-    ``_cpu``: they lie on the host and may be read at any time.
+    Shapes: ``bs`` requests, ``T`` tokens. Tensors are on the engine's device. Only those whose names end in
+    ``_cpu`` are on the host, and may be read at any time.
 
     Args:
         forward_mode: The kind of the step.
         batch_size: Requests in the batch; in a padded view, those of the shape.
         input_ids: ``[T]`` int64: token ids.
         positions: ``[T]`` int64: position of each token in its sequence, from 0.
-        out_cache_loc: ``[T]`` int64: KV slot of each token's key and value; 0 is scratch. In draft decode,
-            whose ``T`` tokens are the branches: ``[T, num_steps]``, the KV slot of each branch in each step.
+        out_cache_loc: ``[T]`` int64: KV slot of each token's key and value; 0 is scratch. In draft decode the
+            ``T`` tokens are the branches, and the shape is ``[T, num_steps]``: the KV slot of each branch in
+            each step.
         req_pool_indices: ``[bs]`` int64: row of each request in the request pool; 0 is scratch.
-        seq_lens: ``[bs]`` int64: tokens of each sequence with a KV slot after this step, new ones included.
-            In target verify and draft decode: before this step, since drafts are not yet part of the
-            sequence.
+        seq_lens: ``[bs]`` int64: tokens of each sequence that have a KV slot after this step, including the
+            new ones. In target verify and draft decode it is the number before this step, because drafts are
+            not yet part of the sequence.
         seq_lens_cpu: ``[bs]`` int64 on the host: the same numbers.
         extend_seq_lens: ``[bs]`` int64: new tokens of each request; extend and mixed only.
         extend_seq_lens_cpu: ``[bs]`` int64 on the host: the same numbers.
         tree_mask: ``[T, T // bs]`` bool: whether each draft token sees each draft token of its request;
-            target verify of draft trees only. Without it drafts are a chain: each sees itself and those
-            before it.
+            only in target verify of draft trees. Without it drafts are a chain: each sees itself and the
+            drafts before it.
         num_correct_drafts: ``[bs]`` int32: accepted drafts of each request, from 0; draft extend only.
         draft_step: Index of the draft step of this batch, from 0; see `at_draft_step`.
         draft_cache_loc: ``[T, num_steps]`` int64: the KV slots of all steps; see `at_draft_step`.
@@ -86,12 +88,12 @@ class ForwardBatch:
         num_token_non_padded: ``[1]`` int32: real tokens, for layers that must not touch padding.
         num_token_non_padded_cpu: Real tokens of all attention-TP ranks, on the host.
         global_num_tokens_gpu: ``[1]`` or ``[dp_size]`` int32: tokens of each DP rank in the gathered buffer.
-        global_num_tokens_cpu: Tokens of each DP rank in this step, on the host, if layers gather over ranks:
-            all ranks then replay the shape of the largest.
+        global_num_tokens_cpu: Tokens of each DP rank in this step, on the host, if layers gather over ranks.
+            All ranks then replay the shape of the rank with most tokens.
         global_num_tokens_for_logprob_gpu: The same for tokens with requested log probabilities.
         ngram_embedding_info: An object with ``column_starts`` and ``req_lens``, both ``[bs]`` int32.
-        extra: A plugin's own fields by dotted names, such as ``eagle.hidden_states``. A lane with graphs
-            refuses fields without a slot, as all others.
+        extra: Fields that a plugin defines, by dotted names such as ``eagle.hidden_states``. As for all other
+            fields, a lane with graphs refuses one that has no slot.
     """
 
     forward_mode: ForwardMode
@@ -125,7 +127,7 @@ class ForwardBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in the batch, from the shape of ``input_ids``; no device read."""
+        """Number of tokens in the batch, from the shape of ``input_ids``, without a device read."""
         return self.input_ids.shape[0]
 
     @property
@@ -135,7 +137,7 @@ class ForwardBatch:
 
     @property
     def uncounted_keys(self) -> int:
-        """Keys of each request in this step that ``seq_lens`` does not count: drafts."""
+        """Number of keys per request in this step that ``seq_lens`` does not count: those of drafts."""
         if self.forward_mode is ForwardMode.TARGET_VERIFY:
             return self.tokens_per_request
         return 0 if self.draft_step is None else self.draft_step + 1
@@ -150,7 +152,7 @@ class ForwardBatch:
         return self.extend_seq_lens, self.extend_seq_lens_cpu
 
     def require_consistent(self) -> None:
-        """Raise `EngineError` for conflicting fields, which no kernel can detect. Host work only."""
+        """Raise `EngineError` for conflicting fields, which no kernel can detect. Only host work."""
         mode, bs, tokens = self.forward_mode, self.batch_size, self.num_tokens
         if mode is ForwardMode.IDLE:
             return
@@ -173,10 +175,10 @@ class ForwardBatch:
 
     @property
     def drafts_in_rows(self) -> int:
-        """Drafts of a request whose KV slots follow the sequence in its row of ``req_to_token``.
+        """Number of drafts per request whose KV slots follow the sequence in its row of ``req_to_token``.
 
-        These are the drafts of a target verify, and of a draft decode with top-k = 1. KV slots of branches
-        are only in ``out_cache_loc``.
+        Only the drafts of a target verify, and of a draft decode with top-k = 1, have such KV slots. The KV
+        slots of branches are only in ``out_cache_loc``.
         """
         if self.forward_mode is ForwardMode.TARGET_VERIFY:
             return self.tokens_per_request
@@ -190,7 +192,7 @@ class ForwardBatch:
 
     @property
     def is_tree(self) -> bool:
-        """Whether drafts are a tree: the keys that a draft token sees are then no range of positions."""
+        """Whether drafts are a tree. A draft token then sees keys that are not a range of positions."""
         return self.tree_mask is not None or self.is_branched
 
     @property
@@ -201,14 +203,14 @@ class ForwardBatch:
     def at_draft_step(self, step: int) -> "ForwardBatch":
         """Return the batch of one step of a draft decode, with ``out_cache_loc`` ``[T]``.
 
-        Its queries attend to ``seq_lens + step + 1`` keys: the sequence, and their branch up to themselves.
+        Its queries attend to ``seq_lens + step + 1`` keys: the sequence, then their branch up to the query.
         """
         slots = self.out_cache_loc
         return replace(self, draft_step=step, out_cache_loc=slots[:, step], draft_cache_loc=slots)
 
     @property
     def selected_rows(self) -> torch.Tensor | None:
-        """``[bs]`` int64: the token of each request whose logits are asked for; None: every token's.
+        """``[bs]`` int64: index of the token of each request whose logits are needed; None for all tokens.
 
         It is the last token in a ragged batch, and the last accepted one in draft extend.
         """
@@ -225,7 +227,7 @@ class ForwardBatch:
         return self.input_ids.device
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """Return the tensors of the batch by field name, those of ``extra`` by their dotted names."""
+        """Return the tensors of the batch by field name; those in ``extra`` by their dotted names."""
         values = {name: getattr(self, name) for name in _TENSORS} | dict(self.extra)
         return {name: value for name, value in values.items() if isinstance(value, torch.Tensor)}
 
@@ -246,12 +248,12 @@ class ForwardBatch:
         return (self.forward_mode, *map(type, _OPTIONAL(self)), *self.extra)
 
     def host_tensors(self) -> list[torch.Tensor]:
-        """Return the tensors on the host, those whose field names end in ``_cpu``."""
+        """Return the tensors on the host, whose field names end in ``_cpu``."""
         return [tensor for name, tensor in self.tensors().items() if name.endswith("_cpu")]
 
 
 _OPTIONAL = operator.attrgetter(*(f.name for f in fields(ForwardBatch) if f.default is None))
-# Other fields are not looked at: torch.compile traces anew for another value of a number that it has seen.
+# Other fields are not read: torch.compile would trace again if a number that it has seen changes.
 _TENSORS = [f.name for f in fields(ForwardBatch) if f.type in (torch.Tensor, torch.Tensor | None)]
 
 

@@ -1,8 +1,8 @@
 """The runner's side of the contract: captured shapes, padding, and the region that a graph records.
 
-A runner is policy. It holds no graph, no lane and no tensor: the lane captures and replays, the registry has
-the memory. `GraphRunner` implements full graphs of every mode; a subclass chooses the shapes. `EagerRunner`
-captures nothing.
+A runner only decides. It holds no graph, no lane and no tensor: the lane captures and replays, and the
+registry holds the memory. `GraphRunner` implements full graphs of every mode; a subclass chooses the shapes.
+`EagerRunner` captures nothing.
 
 Does not: record, check or replay; `graphpact.lane` does.
 """
@@ -31,21 +31,22 @@ class RunnerContext:
     Args:
         device: The lane's device.
         backend: Capabilities of the lane's attention backend.
-        limits: The largest counts; they bound the shapes.
+        limits: The largest counts of the lane, which bound the shapes.
         mode: Forward mode of the lane's batches.
-        batch_sizes: Request counts to capture; None: the runner's default.
-        token_counts: Token counts to capture, in ragged modes; None: the runner's default.
-        max_padding_ratio: The most tokens of a shape for each token of a batch, where a runner limits it.
+        batch_sizes: Request counts to capture; None for the runner's default.
+        token_counts: Token counts to capture in ragged modes; None for the runner's default.
+        max_padding_ratio: The largest ratio of a shape's tokens to a batch's tokens, for runners that limit
+            it.
         lane: The lane's name, for messages.
-        num_token_non_padded: Whether layers that must not route padding need the number of real tokens, and
-            so a slot of that name.
-        require_gathered_buffer: Whether activations are gathered over ranks. Then this number is a rank's
-            share of the padded shape; see `graphpact.parallel`.
-        hidden_size: Width of the hidden states that a batch of a draft model carries, and of embeddings.
-        dtype: Their dtype, and that of queries, keys and values.
+        num_token_non_padded: Whether the lane needs a slot of that name, because layers that must not route
+            padding need the number of real tokens.
+        require_gathered_buffer: Whether activations are gathered over ranks. If so, ``num_token_non_padded``
+            counts a rank's share of the padded shape; see `graphpact.parallel`.
+        hidden_size: Width of embeddings, and of the hidden states that batches of a draft model carry.
+        dtype: Dtype of hidden states, embeddings, queries, keys and values.
         layers: The model's layers.
         mrope: Whether batches carry ``mrope_positions``.
-        input_embeds: Whether they carry ``input_embeds``.
+        input_embeds: Whether batches carry ``input_embeds``.
     """
 
     device: torch.device
@@ -66,7 +67,7 @@ class RunnerContext:
 
     @property
     def tokens_per_request(self) -> int | None:
-        """Tokens of each request in this mode; None if the mode is ragged."""
+        """Tokens per request in this mode; None if the mode is ragged."""
         return self.limits.draft.tokens_per_request(self.mode)
 
     @property
@@ -100,27 +101,32 @@ class RunnerContext:
 class GraphRunner(HookMethods, abc.ABC):
     """Base class of runner plugins.
 
-    A subclass sets `modes` and `needs`, and writes `shapes`. The defaults are for full graphs of every mode:
-    the whole forward pass in one graph, with padded requests and tokens.
+    A subclass sets `modes` and `needs`, and implements `shapes`. The default methods implement full graphs
+    for every mode: the whole forward pass in one graph, with padded requests and tokens.
 
-    A runner may keep events and host state, never graphs, lanes or tensors.
+    A runner may keep events and host state. It must not keep graphs, lanes or tensors.
     """
 
     modes: ClassVar[frozenset[ForwardMode]]
     needs: ClassVar[GraphSupport]
-    """The graph support that it needs from the backend."""
+    """The graph support that the runner needs from the backend."""
     driver: ClassVar[str | None] = None
-    """The graph driver for ``auto``; None: the default driver of the device."""
+    """The graph driver for ``auto``; None for the default driver of the device."""
     declines: ClassVar[Collection[EagerReason]] = ()
-    """Reasons of its own with which `fit` may leave a batch that a captured shape holds to an eager step."""
+    """The reasons that this runner adds: `fit` may return one of them for a batch that a captured shape could
+    hold, and the batch then runs eagerly.
+    """
 
     eager_attention: ClassVar[bool] = False
-    """Whether attention leaves the graphs of its lanes. The lane then makes new metadata in each step, by
-    `AttentionBackend.init_metadata_eager`, and regions attend by `RegionContext.attend` in eager calls."""
+    """Whether attention runs outside the graphs of its lanes. If so, the lane makes new metadata in each step
+    by `AttentionBackend.init_metadata_eager`, and regions compute attention by `RegionContext.attend` in
+    eager calls.
+    """
     frozen_kv: ClassVar[bool] = False
-    """Whether its lanes decode on a cache that the model only reads, such as another model's. The batches
-    then have ``limits.draft.topk`` equal rows in a row for each request, whose ``seq_lens`` count no new
-    token."""
+    """Whether the model only reads the KV cache, such as the cache of another model. Each request then has
+    ``limits.draft.topk`` equal, consecutive rows in the batch, and ``seq_lens`` does not count a new
+    token.
+    """
 
     def __init__(self, context: RunnerContext) -> None:
         self.context = context
@@ -129,13 +135,13 @@ class GraphRunner(HookMethods, abc.ABC):
     def eager_reason(cls, device: torch.device) -> EagerReason | None:
         """Return the reason why a lane may run eagerly if `driver` cannot record on ``device``.
 
-        None, as for most runners: it may not, and an unavailable driver is an error at start. A driver that
-        the configuration names is always required.
+        Return None (the default) if an unavailable driver must be an error at start. A driver that the
+        configuration names is always required.
         """
         del device
         return None
 
-    # -- policy ----------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------
 
     @abc.abstractmethod
     def shapes(self) -> Sequence[GraphShape]:
@@ -145,11 +151,11 @@ class GraphRunner(HookMethods, abc.ABC):
         """
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the shape of ``batch``, one of `shapes`, or why it runs eagerly. Host work only."""
+        """Return the shape for ``batch``, one of `shapes`, or why it runs eagerly. Only host work."""
         return EagerReason.NO_GRAPHS if self._sizes is None else self._sizes.fit(batch)
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Return the declarations of the static inputs: a slot for each field of a batch."""
+        """Return the slots of the static inputs, one for each field of a batch."""
         context, draft = self.context, self.context.limits.draft
         return input_slots(
             context.mode,
@@ -164,16 +170,16 @@ class GraphRunner(HookMethods, abc.ABC):
         )
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
-        """Return a valid batch of exactly ``shape`` that uses scratch memory only."""
+        """Return a valid batch of exactly ``shape`` that uses only scratch memory."""
         return dummy_batch(shape, self.context)
 
     def compose(self, forward: Forward, step: RegionContext) -> Region:
-        """Return the region that the graph of a shape records: by default one forward pass.
+        """Return the region that the graph of a shape records, by default one forward pass.
 
         Args:
-            forward: The model, called as often as the runner needs, with a batch, its metadata, and the
-                function that its layers attend with.
-            step: What the region works with. It reads ``step.view`` and ``step.metadata`` at capture. An
+            forward: The model. The region may call it several times, with a batch, its metadata, and the
+                function that computes attention for its layers.
+            step: The context of the region. It reads ``step.view`` and ``step.metadata`` at capture. An
                 eager call (``step.driver.eager_call``) may read ``step.live`` and ``step.metadata`` in every
                 replay. In an eager step (``step.is_eager``) the region runs once, without a graph.
         """
@@ -182,7 +188,7 @@ class GraphRunner(HookMethods, abc.ABC):
     # -- hooks -----------------------------------------------------------------------------------
 
     def populate(self, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape) -> None:
-        """Copy ``batch`` into the slots and pad them to ``shape`` by their policies."""
+        """Copy ``batch`` into the slots, and pad them to ``shape`` by their policies."""
         registry.fill_from(
             batch,
             raw_bs=batch.batch_size,
@@ -206,9 +212,9 @@ class GraphRunner(HookMethods, abc.ABC):
 
 
 class DecodeRunner(GraphRunner):
-    """A runner that captures full graphs of uniform batches: `default_batch_sizes`, or the configured ones.
+    """A runner that captures full graphs of uniform batches, in the default or the configured batch sizes.
 
-    It serves decode, and what a subclass adds to `modes`, such as target verify.
+    It serves decode, and the modes that a subclass adds to `modes`, such as target verify.
     """
 
     modes = frozenset({ForwardMode.DECODE})
@@ -216,10 +222,10 @@ class DecodeRunner(GraphRunner):
 
     @abc.abstractmethod
     def default_batch_sizes(self) -> list[int]:
-        """Return the request counts to capture if none are configured."""
+        """Return the request counts to capture if the configuration gives none."""
 
     def shapes(self) -> Sequence[GraphShape]:
-        """Return a shape for each request count."""
+        """Return one shape for each request count."""
         sizes = self.context.require_batch_sizes(self.default_batch_sizes())
         return CaptureSizes.uniform(self.context.mode, sizes, self.context.tokens_per_request or 1).shapes
 
@@ -238,8 +244,8 @@ class EagerRunner(GraphRunner):
 def dummy_batch(shape: GraphShape, context: RunnerContext) -> ForwardBatch:
     """Return a batch of exactly ``shape`` on scratch memory: request row 0, KV slot 0, token 0.
 
-    Its lengths are those of padding requests, or the new tokens of a request if those are more; its positions
-    agree with them.
+    Each length is that of a padding request, or the number of new tokens if that is larger. The positions
+    agree with the lengths.
 
     Args:
         shape: The shape to capture.
@@ -247,24 +253,25 @@ def dummy_batch(shape: GraphShape, context: RunnerContext) -> ForwardBatch:
 
     Raises:
         EngineError: The requests cannot have that many tokens, or the mode is not ragged and the token count
-            is no multiple of the request count.
+            is not a multiple of the request count.
     """
     mode, bs, tokens, device = shape.mode, shape.batch_size, shape.num_tokens, context.device
     if tokens > bs * context.limits.max_context_len:
         raise EngineError(
-            f"lane {context.lane!r}: {shape} has more tokens than its requests can have: no batch fills it",
+            f"lane {context.lane!r}: {shape} has more tokens than its requests can have, so no batch can "
+            "fill it",
             hint="let shapes() stop at batch_size * limits.max_context_len tokens",
         )
     draft: DraftLimits = context.limits.draft
     if tokens % bs and not mode.is_ragged:
         raise EngineError(
-            f"{shape} has no whole number of tokens per request",
+            f"the tokens of {shape} cannot be divided equally among its requests",
             hint="make the token count a multiple of the request count: the mode is not ragged",
         )
     new = torch.tensor([tokens // bs + (row < tokens % bs) for row in range(bs)])
     lens = torch.full((bs,), context.padded_seq_len)
     if mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE):
-        lens = lens.maximum(new)  # they count the new tokens
+        lens = lens.maximum(new)  # their lengths count the new tokens
     steps = (draft.num_steps,) if mode is ForwardMode.DRAFT_DECODE else ()
     batch = ForwardBatch(
         forward_mode=mode,

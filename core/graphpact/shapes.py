@@ -1,4 +1,4 @@
-"""`GraphShape`, the key of one graph, and `CaptureSizes`, the shapes that are captured for one mode.
+"""`GraphShape`, the key of one graph, and `CaptureSizes`, the captured shapes of one mode.
 
 A batch takes the smallest captured shape that fits, or runs eagerly with an `EagerReason`.
 
@@ -16,7 +16,7 @@ from graphpact.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class GraphShape:
-    """The key of one captured graph: everything that recorded kernels depend on.
+    """The key of one captured graph. It has everything that recorded kernels depend on.
 
     Args:
         mode: The recorded forward mode.
@@ -37,9 +37,10 @@ class GraphShape:
 
 @dataclass(frozen=True, slots=True)
 class EagerReason:
-    """The reason why a batch runs without a graph. Statistics count by it; plugins add their own reasons.
+    """Why a batch runs without a graph. Statistics count eager runs by reason; plugins may add reasons.
 
-    The ``name`` is stable, such as ``"over_largest"``; ``text`` says the reason in words.
+    The ``name`` does not change between versions, such as ``"over_largest"``. The ``text`` describes the
+    reason.
     """
 
     name: str
@@ -55,7 +56,7 @@ class EagerReason:
         return self.text
 
 
-EagerReason.NO_GRAPHS = EagerReason("no_graphs", "this lane captures nothing")
+EagerReason.NO_GRAPHS = EagerReason("no_graphs", "this lane does not capture graphs")
 EagerReason.NOT_CAPTURED = EagerReason("not_captured", "nothing is captured yet")
 EagerReason.WRONG_MODE = EagerReason("wrong_mode", "the lane's runner does not serve this mode")
 EagerReason.OVER_LARGEST = EagerReason("over_largest", "larger than the largest captured shape")
@@ -66,12 +67,14 @@ EagerReason.OTHER_WIDTH = EagerReason("other_width", "another number of tokens p
 class CaptureSizes:
     """The shapes that are captured for one mode.
 
-    A batch takes the smallest shape with at least its requests and its tokens: of the fewest tokens, and of
-    these of the fewest requests. ``shapes`` are sorted and made unique. In modes that are not ragged (decode,
-    target verify, drafts) all requests have the same number of tokens, in every shape.
+    A batch takes the smallest shape that has room for its requests and its tokens: the shape with the fewest
+    tokens, and among these the one with the fewest requests. ``shapes`` are sorted, without duplicates. In
+    modes that are not ragged (decode, target verify, drafts) all requests of all shapes have the same number
+    of tokens.
 
     Raises:
-        ConfigError: No shape, a shape without requests or tokens, or shapes of several modes or widths.
+        ConfigError: There is no shape, a shape has no requests or tokens, or the shapes have several modes or
+            several numbers of tokens per request.
     """
 
     shapes: tuple[GraphShape, ...]
@@ -93,7 +96,10 @@ class CaptureSizes:
         if uneven and not shapes[0].mode.is_ragged:
             raise ConfigError(
                 f"{uneven[0]} has another number of tokens per request than {shapes[0]}",
-                hint="requests of this mode all have the same number of tokens: capture shapes of one number",
+                hint=(
+                    "all requests of this mode have the same number of tokens: use the same number in every "
+                    "shape"
+                ),
             )
         object.__setattr__(self, "shapes", tuple(shapes))
         object.__setattr__(self, "_width", None if shapes[0].mode.is_ragged else width)
@@ -116,7 +122,7 @@ class CaptureSizes:
         return cls(tuple(GraphShape(mode, size, count) for size, count in pairs))
 
     def fit(self, batch: ForwardBatch, variant: str = "") -> GraphShape | EagerReason:
-        """Return the smallest shape of ``variant`` that holds ``batch``, or why none does. Host work only.
+        """Return the smallest shape of ``variant`` that holds ``batch``, or why none does. Only host work.
 
         An idle batch fits the smallest shape. If layers gather over DP ranks, all ranks take the shape of the
         largest rank (``global_num_tokens_cpu``).
@@ -139,8 +145,8 @@ class CaptureSizes:
 def default_decode_batch_sizes(max_batch_size: int) -> list[int]:
     """Return the default capture sizes of decode, denser for small batches, where padding costs most.
 
-    They are 1, 2, 4, 8; then every 8 up to 256, every 16 up to 512, every 32 beyond; and ``max_batch_size``,
-    so that no admissible batch is larger than the largest graph.
+    They are 1, 2, 4, 8; then multiples of 8 up to 256, of 16 up to 512, and of 32 beyond; and
+    ``max_batch_size``, so that every allowed batch fits the largest graph.
     """
     sizes = [1, 2, 4, *range(8, 257, 8), *range(272, 513, 16), *range(544, max_batch_size + 1, 32)]
     return sorted({size for size in sizes if size <= max_batch_size} | {max_batch_size})

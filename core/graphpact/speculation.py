@@ -1,8 +1,8 @@
-"""Speculative decoding: `SpeculationAlgorithm`, which says which lanes run in which order.
+"""Speculative decoding: `SpeculationAlgorithm`, which decides which lanes run in which order.
 
-An algorithm is a plugin of the group ``graphpact.speculation``. It keeps nothing itself: what outlives a step
-lies in the engine's request state, and every forward pass is a step of a lane. The engine verifies drafts,
-and commits tokens once the step has ended; a step that fails changes no request.
+An algorithm is a plugin of the group ``graphpact.speculation``. It keeps no state: data that outlives a step
+is in the engine's request state, and every forward pass is a step of a lane. The engine verifies drafts, and
+commits tokens after the step has ended, so a step that fails changes no request.
 
     extend(step)    after the target model has read prompt tokens
     decode(step)    draft; verify, once; then prepare the next draft
@@ -44,11 +44,12 @@ class SpeculationContext:
     """The constructor argument of an algorithm.
 
     Args:
-        draft: Steps, branches and verified tokens, the newest token of the sequence included.
+        draft: Steps, branches and verified tokens, which include the newest token of the sequence.
         max_model_len: Tokens of the longest sequence.
-        target_hidden_size: Width of the target's hidden states that the draft model reads; 0 without one.
-        draft_hidden_size: Width of the draft model's own; 0 without one.
-        dtype: Dtype of both.
+        target_hidden_size: Width of the target's hidden states that the draft model reads; 0 if there is
+            none.
+        draft_hidden_size: Width of the draft model's hidden states; 0 without a draft model.
+        dtype: Dtype of both hidden states.
     """
 
     draft: DraftLimits
@@ -64,9 +65,10 @@ class ExtendStep:
 
     Args:
         batch: The target's batch: ``bs`` requests, ``T`` tokens.
-        hidden_states: ``[T, target_hidden_size]``: the target's.
-        next_token_ids: ``[T]`` int64: the token that follows each.
-        state: The request state by name, ``[rows, ...]``: rows by ``req_pool_indices``, row 0 scratch.
+        hidden_states: ``[T, target_hidden_size]``: the hidden states of the target model.
+        next_token_ids: ``[T]`` int64: the token that follows each token.
+        state: The request state by name, ``[rows, ...]``. ``req_pool_indices`` selects rows; row 0 is
+        scratch.
         run: Runs a step of a lane.
     """
 
@@ -79,14 +81,14 @@ class ExtendStep:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verified:
-    """The outcome of a verification. Rows of a request: ``num_draft_tokens``, one stride for every request.
+    """The result of a verification. Every request has ``num_draft_tokens`` consecutive rows.
 
-    Row 0 is the newest token of the sequence, row ``j`` its ``j``-th accepted draft. Rows past
-    ``num_correct_drafts`` hold valid values without meaning.
+    In each request, row 0 is the newest token of the sequence, and row ``j`` is the ``j``-th accepted draft.
+    Rows after ``num_correct_drafts`` contain valid values without meaning.
 
     Args:
-        hidden_states: ``[bs * num_draft_tokens, target_hidden_size]``: the target's.
-        next_token_ids: ``[bs * num_draft_tokens]`` int64: the token that follows each.
+        hidden_states: ``[bs * num_draft_tokens, target_hidden_size]``: hidden states of the target model.
+        next_token_ids: ``[bs * num_draft_tokens]`` int64: the token that follows each token.
         num_correct_drafts: ``[bs]`` int32: accepted drafts of each request, from 0.
     """
 
@@ -100,12 +102,12 @@ class DecodeStep:
     """A step in which every request drafts and verifies.
 
     Args:
-        token_ids: ``[bs]`` int64: the newest token of each request, whose keys are in no cache yet.
+        token_ids: ``[bs]`` int64: the newest token of each request. Its keys are not in a cache yet.
         req_pool_indices: ``[bs]`` int64: the row of each request.
         seq_lens: ``[bs]`` int64: tokens of each sequence in the KV cache.
         seq_lens_cpu: ``[bs]`` int64 on the host: the same numbers.
-        cache_loc: ``[bs, n]`` int64: the KV slots of the next ``n`` positions of each request, for drafts
-            too: ``n >= num_draft_tokens``, and ``n >= num_steps * topk``.
+        cache_loc: ``[bs, n]`` int64: the KV slots of the next ``n`` positions of each request, including
+            those of drafts: ``n >= num_draft_tokens``, and ``n >= num_steps * topk``.
         state: See `ExtendStep`.
         run: Runs a step of a lane.
         verify: ``(drafts, parents) -> Verified``: lets the target model read ``drafts``, ``[bs,
@@ -125,10 +127,12 @@ class DecodeStep:
 
 
 class SpeculationAlgorithm(abc.ABC):
-    """Base class of algorithms. A subclass sets `lanes` and writes `state`, `extend` and `decode`."""
+    """Base class of algorithms. A subclass sets `lanes` and implements `state`, `extend` and `decode`."""
 
     lanes: ClassVar[Mapping[str, LaneRole]]
-    """The lanes by name. One, of mode target verify, runs the target; a lane of the draft model needs one."""
+    """The lanes by name. One lane has the mode target verify and runs the target model. The others run the
+    draft model, which is then needed.
+    """
 
     def __init__(self, context: SpeculationContext) -> None:
         self.context = context

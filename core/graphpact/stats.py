@@ -1,4 +1,4 @@
-"""`LaneStats` and `ShapeStats`: what a lane counts.
+"""`LaneStats` and `ShapeStats`: the counters of a lane.
 
 Does not: count; `graphpact.lane` does.
 """
@@ -19,7 +19,7 @@ class ShapeStats:
     Attributes:
         capture_seconds: Time that its capture took.
         num_nodes: Recorded operations, or -1 if the driver does not know.
-        externals: How completely the driver reports the memory that the graph reads.
+        externals: How complete the driver's report of the memory is that the graph reads.
         replays: Replays of its graph.
         raw_rows: Live requests in these replays.
         raw_tokens: Live tokens in these replays.
@@ -33,7 +33,7 @@ class ShapeStats:
     raw_tokens: int = 0
 
     def padding_waste(self, shape: GraphShape) -> float:
-        """Return the share of padding tokens in all replayed tokens; 0 without replays."""
+        """Return the ratio of padding tokens to all replayed tokens; 0 without replays."""
         return 1 - self.raw_tokens / (self.replays * shape.num_tokens) if self.replays else 0.0
 
 
@@ -53,7 +53,7 @@ class LaneStats:
 
     @property
     def externals(self) -> Externals:
-        """The least complete `ShapeStats.externals` of all shapes."""
+        """The least complete `ShapeStats.externals` among all shapes."""
         order: tuple[Externals, ...] = get_args(Externals)
         return max((s.externals for s in self.shapes.values()), key=order.index, default="all")
 

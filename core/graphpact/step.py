@@ -1,4 +1,4 @@
-"""The types of a step: `StepOutputs`, `RegionContext`, and those of a forward pass.
+"""The types of a step: `StepOutputs`, `RegionContext`, and the types of a forward pass.
 
     forward(batch, metadata, attend) -> StepOutputs       one forward pass of a model
     runner.compose(forward, step) -> () -> StepOutputs    the region that a graph records
@@ -29,10 +29,10 @@ class StepOutputs(Mapping[str, torch.Tensor]):
 
     Args:
         tensors: A tensor and its axis by name: ``"bs"`` for one row per request, ``"tokens"`` for one row per
-            token, ``"none"`` for neither; such a tensor is never cut.
+            token, ``"none"`` for neither. A tensor with the axis ``"none"`` is never cut.
 
     Raises:
-        EngineError: A value is no tensor, has an unknown axis, or has an axis and no first dimension.
+        EngineError: A value is not a tensor, has an unknown axis, or has an axis but no first dimension.
     """
 
     __slots__ = ("_axes", "_tensors")
@@ -60,7 +60,7 @@ class StepOutputs(Mapping[str, torch.Tensor]):
 
     @property
     def logits(self) -> torch.Tensor:
-        """The output ``logits``; an `EngineError` if the forward pass returned none."""
+        """The output ``logits``. Raises `EngineError` if the forward pass returned none."""
         return self["logits"]
 
     def __getitem__(self, name: str) -> torch.Tensor:
@@ -69,7 +69,7 @@ class StepOutputs(Mapping[str, torch.Tensor]):
         except KeyError:
             raise EngineError(
                 f"the step has no output {name!r}; it has {', '.join(self._tensors) or 'none'}",
-                hint="the model defines its outputs: see its documentation",
+                hint="the model defines its outputs; see the model's documentation",
             ) from None
 
     def __contains__(self, name: object) -> bool:
@@ -86,7 +86,7 @@ class StepOutputs(Mapping[str, torch.Tensor]):
         return f"StepOutputs({', '.join(parts)})"
 
     def rows(self, batch_size: int, num_tokens: int) -> "StepOutputs":
-        """Return the first rows of each output: as many as requests or tokens, by its axis. No copy."""
+        """Return the first rows of each output, without a copy; its axis selects one of the two counts."""
         outputs = object.__new__(StepOutputs)
         outputs._axes = axes = self._axes
         outputs._tensors = cut = dict(self._tensors)
@@ -96,7 +96,7 @@ class StepOutputs(Mapping[str, torch.Tensor]):
         return outputs
 
     def require_rows(self, shape: GraphShape) -> None:
-        """Raise `EngineError` for an output whose number of rows is not that of its axis in ``shape``."""
+        """Raise `EngineError` for an output that does not have as many rows as its axis has in ``shape``."""
         counts = {"bs": shape.batch_size, "tokens": shape.num_tokens}
         for name, tensor in self._tensors.items():
             axis = self._axes[name]
@@ -117,7 +117,9 @@ def _flatten(outputs: StepOutputs) -> tuple[list[torch.Tensor], tuple[tuple[str,
 
 
 def _unflatten(leaves: Iterable[Any], axes: Iterable[tuple[str, Axis]]) -> StepOutputs:
-    """Return outputs of ``leaves``, unchecked: while drivers map them as a tree, leaves may be no tensors."""
+    """Return outputs made of ``leaves``, without checks: drivers may map them to leaves that are not
+    tensors.
+    """
     outputs = object.__new__(StepOutputs)
     outputs._axes = dict(axes)
     outputs._tensors = dict(zip(outputs._axes, leaves, strict=True))
@@ -128,7 +130,7 @@ pytree.register_pytree_node(StepOutputs, _flatten, _unflatten, serialized_type_n
 
 
 class Attend(Protocol):
-    """Attention as a forward pass calls it: `AttentionBackend.forward`, or a runner's replacement."""
+    """The attention function of a forward pass: `AttentionBackend.forward`, or a runner's replacement."""
 
     def __call__(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
@@ -140,7 +142,9 @@ class Forward(Protocol):
     """One forward pass of a model."""
 
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return the outputs for ``batch``; every layer attends through ``attend``, with ``metadata``."""
+        """Return the outputs for ``batch``. Every layer calls ``attend`` with ``metadata`` for its
+        attention.
+        """
 
 
 Region: TypeAlias = Callable[[], StepOutputs]
@@ -149,9 +153,10 @@ Region: TypeAlias = Callable[[], StepOutputs]
 
 @dataclass(slots=True)
 class RegionContext:
-    """What the region of one captured shape works with, at capture and in the eager calls of every replay.
+    """The context of one captured shape's region, at capture and in the eager calls of every replay.
 
-    There is one per captured shape. The lane sets `live`, `attended` and `metadata` before each replay.
+    There is one context per captured shape. The lane sets `live`, `attended` and `metadata` before each
+    replay.
 
     Args:
         shape: The captured shape; `num_tokens` is its static count.
@@ -159,8 +164,8 @@ class RegionContext:
         driver: The lane's driver; `GraphDriver.eager_call` breaks a graph.
         backend: The lane's backend.
         metadata: The backend's metadata for ``attended``.
-        live: The batch of this replay; before the first one, the batch of the capture.
-        attended: The batch that the metadata was made from. It is the view, unless attention leaves the
+        live: The batch of this replay. Before the first replay it is the batch of the capture.
+        attended: The batch that the metadata was made from. It is the view, unless attention runs outside the
             graph; see `graphpact.metadata.EagerMetadata.attended`.
         registry: The lane's registry; None in an eager step.
     """
@@ -176,7 +181,7 @@ class RegionContext:
 
     @property
     def num_tokens(self) -> int:
-        """The static token count, padding included."""
+        """The static token count, including padding."""
         return self.shape.num_tokens
 
     @property
@@ -192,7 +197,7 @@ class RegionContext:
         layer: LayerSpec,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend with the metadata of this replay; eager calls between two segments use it.
+        """Compute attention with the metadata of this replay, in an eager call between two segments.
 
         Args:
             q: ``[num_tokens, num_q_heads, head_dim]``. With ``k`` and ``v`` it is cut to the tokens of
@@ -200,10 +205,10 @@ class RegionContext:
             k: ``[num_tokens, num_kv_heads, head_dim]``, or None.
             v: ``[num_tokens, num_kv_heads, v_head_dim]``, or None.
             layer: The layer.
-            out: ``[num_tokens, num_q_heads, v_head_dim]``, which receives the result, or None for new memory.
+            out: ``[num_tokens, num_q_heads, v_head_dim]`` for the result, or None for new memory.
 
         Returns:
-            ``[num_tokens, num_q_heads, v_head_dim]``, zeros for the tokens that were cut off.
+            ``[num_tokens, num_q_heads, v_head_dim]``, with zeros for the tokens that were cut off.
         """
         count = self.attended.num_tokens
         if count < q.shape[0]:

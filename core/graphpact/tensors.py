@@ -5,11 +5,11 @@ Does not: know slots, owners or names; see `graphpact.memory_map`.
 
 import torch
 
-__tracebackhide__ = True  # a message names the line of the caller
+__tracebackhide__ = True  # so that a message names the line of the caller
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Return elementwise whether two tensors hold the same value; NaN equals NaN."""
+    """Return elementwise whether two tensors have the same value. NaN equals NaN."""
     equal_values = a == b
     if a.dtype.is_floating_point or a.dtype.is_complex:
         equal_values |= a.isnan() & b.isnan()
@@ -27,7 +27,7 @@ def storage_id(tensor: torch.Tensor) -> int:
 
 
 def extent_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return the byte range ``[begin, end)`` of a tensor in its storage, gaps between rows included."""
+    """Return the byte range ``[begin, end)`` of a tensor in its storage, including gaps between rows."""
     size, begin = tensor.element_size(), int(tensor.storage_offset())
     if not tensor.numel():
         return begin * size, begin * size

@@ -1,6 +1,6 @@
 """The attention backend's side of the contract.
 
-    capabilities   a backend's declaration, and the demands of models and engines
+    capabilities   what a backend supports, and what models and engines require
     context        the constructor argument of a backend, with the KV cache
     providers      sets of kernels: the vendor's library, or torch only
     backend        the base class

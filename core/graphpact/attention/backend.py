@@ -1,11 +1,11 @@
 """`AttentionBackend`, the base class of attention plugins.
 
-A backend writes one body, `AttentionBackend.fill_metadata`, which computes the tensors of its metadata from
-a view. The base class implements both hooks and the eager path with it, so that capture and replay agree. A
-backend that needs two bodies writes `AttentionBackend.refresh_metadata` too, for replays.
+A backend implements one method, `AttentionBackend.fill_metadata`, which computes the tensors of its metadata
+from a view. The base class uses it for both hooks and for eager steps, so that capture and replay agree. A
+backend that must compute metadata differently at replay also overrides `AttentionBackend.refresh_metadata`.
 
-A draft decode has several steps in one graph. Its metadata is a `DraftMetadata`, one entry per step, each
-made by the same body from `ForwardBatch.at_draft_step`.
+A draft decode has several steps in one graph. Its metadata is a `DraftMetadata` with one entry per step. The
+same method computes each entry from `ForwardBatch.at_draft_step`.
 
 Does not: choose shapes, pad batches or record graphs.
 """
@@ -33,7 +33,7 @@ from graphpact.shapes import GraphShape
 def new_kv(
     k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the keys and values that `AttentionBackend.forward` writes, or None if it only attends.
+    """Return the keys and values that `AttentionBackend.forward` writes, or None if it writes none.
 
     Raises:
         EngineError: One of them is given without the other.
@@ -45,13 +45,13 @@ def new_kv(
     given, missing = ("keys", "values") if v is None else ("values", "keys")
     raise EngineError(
         f"layer {layer.layer_id}: forward got {given} and no {missing}",
-        hint="pass k and v to write them, or None for both to attend to the cache as it is",
+        hint="pass both k and v to write them, or None for both to read the cache only",
     )
 
 
 @dataclass(frozen=True, slots=True)
 class DraftMetadata:
-    """The metadata of a draft decode: that of each of its ``steps``, the first step first."""
+    """The metadata of a draft decode: one entry of ``steps`` for each draft step, in order."""
 
     steps: tuple[Any, ...]
 
@@ -61,9 +61,9 @@ class Buffers:
     """The memory of a backend's declared slots: ``buffers(name)``.
 
     Args:
-        of_slot: Returns the memory of the slot of a name, sliced for the shape.
-        in_graph: Whether a graph will read it. Then host numbers of the metadata must be valid for every
-            batch of the shape, otherwise for this batch only.
+        of_slot: Returns the memory of a slot, given its name, sliced for the shape.
+        in_graph: Whether a graph will read the metadata. If so, its host numbers must be valid for every
+            batch of the shape; otherwise only for this batch.
     """
 
     of_slot: Callable[[str], torch.Tensor]
@@ -77,71 +77,77 @@ class Buffers:
 class AttentionBackend(HookMethods, abc.ABC):
     """Base class of attention plugins.
 
-    A subclass sets `capabilities` and writes `declare_slots`, `allocate_metadata`, `fill_metadata` and
-    `forward`; one whose replays prepare metadata in another way than captures, `refresh_metadata` too.
+    A subclass sets `capabilities` and implements `declare_slots`, `allocate_metadata`, `fill_metadata` and
+    `forward`. If replays prepare metadata differently from captures, it also overrides `refresh_metadata`.
     """
 
     capabilities: ClassVar[Capabilities]
 
     providers: ClassVar[Sequence[type[KernelProvider]]] = ()
-    """Sets of kernels to choose from, the best first; empty for a backend with one set of its own."""
+    """Kernel providers to choose from, the best first; empty for a backend that has only one set of
+    kernels.
+    """
 
     claims: ClassVar[Mapping[str, str]] = {}
-    """Details about capabilities, for `graphpact check`: ``"since 1.2"`` for a declared one,
-    ``"not_implemented"`` or ``"unknown"`` for another one. Keys are, for example, ``"mode mixed"``,
-    ``"page_size 1"``, ``"heads mla"``, ``"dtype bfloat16"``, ``"feature sinks"``."""
+    """Details about capabilities, for `graphpact check`. The value is ``"since 1.2"`` for a declared
+    capability, and ``"not_implemented"`` or ``"unknown"`` for one that is not declared. Keys are, for
+    example, ``"mode mixed"``, ``"page_size 1"``, ``"heads mla"``, ``"dtype bfloat16"``, ``"feature
+    sinks"``.
+    """
 
     fill_is_device_only: ClassVar[bool] = False
-    """Whether `fill_metadata` is device work only, without host numbers that change between replays. A lane
-    may then record it as the first nodes of a graph, instead of running it in the replay hook."""
+    """Whether `fill_metadata` does only device work and sets no host number that changes between replays. A
+    lane may then record it as the first nodes of a graph instead of running it in the replay hook.
+    """
 
     records_metadata: bool = False
     """Whether the lane records `fill_metadata` in its graphs. The lane sets it."""
 
     plan_metadata: Callable[[ForwardBatch, Any], None] | None = None
-    """An optional method ``(view, metadata) -> None`` for host work, such as a kernel's plan, made from
-    ``seq_lens_cpu``. It runs after either body, and before every replay even if the graph fills the metadata.
-    It reads no device tensor."""
+    """An optional method ``(view, metadata) -> None`` for host work, such as making a kernel's plan from
+    ``seq_lens_cpu``. It runs after `fill_metadata` or `refresh_metadata`, and before every replay even if the
+    graph fills the metadata. It must not read a device tensor.
+    """
 
     def __init__(self, context: BackendContext) -> None:
         _require_caches(context)
         self.context = context
         asked = context.provider, context.device, context
         provider, self.passed_over = choose_provider(type(self).__name__, self.providers, *asked)
-        """The reasons against better kernels than those in use, by the name of their provider."""
+        """Why better kernels are not used: the reason by the name of their provider."""
         self.kernels: Any = None if provider is None else provider(context)
         """An instance of one of `providers`; None without providers."""
         self.driver: GraphDriver | None = None
-        """The lane's driver, for streams and copies from host memory; None before `attach`."""
+        """The lane's driver, which provides streams and copies from host memory; None before `attach`."""
         self._registry: CudaGraphBufferRegistry | None = None
         self._workspaces: dict[str, torch.Tensor] = {}
-        """Workspaces of eager steps by slot; empty if a registry has them."""
+        """Workspaces of eager steps by slot; empty if a registry holds them."""
 
-    # -- written by a subclass -------------------------------------------------------------------
+    # -- implemented by a subclass -------------------------------------------------------------------
 
     @abc.abstractmethod
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return the declaration of every buffer that the metadata needs, sized by ``limits``."""
+        """Return a slot for every buffer that the metadata needs, with sizes from ``limits``."""
 
     @abc.abstractmethod
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Any:
         """Return a metadata object for ``shape`` whose tensors come from ``buffers`` or ``view``.
 
-        ``view`` is the batch of the kernels; its tensors may be kept.
+        ``view`` is the batch that the kernels read. The metadata may keep references to its tensors.
         """
 
     @abc.abstractmethod
     def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
         """Compute the tensors of ``metadata`` from ``view``, in place.
 
-        Reads no device tensor on the host and rebinds no field.
+        It must not read a device tensor on the host or rebind a field.
         """
 
     def refresh_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Bring captured ``metadata`` up to date for a replay; by default by `fill_metadata`.
+        """Update the captured ``metadata`` for a replay; by default, call `fill_metadata`.
 
-        It may leave host numbers, and slots of the role ``constant``: all others are poisoned before each
-        step of a strict lane. Not called where the graph fills the metadata.
+        It may leave host numbers and slots of the role ``constant`` unchanged. A strict lane poisons all
+        other slots before each step. It is not called if the graph fills the metadata.
         """
         self.fill_metadata(view, metadata)
 
@@ -149,20 +155,20 @@ class AttentionBackend(HookMethods, abc.ABC):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
     ) -> torch.Tensor:
-        """Write ``k`` and ``v``, if given, to the KV cache of ``layer.cache_layer``, and attend.
+        """Write ``k`` and ``v``, if given, to the KV cache of ``layer.cache_layer``, then compute attention.
 
-        Without them the cache is only read (frozen KV, cross attention); `new_kv` distinguishes both cases.
+        Without them the cache is only read (frozen KV, cross attention). `new_kv` tells the two cases apart.
 
         Args:
             q: ``[T, num_q_heads, head_dim]``.
             k: ``[T, num_kv_heads, head_dim]``, after rope, or None.
-            v: ``[T, num_kv_heads, v_head_dim]``, or None; both or neither.
+            v: ``[T, num_kv_heads, v_head_dim]``, or None. Give both ``k`` and ``v`` or neither.
             layer: The layer.
             metadata: The metadata of this step.
 
         Returns:
-            ``[T, num_q_heads, v_head_dim]``. Every row is written, padding rows too: a model may take a scale
-            over all of them.
+            ``[T, num_q_heads, v_head_dim]``. Every row is written, including padding rows, because a model
+            may compute a scale over all rows.
 
         Raises:
             EngineError: One of ``k`` and ``v`` is given without the other.
@@ -171,11 +177,11 @@ class AttentionBackend(HookMethods, abc.ABC):
     # -- the base class --------------------------------------------------------------------------
 
     def attach(self, registry: CudaGraphBufferRegistry, driver: GraphDriver | None = None) -> None:
-        """Register the backend's slots in the registry of the lane that will capture it; keep its driver.
+        """Register the backend's slots in the registry of its lane, and keep the lane's driver.
 
         Raises:
-            EngineError: It is attached already: the graphs of that lane read its slots.
-            SlotError: A slot that a fill would write, without a role, or against the registry's rules.
+            EngineError: It is attached to a lane already, whose graphs read its slots.
+            SlotError: A slot would be written by a fill, has no role, or breaks the registry's rules.
         """
         if self._registry is not None:
             hint = "build one backend for each lane"
@@ -185,8 +191,8 @@ class AttentionBackend(HookMethods, abc.ABC):
         for slot in slots:
             if slot.copy_from_fb or slot.post_fill is not None or slot.role is None:
                 raise SlotError(
-                    f"{slot.label}: a backend's slots have a role and are filled by its fill_metadata; eager"
-                    " steps have no registry that copies a batch field or calls post_fill",
+                    f"{slot.label}: a backend's slot needs a role and must be filled by fill_metadata; "
+                    "eager steps have no registry that copies a batch field or calls post_fill",
                     hint="declare it with metadata_slot(name, rows, dtype, role=...)",
                 )
         for step in range(limits.draft.num_steps):
@@ -208,7 +214,7 @@ class AttentionBackend(HookMethods, abc.ABC):
 
         def of_step(step: int) -> Buffers:
             def of_slot(name: str) -> torch.Tensor:
-                own = _at_step(name, step)  # a workspace or a constant serves all steps
+                own = _at_step(name, step)  # all draft steps share a workspace or a constant
                 slot = registry.get_slot(own if registry.has_slot(own) else name)
                 return slot.slice_for(shape.batch_size, shape.num_tokens)
 
@@ -217,24 +223,25 @@ class AttentionBackend(HookMethods, abc.ABC):
         return self._make_metadata(view, shape, of_step)
 
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Refresh the captured metadata, unless the graph fills it."""
+        """Refresh the captured metadata for a replay, unless the graph fills it."""
         del shape  # the captured metadata is bound to it
         self._run(None if self.records_metadata else self.refresh_metadata, view, captured)
         return captured
 
     def record_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Fill the metadata if the graph does that work; a lane calls it inside the capture."""
+        """Fill the metadata if the graph does that work. A lane calls it inside the capture."""
         if self.records_metadata:
             for at, part in each_step(view, metadata):
                 self.fill_metadata(at, part)
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Any:
-        """Return metadata in new memory for a batch that runs without a graph, filled by the same body.
+        """Return metadata in new memory for a batch that runs without a graph, filled by `fill_metadata`.
 
         Args:
-            batch: The batch; its tensors may be kept.
+            batch: The batch. The metadata may keep references to its tensors.
             fill: Initial contents of the new memory, by default the slots' initial values. Two calls with
-                different values show the elements that the body leaves unwritten. Workspaces are kept.
+                different values show which elements `fill_metadata` leaves unwritten. Workspaces keep their
+                contents.
         """
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
         slots = {slot.name: slot for slot in self.declare_slots(self.context.limits)}
@@ -252,21 +259,21 @@ class AttentionBackend(HookMethods, abc.ABC):
     # -- inside ----------------------------------------------------------------------------------
 
     def _workspace(self, slot: GraphSlot) -> torch.Tensor:
-        """Return the workspace of ``slot``: the registry's, or one that the backend keeps."""
+        """Return the workspace of ``slot``: the one in the registry, or one that the backend keeps."""
         if self._registry is not None and self._registry.has_slot(slot.name):
             return self._registry.get_slot(slot.name).slice_for(0, 0)
         if slot.name not in self._workspaces:
             limits, device = self.context.limits, slot.device or self.context.device
-            with torch.inference_mode(mode=False):  # a step outside inference mode may write it too
+            with torch.inference_mode(mode=False):  # so that a step outside inference mode can write it too
                 shape = slot.shape_fn(limits.max_bs, limits.max_num_tokens)
                 self._workspaces[slot.name] = new_buffer(slot, shape, device, slot.initial_value)
         return self._workspaces[slot.name]
 
     def _make_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Callable[[int], Buffers]) -> Any:
-        """Return metadata, bound and filled; ``buffers`` returns the buffers of a draft step."""
+        """Return bound and filled metadata; ``buffers`` returns the buffers of a draft step."""
         if view.is_tree:
             self._require_trees()
-        if view.out_cache_loc.dim() > 1:  # a draft decode, or an idle rank of one
+        if view.out_cache_loc.dim() > 1:  # a draft decode, or an idle rank in one
             views = enumerate(map(view.at_draft_step, range(view.num_draft_steps)))
             steps = (self.allocate_metadata(at, shape, buffers(step)) for step, at in views)
             metadata: Any = DraftMetadata(tuple(steps))
@@ -276,11 +283,14 @@ class AttentionBackend(HookMethods, abc.ABC):
         return metadata
 
     def _require_trees(self) -> None:
-        """Raise `EngineError` for draft trees if the kernels or the slots are for chains only."""
+        """Raise `EngineError` for draft trees if the kernels or the slots support only chains."""
         if not self.capabilities.trees:
             raise EngineError(
                 f"the batch's drafts are a tree; {type(self).__name__} supports chains only",
-                hint="draft with top-k = 1, or select an attention backend whose capabilities have trees",
+                hint=(
+                    "draft with top-k = 1, or select an attention backend that declares trees in its "
+                    "capabilities"
+                ),
             )
         if self.context.limits.draft.topk == 1:
             raise EngineError(
@@ -289,7 +299,7 @@ class AttentionBackend(HookMethods, abc.ABC):
             )
 
     def _run(self, body: Callable[..., None] | None, view: ForwardBatch, metadata: Any) -> None:
-        """Call ``body``, if any, and `plan_metadata`, if any, for each step."""
+        """Call ``body`` and `plan_metadata`, where they are given, for each step."""
         bodies = [each for each in (body, self.plan_metadata) if each is not None]
         for at, part in each_step(view, metadata) if bodies else ():
             for each in bodies:
@@ -297,7 +307,7 @@ class AttentionBackend(HookMethods, abc.ABC):
 
 
 def _require_caches(context: BackendContext) -> None:
-    """Raise `EngineError` for a layer whose ``kv_layer`` has no KV cache, or one of other head shapes."""
+    """Raise `EngineError` for a layer whose ``kv_layer`` has no KV cache, or a cache of other head shapes."""
     caches = context.kv_cache
     for layer in context.layers:
         at = layer.kv_layer
@@ -315,12 +325,12 @@ def _require_caches(context: BackendContext) -> None:
 
 
 def _at_step(name: str, step: int) -> str:
-    """Return the name of a declared slot in step ``step`` of a draft."""
+    """Return the name of a declared slot for draft step ``step``."""
     return f"{name}.step{step}" if step else name
 
 
 def each_step(view: ForwardBatch, metadata: Any) -> Iterator[tuple[ForwardBatch, Any]]:
-    """Yield view and metadata of each step of a `DraftMetadata`; of other metadata both as they are."""
+    """Yield the view and the metadata of each draft step; for other metadata yield both unchanged."""
     if not isinstance(metadata, DraftMetadata):
         yield view, metadata
         return

@@ -1,6 +1,6 @@
-"""Capabilities of attention backends, and the demands of models and engines: `LayerSpec`, `Limits`.
+"""What a backend supports (`Capabilities`), and what models and engines need (`LayerSpec`, `Limits`).
 
-Does not: attend, or choose a backend.
+Does not: compute attention, or choose a backend.
 """
 
 import enum
@@ -15,10 +15,10 @@ from graphpact.errors import named_options
 
 
 class GraphSupport(enum.Enum):
-    """The batches that graphs can hold, as a backend supports or a runner needs it.
+    """The kinds of batches that graphs can hold: what a backend supports, or what a runner needs.
 
-    In rising order; each includes the ones before it: NEVER; UNIFORM_DECODE, one query token per request;
-    UNIFORM, the same number of query tokens for every request; ALWAYS.
+    The values are in rising order, and each includes the ones before it: NEVER; UNIFORM_DECODE, one query
+    token per request; UNIFORM, the same number of query tokens for every request; ALWAYS.
     """
 
     NEVER = "never"
@@ -33,7 +33,10 @@ class GraphSupport(enum.Enum):
 
     @classmethod
     def for_width(cls, tokens_per_request: int | None) -> "GraphSupport":
-        """Return what graphs need whose requests have so many tokens each; None: different numbers."""
+        """Return the graph support that batches with ``tokens_per_request`` tokens per request need.
+
+        None means that the requests have different numbers of tokens.
+        """
         if tokens_per_request is None:
             return cls.ALWAYS
         return cls.UNIFORM_DECODE if tokens_per_request == 1 else cls.UNIFORM
@@ -65,13 +68,13 @@ class LayerSpec:
         head_dim: Width of a query head and of a key head.
         v_head_dim: Width of a value head.
         scaling: Factor on the scores.
-        sliding_window: Number of keys that a query sees, its own included; None: all.
-        softcap: Scores become ``softcap * tanh(score / softcap)``; None: unchanged.
+        sliding_window: Number of keys that a query sees, including its own; None if it sees all.
+        softcap: Scores become ``softcap * tanh(score / softcap)``; None leaves them unchanged.
         sinks: ``[num_q_heads]`` logits of a virtual key without value (GPT-OSS), model weights; or None.
         kv_lora_rank: Width of the latent that all query heads share (MLA in absorbed form); None for other
-            layers. A key is the latent followed by the rope part, one head of ``head_dim``; the value is the
-            latent: the first ``v_head_dim == kv_lora_rank`` elements of the key.
-        kv_layer: Index of the layer whose KV cache this layer reads and writes; None: its own.
+            layers. A key has one head of ``head_dim``: the latent followed by the rope part. The value is the
+            latent, that is, the first ``v_head_dim == kv_lora_rank`` elements of the key.
+        kv_layer: Index of the layer whose KV cache this layer reads and writes; None for its own cache.
     """
 
     layer_id: int
@@ -93,7 +96,7 @@ class LayerSpec:
 
     @property
     def head_layout(self) -> HeadLayout:
-        """MLA for latents; MHA where every query head has a key head of its own, GQA otherwise."""
+        """The head layout: MLA for latents, MHA if every query head has its own key head, otherwise GQA."""
         if self.kv_lora_rank is not None:
             return HeadLayout.MLA
         return HeadLayout.MHA if self.num_q_heads == self.num_kv_heads else HeadLayout.GQA
@@ -102,12 +105,12 @@ class LayerSpec:
 @named_options
 @dataclass(frozen=True, slots=True)
 class DraftLimits:
-    """The largest draft of a lane that drafts or verifies; all 1 for other lanes.
+    """The largest draft of a lane that drafts or verifies. Every number is 1 for other lanes.
 
     Args:
         num_steps: Steps of one draft decode.
-        topk: Branches of a request in a draft decode.
-        num_draft_tokens: Tokens of a request in target verify and draft extend.
+        topk: Branches per request in a draft decode.
+        num_draft_tokens: Tokens per request in target verify and draft extend.
     """
 
     num_steps: int = 1
@@ -115,7 +118,7 @@ class DraftLimits:
     num_draft_tokens: int = 1
 
     def tokens_per_request(self, mode: ForwardMode) -> int | None:
-        """Return the tokens of each request in a batch of ``mode``; None if it is ragged."""
+        """Return the tokens per request in a batch of ``mode``; None if it is ragged."""
         if mode.is_ragged:
             return None
         if mode is ForwardMode.DRAFT_DECODE:
@@ -124,7 +127,7 @@ class DraftLimits:
         return self.num_draft_tokens if is_drafted else 1
 
     def for_backend(self, mode: ForwardMode) -> "DraftLimits":
-        """Return the part that the backend of a lane of ``mode`` needs slots for."""
+        """Return the part of the limits for which the backend of a lane of ``mode`` needs slots."""
         drafts = mode is ForwardMode.DRAFT_DECODE
         trees = drafts or mode is ForwardMode.TARGET_VERIFY
         return DraftLimits(
@@ -137,16 +140,16 @@ class DraftLimits:
 @named_options
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """The largest counts of a lane; slots are sized by them.
+    """The largest counts of a lane, which set the sizes of slots.
 
-    A slot's ``shape_fn`` is called with requests and tokens, so its rows need none of these; its columns do.
+    A slot's ``shape_fn`` gets the number of requests and tokens, so its rows need no limits; its columns do.
 
     Args:
-        max_bs: Requests in a step: for workspaces, and for captured bounds of host numbers.
-        max_num_tokens: Tokens in a step: the same.
-        max_context_len: Tokens in a sequence, drafts included: columns of a table of KV slots.
-        page_size: KV slots in a page: slot ``s`` is in page ``s // page_size``.
-        draft: The largest draft: columns by draft step, branch or draft token.
+        max_bs: Requests in a step, for workspaces and for captured upper bounds of host numbers.
+        max_num_tokens: Tokens in a step, for the same uses.
+        max_context_len: Tokens in a sequence, including drafts: the columns of a table of KV slots.
+        page_size: KV slots per page: slot ``s`` is in page ``s // page_size``.
+        draft: The largest draft: the columns by draft step, branch or draft token.
     """
 
     max_bs: int
@@ -157,14 +160,14 @@ class Limits:
 
     @property
     def max_pages_per_request(self) -> int:
-        """Pages of a sequence of ``max_context_len`` tokens: columns of a page table."""
+        """Pages of a sequence of ``max_context_len`` tokens: the number of columns of a page table."""
         return -(-self.max_context_len // self.page_size)
 
 
 @named_options
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Capabilities:
-    """The declaration of what a backend supports. None for a set means: any.
+    """What a backend declares to support. If a set is None, every value is supported.
 
     Args:
         modes: Forward modes.
@@ -177,11 +180,11 @@ class Capabilities:
         sliding_window: Whether layers may have a sliding window.
         softcap: Whether layers may have a softcap.
         sinks: Whether layers may have sinks.
-        trees: Whether drafts may have branches: top-k > 1 in draft decode, a tree mask in target verify.
+        trees: Whether drafts may have branches: top-k > 1 in draft decode, and a tree mask in target verify.
         needs_host_plan: Whether the replay hook reads ``seq_lens_cpu``.
-        seq_len_fill_value: ``seq_lens`` of a padding row, such that the kernels accept it.
-        eager_rows: The tokens that an attention call between segments of a graph takes: those of the batch,
-            or with ``"padded"`` those of the shape, for kernels that check the number of queries.
+        seq_len_fill_value: ``seq_lens`` of a padding row: a value that the kernels accept.
+        eager_rows: The tokens that an attention call between two segments of a graph gets: those of the
+            batch, or with ``"padded"`` those of the shape, for kernels that check the number of queries.
     """
 
     modes: frozenset[ForwardMode]
@@ -209,7 +212,7 @@ class Capabilities:
         page_size: int,
         topk: int = 1,
     ) -> list[str]:
-        """Return the demands of a model and an engine that are not declared, one phrase each."""
+        """Return what a model and an engine require and the backend does not declare, one phrase each."""
         found: dict[str, None] = {}
 
         def need(name: str, value: Any, declared: Any) -> None:
@@ -238,7 +241,7 @@ class Capabilities:
     def padded_seq_len(self, mode: ForwardMode, tokens_per_request: int = 1) -> int:
         """Return the ``seq_lens`` of a padding row in a batch of ``mode``.
 
-        In draft extend it is at least the number of new tokens, so that every causal query has its own key.
+        In draft extend it is at least the number of new tokens, so that every causal query has a key.
         """
         if mode is ForwardMode.DRAFT_EXTEND:
             return max(self.seq_len_fill_value, tokens_per_request)

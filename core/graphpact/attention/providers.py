@@ -1,11 +1,12 @@
-"""Kernel providers: the sets of kernels of a backend.
+"""Kernel providers: the sets of kernels that a backend can use.
 
-A backend has one metadata body and usually three sets of kernels that read it: ``native``, the vendor's
+A backend has one kind of metadata and usually three sets of kernels that read it: ``native``, the vendor's
 library on the hardware that it supports; ``compiled``, C++ for a CPU; ``portable``, torch only. The provider
-is chosen once, when the backend is built: the named one, or with ``auto`` the first of the backend's that can
-run here; the reasons against earlier ones are kept and reported. A named provider is never replaced.
+is chosen once, when the backend is built. With ``auto`` it is the first one in the backend's list that can
+run here, and the reasons against earlier ones are kept and reported. A provider that is named is never
+replaced.
 
-Does not: hold kernels; plugins and `graphpact_kernels` do.
+Does not: contain kernels; plugins and `graphpact_kernels` do.
 """
 
 from collections.abc import Sequence
@@ -20,7 +21,7 @@ from graphpact.plugin_calls import why_unavailable
 
 
 class KernelProvider:
-    """Base class of a set of kernels, for the ``context`` of a backend; a subclass adds the kernels."""
+    """Base class of a set of kernels for a backend's ``context``. A subclass adds the kernels."""
 
     name: ClassVar[KernelName]
     capabilities: ClassVar[Capabilities | None] = None
@@ -33,7 +34,7 @@ class KernelProvider:
     def unavailable(cls, device: torch.device) -> str | None:
         """Return why these kernels cannot run on ``device``, or None if they can.
 
-        May look for libraries and query the device; imports no heavy library and runs no kernel.
+        It may look for libraries and query the device. It must not import a heavy library or run a kernel.
         """
         del device
         return None
@@ -49,7 +50,7 @@ class KernelProvider:
 
 
 def lacking(capabilities: Capabilities, context: BackendContext) -> list[str]:
-    """Return the demands of ``context`` that are not declared, one phrase each."""
+    """Return what ``context`` requires and ``capabilities`` do not declare, one phrase each."""
     return capabilities.missing(
         context.layers,
         mode=context.mode,
@@ -67,10 +68,11 @@ def choose_provider(
     device: torch.device,
     context: BackendContext | None = None,
 ) -> tuple[type[KernelProvider] | None, dict[str, str]]:
-    """Return the provider that was ``asked`` for, and by name the reasons against better ones.
+    """Return the chosen provider, and the reasons against better ones by their names.
 
-    The best of ``providers`` comes first; without any the provider is None. If one was named, there are no
-    reasons. ``owner`` is the backend's name for messages. ``context`` is None before a model is loaded.
+    ``providers`` are sorted, the best first; if there are none, the result is None. ``asked`` is ``auto`` or
+    a provider's name; for a name there are no reasons. ``owner`` is the backend's name for messages.
+    ``context`` is None before a model is loaded.
 
     Raises:
         ConfigError: The named provider does not exist or cannot run here, or no provider can.

@@ -1,4 +1,4 @@
-"""Graph-resident memory, declared: slots, their padding policies, and the registry that fills them.
+"""Declared graph-resident memory: slots, their padding policies, and the registry that fills them.
 
     slots.py         `GraphSlot`: one declaration; `BoundSlot`: with its memory
     registry.py      `CudaGraphBufferRegistry`: the slots of one lane, and the fill of a step
@@ -8,7 +8,7 @@
     inputs.py        the declared inputs of every mode
     description.py   a registry's contents as data
 
-Does not: know what the numbers in a slot mean; owners do.
+Does not: know what the numbers in a slot mean; only the owner of a slot does.
 """
 
 from graphpact.buffers.inputs import build_decode_registry, build_prefill_registry, input_slots

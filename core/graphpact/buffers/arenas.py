@@ -5,7 +5,7 @@
     row 2   out_cache_loc      | h h h h h . . . |     columns of a template that holds the pad value
     row 3   req_pool_indices   | h h h h h . . . |     of each row
 
-Only slots whose tails are reset lie in arenas; other slots have their own allocations.
+Only slots whose tails are reset are in arenas. Other slots have their own allocations.
 
 Does not: read policies at run time or know batches; `graphpact.buffers.fills` groups tails.
 """
@@ -21,7 +21,7 @@ from graphpact.plugin_calls import call
 from graphpact.tensors import storage_id
 
 _ROWS = 16  # of one allocation: enough for the slots of one width in every preset
-_MAX_ROWS_OF_A_SLOT = 4  # such as the 3 of ``mrope_positions``
+_MAX_ROWS_OF_A_SLOT = 4  # such as the 3 rows of ``mrope_positions``
 _MAX_BYTES_OF_A_ROW = 2**18  # 32768 tokens; for wider rows, 15 spare rows waste too much memory
 _ALIGNMENT = 512  # bytes: alignment of device allocators, for which kernels are specialised
 
@@ -30,10 +30,10 @@ Place = tuple[int, int, int, int]
 
 
 class Arenas:
-    """An allocator of slots: rows of an arena if their tails are columns, own allocations otherwise.
+    """An allocator of slots: rows of an arena if their tails are columns, otherwise separate allocations.
 
-    With ``pins`` it pins host memory, for asynchronous copies to a GPU. ``nbytes`` are the bytes allocated so
-    far, unused rows of arenas included.
+    With ``pins`` it pins host memory, for asynchronous copies to a GPU. ``nbytes`` is the number of bytes
+    allocated so far, including unused rows of arenas.
     """
 
     def __init__(self, *, pins: bool = False) -> None:
@@ -64,16 +64,19 @@ class Arenas:
 def new_buffer(
     slot: GraphSlot, shape: tuple[int, ...], device: torch.device, fill: float, *, pin: bool = False
 ) -> torch.Tensor:
-    """Return new memory for a slot with the contents that it declares, otherwise filled with ``fill``.
+    """Return new memory for a slot, with its declared contents if it has any, otherwise filled with ``fill``.
 
-    Raises `SlotError` if ``contents`` raises, or returns another tensor than the one that it was to write.
+    Raises `SlotError` if ``contents`` raises, or returns a tensor other than the buffer that it must write.
     """
     buffer = torch.full(shape, fill, dtype=slot.dtype, device=device, pin_memory=pin)
     if slot.contents is not None:
         made = call(f"{slot.label}: its contents", slot.contents, buffer, error=SlotError, hint=FIX_CALLBACK)
         if isinstance(made, torch.Tensor) and storage_id(made) != storage_id(buffer):
-            hint = "write into the buffer that it is given: lambda t: torch.arange(len(t), out=t)"
-            raise SlotError(f"{slot.label}: its contents returned another tensor, and wrote none", hint=hint)
+            hint = "write into the given buffer: lambda t: torch.arange(len(t), out=t)"
+            raise SlotError(
+                f"{slot.label}: its contents returned another tensor instead of writing the given one",
+                hint=hint,
+            )
     return buffer
 
 
@@ -101,7 +104,7 @@ class Arena:
 
     @property
     def nbytes(self) -> int:
-        """Bytes allocated, unused rows included."""
+        """Number of bytes allocated, including unused rows."""
         return self.memory.nbytes + self.template.nbytes
 
     def take(self, rows: int, pad_value: float) -> torch.Tensor:
@@ -114,7 +117,7 @@ class Arena:
     def place(self, view: torch.Tensor, pad_value: float) -> Place | None:
         """Return the place of ``view`` in this arena, or None if the template cannot reset it.
 
-        The template can reset whole columns of rows that were taken for this pad value.
+        The template can reset only whole columns of rows that were taken for this pad value.
         """
         if storage_id(view) != storage_id(self.memory):
             return None
@@ -137,7 +140,7 @@ class Arena:
 def _suits(slot: GraphSlot, shape: tuple[int, ...]) -> bool:
     """Return whether a slot's tails are columns of one row, or of a few rows as in ``[3, max_num_tokens]``.
 
-    A few rows must be contiguous in the arena, as in an allocation of their own.
+    If there are a few rows, they must be contiguous in the arena, as they would be in a separate allocation.
     """
     if slot.axis == "none" or not slot.padding_policy.resets_tail or not shape:
         return False

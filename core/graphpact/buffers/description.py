@@ -2,8 +2,8 @@
 
     json.dumps(registry.describe().to_dict())
 
-Does not: read buffers, or print. ``graphpact doctor --memory`` prints the memory of an engine, and finds what
-no slot declares.
+Does not: read buffers, or print. ``graphpact doctor --memory`` prints the memory of an engine, and finds
+memory that no slot declares.
 """
 
 import math
@@ -20,13 +20,13 @@ class SlotRow:
     ``name``, ``owner``, ``axis``, ``keeps_tail`` and ``reason`` are those of the `GraphSlot`.
 
     Args:
-        enabled: Whether it has memory; without it ``shape``, ``device`` and ``nbytes`` are None.
+        enabled: Whether the slot has memory. Otherwise ``shape``, ``device`` and ``nbytes`` are None.
         shape: Shape of the whole buffer.
         dtype: Element type, without ``torch.``.
         device: Device of the buffer.
         policy: A value of `PaddingPolicy`.
-        pad_value: The pad value, or None if the policy has none. Numbers that JSON lacks are strings:
-            ``"-inf"``.
+        pad_value: The pad value, or None if the policy has none. Numbers that JSON cannot represent are
+            strings, such as ``"-inf"``.
         nbytes: Bytes of the buffer.
     """
 
@@ -82,7 +82,7 @@ class RegistryDescription:
         max_num_tokens: Largest token count of a captured shape.
         slots: Every slot in the order of registration, disabled ones included.
         nbytes: Bytes of all buffers.
-        allocated_nbytes: Bytes that the registry allocated, without adopted and shared buffers.
+        allocated_nbytes: Bytes that the registry allocated, not counting adopted and shared buffers.
     """
 
     lane: str | None

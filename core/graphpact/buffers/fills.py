@@ -1,10 +1,10 @@
 """`FillPlan`: the work of a fill for one set of counts, compiled once and run in every step.
 
-A fill runs in every step. So a plan keeps all that does not depend on the contents of a batch: the views of
-the heads (live rows) and tails (padding rows), their groups, and the signature (shapes and dtypes) of the
-last batch that was checked.
+A fill runs in every step. Therefore a plan keeps everything that does not depend on the contents of a batch:
+the views of the heads (live rows) and tails (padding rows), their groups, and the signature (shapes and
+dtypes) of the last batch that was checked.
 
-    tails       one strided copy of pad values for slots that lie together in an arena
+    tails       one strided copy of pad values for slots that are in the same arena
     heads       one grouped copy for each pair of dtypes
     on the CPU  a grouped copy is a C++ loop over any tensors, so tails and heads share one
 
@@ -24,14 +24,14 @@ from graphpact.buffers.slots import FIX_CALLBACK, BoundSlot, FillContext, GraphS
 from graphpact.errors import SlotError
 from graphpact.plugin_calls import call
 
-_MAX_SIGNATURES = 16  # of batches of one plan; more than any engine has
-_OPTIONAL = "{}, leave the slot out, or declare it optional: it then holds its initial value"
+_MAX_SIGNATURES = 16  # signatures kept for one plan; more than any engine has
+_OPTIONAL = "{}, remove the slot, or declare it optional: an optional slot then holds its initial value"
 _MISSING = object()
 
 _Pair: TypeAlias = tuple[torch.Tensor, torch.Tensor]
-"""Target and source of a copy."""
+"""The target and the source of a copy."""
 _Fields: TypeAlias = Callable[[Any], tuple[Any, ...]]
-"""Returns some fields of a batch."""
+"""A function that returns some fields of a batch."""
 
 _grouped_copy = torch._foreach_copy_
 
@@ -40,9 +40,9 @@ class _GroupedCopy(NamedTuple):
     """The operands of one grouped copy.
 
     Attributes:
-        targets: Where it writes.
-        fields_of: Returns the sources that are fields of a batch, which are those of the first targets.
-        fixed: The sources of the other targets, the same for every batch: pad values.
+        targets: The tensors that it writes.
+        fields_of: Returns the sources of the first targets, which are fields of a batch.
+        fixed: The sources of the other targets: pad values, the same for every batch.
     """
 
     targets: list[torch.Tensor]
@@ -67,14 +67,14 @@ def converts_exactly(source: torch.dtype, target: torch.dtype) -> bool:
 def _takes_any_group(target: torch.Tensor) -> bool:
     """Return whether one grouped copy may take any tensors of the device of ``target``.
 
-    On a CPU it is a loop in C++. On other devices it is one kernel, but only for dense tensors of one pair of
-    dtypes; for others torch falls back to one launch for each tensor.
+    On a CPU a grouped copy is a loop in C++ over any tensors. On other devices it is one kernel, but only for
+    dense tensors of one pair of dtypes. For other tensors torch falls back to one launch per tensor.
     """
     return target.device.type == "cpu"
 
 
 class FillPlan:
-    """The compiled work of a fill of ``slots`` for the counts of ``context``; some slots lie in ``arenas``.
+    """The compiled fill of ``slots`` for the counts in ``context``. Some slots are in ``arenas``.
 
     If ``strict``, a batch must have the fields of all slots that are not optional.
     """
@@ -100,16 +100,16 @@ class FillPlan:
     def run(self, batch: Any, pp_proxy_tensors: Any = None) -> None:
         """Reset the tails, copy the heads, call the ``post_fill`` functions.
 
-        Raises `SlotError` if a field or the result of a ``source_fn`` does not fit; then nothing is written.
+        Raises `SlotError` if a field or the result of a ``source_fn`` does not fit. Nothing is written then.
         """
         last = self._last
         try:
             known = last.signature_of(batch) == last.signature
-        except AttributeError:  # a field that was a tensor is None
+        except AttributeError:  # a field that was a tensor is None now
             known = False
         if not known:
             last = self._check(batch)
-        if self._only_copies:  # as in most lanes; looking for the rest costs a sixth of such a fill
+        if self._only_copies:  # as in most lanes; testing each part below would take a sixth of such a fill
             for targets, fields_of, fixed in last.copies:
                 _grouped_copy(targets, fields_of(batch) + fixed)
             return
@@ -139,11 +139,13 @@ class FillPlan:
         return compiled
 
     def _compile(self, batch: Any, pairs: Iterable[_Pair]) -> "_CompiledCopies":
-        """Return the copies for batches of the signature of ``batch``; ``pairs`` are its targets and sources.
+        """Return the copies for batches with the signature of ``batch``.
 
-        A later batch has other tensors in the same fields. So a source that is a field is read from the batch
-        by name in each step, while the pad values of tails are the same tensors in all steps. Targets are
-        known by identity: each is the view of one head.
+        ``pairs`` are the targets and sources for ``batch``.
+
+        A later batch has other tensors in the same fields. Therefore a source that is a field is read from
+        the batch by name in each step, while the pad values of tails are the same tensors in all steps. A
+        target is identified by object identity, because each is the view of exactly one head.
         """
         field_of = {id(h.view): h.slot.name for h in self._heads if isinstance(h.kind(batch), torch.dtype)}
         absent = [head for head in self._heads if id(head.view) not in field_of]
@@ -153,7 +155,7 @@ class FillPlan:
         if absent:
 
             def signature_of(batch: Any) -> tuple[Any, ...]:
-                """Return what is known of the fields, and that those which were absent still are."""
+                """Return the fields' shapes and dtypes, and whether absent fields are still absent."""
                 return (facts_of(batch), *(head.kind(batch) for head in absent))
 
         copies = []
@@ -167,7 +169,7 @@ class FillPlan:
 
 @dataclass(frozen=True, slots=True)
 class _CompiledCopies:
-    """The copies for batches of one signature: the shapes and dtypes of their fields."""
+    """The copies for batches of one signature, that is, with fields of the same shapes and dtypes."""
 
     signature_of: _Fields
     signature: tuple[Any, ...]
@@ -184,19 +186,19 @@ class _Head:
 
     Attributes:
         slot: The slot.
-        source_fn: What returns the source: that of the slot, or a look-up in ``extra`` for a dotted name.
+        source_fn: Returns the source: the slot's function, or a look-up in ``extra`` for a dotted name. It is
             None if the source is the batch field of the slot's name.
-        view: The rows that are copied. A source that may be shorter fills the first of them.
+        view: The rows to copy to. If the source is shorter, it fills the first of them.
     """
 
     def __init__(self, slot: BoundSlot, context: FillContext, *, strict: bool) -> None:
         self.slot = slot
         self.source_fn: SourceFn | None = slot.source_fn
-        self._what = f"the source_fn of {slot.label}"  # not made anew in each step
+        self._what = f"the source_fn of {slot.label}"  # made once and not in each step
         if slot.source_fn is None and "." in slot.name:
             self.source_fn = functools.partial(_from_extra, slot.name)
         self.view = slot.slice_for(context.raw_bs, context.raw_num_tokens)
-        # In a lane, a slot that follows an axis needs all rows; otherwise the source may have fewer.
+        # In a lane the source of a slot with an axis must have all rows; otherwise it may have fewer.
         is_exact = slot.slice_fn is not None or (strict and slot.axis != "none")
         self._may_be_short = self.source_fn is not None and not is_exact
         if self._may_be_short:
@@ -204,12 +206,12 @@ class _Head:
         self._strict = strict
 
     def kind(self, batch: Any) -> torch.dtype | type:
-        """Return the dtype of the batch's field; its type if it is no tensor."""
+        """Return the dtype of the batch's field, or its type if it is not a tensor."""
         field = getattr(batch, self.slot.name, _MISSING)
         return field.dtype if isinstance(field, torch.Tensor) else type(field)
 
     def pair(self, batch: Any, context: FillContext) -> _Pair | None:
-        """Return target and source of the copy, or None; raise `SlotError` if the source does not fit."""
+        """Return the target and source of the copy, if any; raise `SlotError` if they do not fit."""
         slot, target, by_name = self.slot, self.view, self.source_fn is None
         source: Any = getattr(batch, slot.name, None)
         if self.source_fn is not None:
@@ -222,7 +224,7 @@ class _Head:
             return None
         if source is None and slot.optional:
             return target, _initial_rows(slot, target)
-        none = f"a {type(source).__name__} and no tensor"
+        none = f"a {type(source).__name__} instead of a tensor"
         if by_name:
             what = "no" if source is None else f"{none} for"
             fault, remedy = f"the batch has {what} {slot.name!r}, which {slot.label} copies", "set the field"
@@ -242,13 +244,13 @@ def _initial_rows(slot: GraphSlot, view: torch.Tensor) -> torch.Tensor:
 def _fitting(slot: GraphSlot, target: torch.Tensor, source: torch.Tensor, *, strict: bool) -> torch.Tensor:
     """Return ``source``; raise `SlotError` if it does not fit ``target``.
 
-    That is: another shape, a dtype that does not convert exactly (int64 into a slot that narrows is allowed),
-    a meta tensor, or (in a lane) another device.
+    A source does not fit if it has another shape, a dtype that does not convert exactly (int64 into a slot
+    that narrows is allowed), is a meta tensor, or (in a lane) is on another device.
     """
     if source.device != target.device and (strict or source.is_meta):
         raise SlotError(
-            f"{slot.label} lies on {target.device}, and this batch has it on {source.device}",
-            hint="move the field before the step: a copy between devices blocks the host",
+            f"{slot.label} is on {target.device}, but its source in this batch is on {source.device}",
+            hint="move the field to that device before the step: a copy between devices blocks the host",
         )
     fits = source.shape == target.shape or (not source.dim() and target.numel() == 1)
     narrows = slot.narrows and source.dtype is torch.int64
@@ -257,12 +259,12 @@ def _fitting(slot: GraphSlot, target: torch.Tensor, source: torch.Tensor, *, str
     raise SlotError(
         f"{slot.label} takes {tuple(target.shape)} {target.dtype} from this batch,"
         f" which has {tuple(source.shape)} {source.dtype}",
-        hint="give one row for each request or token, in a dtype whose every value fits",
+        hint="give one row for each request or token, in a dtype that converts to the slot's dtype exactly",
     )
 
 
 def _getter(names: Sequence[str]) -> _Fields:
-    """Return ``batch -> (field, ...)``, in C where there is more than one."""
+    """Return a function ``batch -> (field, ...)``, implemented in C if there is more than one field."""
     if len(names) > 1:
         return operator.attrgetter(*names)
     if names:
@@ -272,7 +274,7 @@ def _getter(names: Sequence[str]) -> _Fields:
 
 
 def _by_kernel(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
-    """Yield the groups of pairs that one grouped copy can take, in the order of their first members."""
+    """Yield groups of pairs, each for one grouped copy, in the order of their first members."""
     groups: dict[Hashable, list[_Pair]] = {}
     for target, source in pairs:
         key: Hashable = target.device
@@ -288,7 +290,7 @@ def _by_kernel(pairs: Iterable[_Pair]) -> Iterator[list[_Pair]]:
 def _plan_tails(
     slots: Iterable[BoundSlot], context: FillContext, arenas: Sequence[Arena]
 ) -> tuple[list[Callable[[], object]], list[_Pair]]:
-    """Return the calls that reset tails; for devices that copy one by one, the copies instead."""
+    """Return the calls that reset tails, and the copies that reset tails where a group takes any tensors."""
     loose: list[tuple[BoundSlot, torch.Tensor]] = []
     placed: dict[Arena, list[Place]] = {}
     for slot in slots:
@@ -311,11 +313,11 @@ def _plan_tails(
 
 
 def _reset_loose(tails: Iterable[tuple[BoundSlot, torch.Tensor]]) -> list[Callable[[], object]]:
-    """Return the calls that reset tails outside arenas: one for all zeros of a device, one for each other."""
+    """Return the calls that reset tails outside arenas: one per device for zeros, one per other tail."""
     resets: list[Callable[[], object]] = []
     zeroed: dict[torch.device, list[torch.Tensor]] = {}
     for slot, tail in tails:
-        dense = tail.is_contiguous() and tail.stride(-1) == 1  # can be viewed as bytes
+        dense = tail.is_contiguous() and tail.stride(-1) == 1  # these can be viewed as bytes
         if slot.initial_value == 0 and dense:
             zeroed.setdefault(tail.device, []).append(tail.view(torch.uint8))
         else:
@@ -324,7 +326,7 @@ def _reset_loose(tails: Iterable[tuple[BoundSlot, torch.Tensor]]) -> list[Callab
 
 
 def _reset_blocks(blocks: Sequence[_Pair]) -> list[Callable[[], object]]:
-    """Return the call that resets tails in arenas: a strided copy, or a grouped copy of bytes."""
+    """Return the call that resets tails in arenas: one strided copy, or one grouped copy of bytes."""
     if len(blocks) == 1:
         target, template = blocks[0]
         return [functools.partial(target.copy_, template)]
@@ -343,13 +345,15 @@ def _tail(slot: BoundSlot, context: FillContext) -> torch.Tensor | None:
     whole = slot.slice_for(context.padded_bs, context.padded_num_tokens)
     head = slot.slice_for(context.raw_bs, context.raw_num_tokens)
     for axis, (live, all_rows) in enumerate(zip(head.shape, whole.shape, strict=True)):
-        if live != all_rows:  # one axis: `register_slot` refuses a slice_fn that cuts several
+        if (
+            live != all_rows
+        ):  # there is one axis, because `register_slot` refuses a slice_fn that cuts several
             return whole.narrow(axis, live, all_rows - live)
     return None
 
 
 def _merged(places: Iterable[Place]) -> list[Place]:
-    """Return the places of one arena, with adjacent rows of the same columns joined."""
+    """Return the places in one arena, after joining adjacent rows of the same columns."""
     joined: list[Place] = []
     for place in sorted(places):
         if joined and joined[-1][1:] == (place[0], *place[2:]):

@@ -1,4 +1,4 @@
-"""The declared inputs of lanes: one table of slots, from which runners and whole registries are made.
+"""The inputs of lanes as one table of slots, from which runners and whole registries take theirs.
 
     INPUTS                     every input with its usual padding, without an owner
     input_slots                the inputs of one forward mode, for the lanes of runners
@@ -6,8 +6,8 @@
     build_prefill_registry     a registry as in SGLang, for graphs that pad tokens only
 
 Names, arguments, policies and values of the two builders follow SGLang (PRs 26742, 26292, 22404, issue
-24361). Padding rows are request row 0, whose row of ``req_to_token`` is all scratch; KV slot 0, scratch too;
-position 0; the length that the attention backend declares.
+24361). A padding row has request row 0, whose row of ``req_to_token`` contains only scratch; KV slot 0, which
+is scratch too; position 0; and the length that the attention backend declares.
 
 Does not: declare the metadata of backends; they declare their own slots.
 """
@@ -27,7 +27,7 @@ from graphpact.errors import SlotError
 from graphpact.parallel import compute_local_num_token_non_padded, local_num_token_non_padded
 
 _HOST = torch.device("cpu")
-_CUT_OFF = "the outputs that padding rows compute from it are finite and cut off"
+_CUT_OFF = "outputs that are computed from it in padding rows are finite, and they are cut off"
 
 
 def _per_request(name: str, dtype: torch.dtype = torch.int64, **more: Any) -> GraphSlot:
@@ -45,7 +45,7 @@ def _per_token(
 
 
 def _count(name: str, **more: Any) -> GraphSlot:
-    """Return a slot ``[1]`` int32 that is no row of requests or tokens."""
+    """Return a slot ``[1]`` int32 that has no rows of requests or tokens."""
     return GraphSlot(
         name, lambda *_: (1,), torch.int32, axis="none", padding_policy=PaddingPolicy.ZERO, **more
     )
@@ -80,7 +80,7 @@ INPUTS: Mapping[str, GraphSlot] = {
             torch.int32,
             padding_policy=PaddingPolicy.FILL_ONCE,
             pad_value=0,
-            reason="padding rows are request row 0, all scratch at any length",
+            reason="padding rows are request row 0, which has only scratch KV slots at any length",
         ),
         _count("num_token_non_padded"),
         _count("global_num_tokens_gpu", copy_from_fb=False),
@@ -99,7 +99,7 @@ class _Inputs:
         self.slots: list[GraphSlot] = []
 
     def add(self, *names: str, **changes: Any) -> None:
-        """Add inputs of the table, with ``changes`` of their declarations."""
+        """Add inputs from the table, with ``changes`` to their declarations."""
         self.slots += [replace(INPUTS[name], owner=self.owner, **changes) for name in names]
 
     def add_tokens(self, cache_loc_dtype: torch.dtype = torch.int64, steps: int | None = None) -> None:
@@ -109,7 +109,7 @@ class _Inputs:
         self.add("out_cache_loc", shape_fn=shape, dtype=cache_loc_dtype)
 
     def add_requests(self, seq_len_fill_value: int) -> None:
-        """Add request rows, and lengths on the device and on the host."""
+        """Add the request rows, and the lengths on the device and on the host."""
         self.add("req_pool_indices")
         self.add("seq_lens", "seq_lens_cpu", pad_value=seq_len_fill_value)
 
@@ -149,29 +149,32 @@ def build_decode_registry(
     """Return a registry with the inputs of decode and of other modes whose requests are padded.
 
     Args:
-        device: Device of the slots; ``seq_lens_cpu`` lies on the host.
+        device: Device of the slots; ``seq_lens_cpu`` is on the host.
         max_bs: Largest captured request count.
         max_num_token: Largest captured token count.
         seq_len_fill_value: ``seq_lens`` of a padding row, declared by the attention backend.
         cache_loc_dtype: Dtype of ``out_cache_loc``.
         enable_mamba_track: Add ``mamba_track_indices`` and ``mamba_track_mask``.
         is_encoder_decoder: Add ``encoder_lens``.
-        encoder_len_fill_value: Its initial value: the encoder's longest input.
-        encoder_lens_dtype: Its dtype.
+        encoder_len_fill_value: Initial value of ``encoder_lens``: the length of the encoder's longest input.
+        encoder_lens_dtype: Dtype of ``encoder_lens``.
         enable_num_token_non_padded: Add ``num_token_non_padded``.
-        require_gathered_buffer: Whether activations are gathered over DP ranks. Then that count is this
-            rank's share of the padded shape, and ``global_num_tokens_*`` hold the padded count.
-        nsa_enable_prefill_cp: Whether context parallelism splits the tokens. Then the count is the batch's.
+        require_gathered_buffer: Whether activations are gathered over DP ranks. If so,
+            ``num_token_non_padded`` counts this rank's share of the padded shape, and ``global_num_tokens_*``
+            contain the padded count.
+        nsa_enable_prefill_cp: Whether context parallelism splits the tokens. If so, ``num_token_non_padded``
+        is the batch's count.
         enable_prefill_cp: The later name of ``nsa_enable_prefill_cp`` in the original.
-        require_mlp_tp_gather: Whether ``global_num_tokens_*`` hold a count for each DP rank.
+        require_mlp_tp_gather: Whether ``global_num_tokens_*`` contain a count for each DP rank.
         dp_size: DP ranks.
         register_global_num_tokens: Add ``global_num_tokens_gpu`` and ``global_num_tokens_for_logprob_gpu``.
         share_pool: See `CudaGraphBufferRegistry`. The original shares by default.
-        source: An object with a tensor for each slot, adopted instead of allocated. A tensor of another dtype
-            of the same kind (integer, float) sets the slot's dtype. An int32 tensor for an int64 slot takes
-            int64 batch fields too (`GraphSlot.narrows`): ids and lengths are below 2**31. Its
-            ``ngram_embedding_info`` and ``pp_proxy_tensors``, if present, become slots too.
-        enable_mrope: Add ``mrope_positions``; a model without them saves its memory and copy.
+        source: An object with a tensor for each slot, which is adopted instead of allocating one. A tensor of
+            another dtype of the same kind (integer, float) sets the slot's dtype. An int32 tensor for an
+            int64 slot also takes int64 batch fields (`GraphSlot.narrows`), because ids and lengths are below
+            2**31. The ``ngram_embedding_info`` and ``pp_proxy_tensors`` of the source, if present, become
+            slots too.
+        enable_mrope: Add ``mrope_positions``. A model that does not use them saves the memory and the copy.
         zero_input_ids: Zero the padding rows of ``input_ids``; the original keeps earlier tokens there.
         lane: See `CudaGraphBufferRegistry`.
 
@@ -184,7 +187,7 @@ def build_decode_registry(
     inputs = _Inputs("decode inputs")
     inputs.add_tokens(cache_loc_dtype)
     if not zero_input_ids:
-        reason = f"any token of an earlier batch is in the vocabulary; {_CUT_OFF}"
+        reason = f"every token of an earlier batch is in the vocabulary; {_CUT_OFF}"
         keeps = PaddingPolicy.FOREACH_COPY
         inputs.slots[0] = replace(inputs.slots[0], padding_policy=keeps, reason=reason)
     inputs.add_requests(seq_len_fill_value)
@@ -233,11 +236,11 @@ def build_prefill_registry(
 
     Graphs compute padding tokens too, so the padding rows of every token slot are zeroed. Arguments and
     errors are those of `build_decode_registry`, with these differences. ``max_bs`` is the largest request
-    count of a batch. ``is_multimodal`` adds ``mrope_positions`` and ``input_embeds``,
-    ``[max_num_token, hidden_size]`` of ``embed_dtype`` (by default torch's): the model writes it, and no fill
-    copies it. With ``register_input_embeds=False`` it is an input of the batch, without a slot.
-    ``enable_mamba_track`` adds ``mamba_track_seqlens`` too. ``pp_proxy_tensors`` of the source follow the
-    tokens; its other extra tensors are not adopted.
+    count of a batch. ``is_multimodal`` adds ``mrope_positions`` and ``input_embeds``. The embeddings are
+    ``[max_num_token, hidden_size]`` of ``embed_dtype`` (by default torch's default dtype); the model writes
+    them, and no fill copies them. With ``register_input_embeds=False`` they are an input of the batch without
+    a slot. ``enable_mamba_track`` adds ``mamba_track_seqlens`` too. The rows of the source's
+    ``pp_proxy_tensors`` are tokens. Other extra tensors of the source are not adopted.
     """
     registry = CudaGraphBufferRegistry(
         device=device, max_bs=max_bs, max_num_tokens=max_num_token, share_pool=share_pool, lane=lane
@@ -280,9 +283,10 @@ def input_slots(
 ) -> list[GraphSlot]:
     """Return the inputs of graphs of ``mode`` whose requests and tokens are padded.
 
-    Padding requests are row 0 of ``req_to_token``, all scratch, with the length that the backend declares; in
-    a ragged batch they have no tokens. Padding tokens are token 0 at position 0, written to KV slot 0. In a
-    tree they see all draft tokens of their request, so that no row of scores is fully masked.
+    Padding requests are row 0 of ``req_to_token``, which contains only scratch, with the length that the
+    backend declares. In a ragged batch they have no tokens. Padding tokens are token 0 at position 0, and
+    their keys go to KV slot 0. In a tree they see all draft tokens of their request, so that no row of scores
+    is fully masked.
 
     Args:
         mode: Forward mode of the lane's batches.
@@ -290,11 +294,11 @@ def input_slots(
             `Capabilities.padded_seq_len`.
         num_draft_steps: Steps of a draft decode.
         num_draft_tokens: Tokens of a request in target verify.
-        trees: Add ``tree_mask`` to a target verify.
-        num_token_non_padded: Add the slot of that name.
+        trees: Whether to add ``tree_mask`` to a target verify.
+        num_token_non_padded: Whether to add the slot of that name.
         require_gathered_buffer: See `build_decode_registry`.
         mrope: Add ``mrope_positions``.
-        embeds: Add ``input_embeds`` of this width and dtype.
+        embeds: Width and dtype of ``input_embeds``; None to leave them out.
     """
     inputs = _Inputs(f"{mode.value} inputs")
     inputs.add_tokens(steps=num_draft_steps if mode is ForwardMode.DRAFT_DECODE else None)
@@ -319,8 +323,8 @@ def num_token_non_padded_slot(owner: str, *, is_local: bool) -> GraphSlot:
 
     Args:
         owner: The runner that declares it.
-        is_local: Whether it counts the real tokens among this rank's share of the padded shape, at capture as
-            at replay; otherwise the batch's own number is copied.
+        is_local: Whether it counts the real tokens in this rank's share of the padded shape, at capture and
+            at replay. Otherwise the number in the batch is copied.
     """
     post_fill = _fill_local_count if is_local else _keep_copied_count
     slot = INPUTS["num_token_non_padded"]
@@ -331,7 +335,7 @@ def num_token_non_padded_slot(owner: str, *, is_local: bool) -> GraphSlot:
 
 
 def _fill_local_count(buffer: torch.Tensor, batch: Any, context: FillContext) -> None:
-    """Write the real tokens among this rank's share of the padded shape (PR 22404)."""
+    """Write the number of real tokens in this rank's share of the padded shape (PR 22404)."""
     padded = context.padded_num_tokens
     count = getattr(batch, "num_token_non_padded_cpu", None)
     if count is not None:
@@ -348,12 +352,12 @@ def _fill_local_count(buffer: torch.Tensor, batch: Any, context: FillContext) ->
 
 
 def _keep_copied_count(buffer: torch.Tensor, batch: Any, context: FillContext) -> None:
-    """Write nothing. With a ``post_fill`` the slot is in every view, also if the template lacks the field."""
+    """Write nothing. A slot with a ``post_fill`` is in every view, even if the template lacks the field."""
     del buffer, batch, context
 
 
 def _fill_padded_count(buffer: torch.Tensor, _: Any, context: FillContext) -> None:
-    """Write the padded token count, which is that of every rank."""
+    """Write the padded token count, which is the same for every rank."""
     buffer.fill_(context.padded_num_tokens)
 
 
@@ -361,7 +365,7 @@ def _fill_padded_count(buffer: torch.Tensor, _: Any, context: FillContext) -> No
 
 
 def _adopt_extras(registry: CudaGraphBufferRegistry, source: Any) -> None:
-    """Register the tensors that a ``source`` may have beyond the declared inputs of decode."""
+    """Register tensors that a ``source`` may have in addition to the declared inputs of decode."""
     keeps: dict[str, Any] = {
         "owner": "decode inputs",
         "axis": "none",
@@ -369,14 +373,14 @@ def _adopt_extras(registry: CudaGraphBufferRegistry, source: Any) -> None:
     }
     nested = getattr(source, "ngram_embedding_info", None)
     infos = {n: getattr(nested, n) for n in ("column_starts", "req_lens")} if nested is not None else {}
-    reason = f"columns and lengths of an earlier batch are in the token table; {_CUT_OFF}"
+    reason = f"columns and lengths of an earlier batch are inside the token table; {_CUT_OFF}"
     _adopt(registry, partial(GraphSlot, **keeps, reason=reason), infos, "ngram_embedding_info.", _ngram)
     proxy = partial(GraphSlot, **keeps, reason=_CUT_OFF)
     _adopt(registry, proxy, _proxies(source), "pp_proxy_tensors.", _proxy)
     traced = {n: getattr(source, n, None) for n in ("rids_int", "bootstrap_room_ids_int")}
     changes: dict[str, Any] = {
         "padding_policy": PaddingPolicy.FOREACH_COPY,
-        "reason": "a trace reads it, and no kernel",
+        "reason": "only tracing reads it, no kernel does",
     }
     _adopt(registry, partial(GraphSlot, **{**keeps, "axis": "bs", **changes}), traced)
 
@@ -409,9 +413,10 @@ def _adopt(
     prefix: str = "",
     source_of: Callable[..., torch.Tensor | None] | None = None,
 ) -> None:
-    """Register a slot in the memory of each of ``tensors``, with its shape and dtype; None has no slot.
+    """Register one slot for each of ``tensors``, in its memory; a tensor that is None gets no slot.
 
-    Its name begins with ``prefix``. A fill copies ``source_of(name, batch, context)``, or the field.
+    The slot has the tensor's shape and dtype, and its name begins with ``prefix``. A fill copies the result
+    of ``source_of(name, batch, context)``, or without ``source_of`` the batch field.
     """
     for name, tensor in tensors.items():
         if tensor is not None:

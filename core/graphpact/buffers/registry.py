@@ -1,8 +1,8 @@
 """`CudaGraphBufferRegistry`: the graph-resident memory of one lane, and the fill of a step.
 
-A registry without a lane behaves as the original (SGLang PR 26742): it skips fields that a batch lacks. A
+A registry without a lane behaves like the original (SGLang PR 26742): it skips fields that a batch lacks. The
 registry of a lane enforces the contract: every slot has an owner, stale padding has a reason, and a batch
-without a slot's field is refused unless the slot is optional.
+that lacks a slot's field is refused unless the slot is optional.
 
 Does not: decide the raw and padded counts (the runner does) or write a batch.
 """
@@ -25,7 +25,7 @@ from graphpact.plugin_calls import call
 from graphpact.shapes import GraphShape
 from graphpact.tensors import address_range, storage_id
 
-_MAX_PLANS = 1024  # plans that are kept; the oldest is dropped
+_MAX_PLANS = 1024  # largest number of plans that are kept; the oldest is dropped
 
 _SHAPE = "a shape_fn takes (max_bs, max_num_tokens) and returns a tuple of sizes"
 _SLICE = "a slice_fn takes (buffer, n) and returns a view of the first n rows along one axis"
@@ -42,7 +42,7 @@ class CudaGraphBufferRegistry:
         max_num_tokens: Largest token count of a captured shape.
         share_pool: Memory that registries share for slots that every fill refreshes: True for the
             process-wide pool, or a `SharedBuffers`.
-        lane: The lane that it belongs to, whose contract it enforces, or None.
+        lane: Name of the lane that it belongs to; None if it belongs to no lane and enforces no contract.
     """
 
     def __init__(
@@ -59,7 +59,7 @@ class CudaGraphBufferRegistry:
                 raise SlotError(f"{what} is {most!r}", hint="give an integer, 0 or more")
         if not isinstance(share_pool, (bool, SharedBuffers, type(None))):
             raise SlotError(f"share_pool is {share_pool!r}", hint="give True, False or a SharedBuffers")
-        self.device = torch.empty(0, device=device).device  # with an index, as tensors have
+        self.device = torch.empty(0, device=device).device  # with an index, as the devices of tensors have
         self.max_bs = max_bs
         self.max_num_tokens = max_num_tokens
         self.share_pool = PROCESS_WIDE if share_pool is True else share_pool or None
@@ -74,8 +74,8 @@ class CudaGraphBufferRegistry:
     def register_slot(self, slot: GraphSlot, bind: torch.Tensor | None = None) -> BoundSlot:
         """Return ``slot`` with a buffer: a new one, or the existing tensor ``bind``.
 
-        A new buffer holds the slot's initial value; ``bind`` keeps its contents. A disabled slot gets no
-        buffer. The declaration is not written and may be registered elsewhere too.
+        A new buffer contains the slot's initial value; ``bind`` keeps its contents. A disabled slot gets no
+        buffer. The declaration is not changed and may be registered in other registries too.
 
         Raises:
             SlotError: The name is taken, ``bind`` has another shape, dtype or device than declared, the slot
@@ -129,14 +129,14 @@ class CudaGraphBufferRegistry:
         padded_num_tokens: int,
         pp_proxy_tensors: Any = None,
     ) -> None:
-        """Reset the padding rows by policy, copy the batch's fields into the live rows, call ``post_fill``.
+        """Reset padding rows by policy, copy the batch's fields to live rows, then call each ``post_fill``.
 
         ``batch`` is the live batch, usually a `graphpact.ForwardBatch`, and is not written. The other
         arguments are those of `FillContext`, with ``raw <= padded <= maximum``.
 
         Raises:
-            SlotError: Counts out of order, or a field with another number of rows, with a dtype that does not
-                convert exactly, or (in a lane) missing. Nothing is written then.
+            SlotError: Counts are out of order, or a field has another number of rows, has a dtype that does
+                not convert exactly, or (in a lane) is missing. Nothing is written then.
         """
         counts = (raw_bs, padded_bs, raw_num_tokens, padded_num_tokens)
         plan = self._plans.get(counts) or self._compile(counts)
@@ -146,8 +146,8 @@ class CudaGraphBufferRegistry:
         """Return the view of a captured shape: the template with slices for the fields that have slots.
 
         A field that is None in the template stays None, unless its slot is computed. Slots with dotted names
-        replace entries of the template's ``extra``. Slots that are no field of the template (those of a
-        backend) are not part of the view.
+        replace entries of the template's ``extra``. Slots that are not a field of the template, such as those
+        of a backend, are not part of the view.
 
         The template is a dataclass with ``batch_size``; it is not written.
         """
@@ -158,7 +158,7 @@ class CudaGraphBufferRegistry:
                 continue
             field = getattr(forward_batch_template, slot.name)
             if not isinstance(field, (torch.Tensor, type(None))):
-                continue  # a mode or a count, which no tensor replaces
+                continue  # a mode or a count; no tensor replaces it
             if field is not None or slot.is_computed or slot.source_fn is not None:
                 fields[slot.name] = slot.slice_for(padded_bs, padded_num_tokens)
         extra = getattr(forward_batch_template, "extra", None)
@@ -168,12 +168,12 @@ class CudaGraphBufferRegistry:
         return dataclasses.replace(forward_batch_template, **fields)  # type: ignore[type-var]
 
     def static_inputs(self, batch: ForwardBatch, shape: GraphShape) -> ForwardBatch:
-        """Return the view of ``shape``, for one shape always the same object.
+        """Return the view of ``shape``: always the same object for one shape.
 
-        ``batch`` is its template when the shape is new. Host numbers of later batches do not reach the view,
-        since a graph cannot read them.
+        ``batch`` is the template if the shape is new. Host numbers of later batches do not reach the view,
+        because a graph cannot read them.
         """
-        view = self._static_inputs.get(shape)  # one look-up in a step
+        view = self._static_inputs.get(shape)  # only one look-up in each step
         if view is None:
             view = self._static_inputs[shape] = self.extract_buffer(
                 padded_bs=shape.batch_size, padded_num_tokens=shape.num_tokens, forward_batch_template=batch
@@ -193,7 +193,7 @@ class CudaGraphBufferRegistry:
 
     @property
     def allocated_nbytes(self) -> int:
-        """Bytes that the registry allocated, alignment and unused rows of arenas included."""
+        """Bytes that the registry allocated, including alignment and unused rows of arenas."""
         return self._memory.nbytes
 
     def slot_of(self, tensor: torch.Tensor) -> BoundSlot | None:
@@ -208,7 +208,7 @@ class CudaGraphBufferRegistry:
         return None
 
     def template_of(self, slot: BoundSlot) -> torch.Tensor | None:
-        """Return the template of the padding rows of ``slot``, or None for a slot outside arenas."""
+        """Return the template for the padding rows of ``slot``, or None if the slot is not in an arena."""
         if slot.buffer is None:
             return None
         for arena in self._arenas():
@@ -269,10 +269,10 @@ class CudaGraphBufferRegistry:
         return self.max_bs if slot.axis == "bs" else self.max_num_tokens
 
     def _check_slices(self, slot: GraphSlot, shape: tuple[int, ...]) -> None:
-        """Raise `SlotError` unless the slot's slices begin at its buffer's start and cut one axis."""
+        """Raise `SlotError` unless the slot's slices begin where its buffer begins and cut only one axis."""
         if slot.slice_fn is None or slot.axis == "none":
             return
-        buffer = torch.empty(shape, dtype=slot.dtype, device="meta")  # slices of it cost nothing
+        buffer = torch.empty(shape, dtype=slot.dtype, device="meta")  # slices of a meta tensor cost nothing
         most = self._most(slot)
         slices = []
         for n in (most, min(1, most)):
@@ -291,14 +291,14 @@ class CudaGraphBufferRegistry:
             raise SlotError(f"{slot.label}: its slice_fn cuts more than one axis: {cuts}", hint=_SLICE)
 
     def _require_contract(self, slot: GraphSlot, shape: tuple[int, ...], lane: str) -> None:
-        """Raise `SlotError` for a slot of a lane without owner, without a required reason, or too small."""
+        """Raise `SlotError` for a lane's slot that has no owner, lacks a required reason, or is too small."""
         if not (slot.owner or "").strip():
             hint = "declare it with owner=, the name of the runner or backend"
             raise SlotError(f"{slot.label}: lane {lane!r} requires an owner for every slot", hint=hint)
         if slot.keeps_tail and not (slot.reason or "").strip():
             raise SlotError(
                 f"{slot.label}: {slot.padding_policy.name} without a reason, which lane {lane!r} requires",
-                hint="say with reason= why stale padding is safe, or reset it by ZERO or FILL_SENTINEL",
+                hint="state with reason= why stale padding is safe, or reset it with ZERO or FILL_SENTINEL",
             )
         if slot.axis == "none" or slot.slice_fn is not None:
             return

@@ -5,7 +5,7 @@ its replay reads. This holds only for slots that every fill refreshes, and only 
 rows. So a pool excludes slots that keep rows between fills, never writes existing memory, and refuses a slot
 that would need other contents.
 
-Does not: share anything by itself; a registry is given a pool.
+Does not: share anything by itself; the caller gives a pool to a registry.
 """
 
 import math
@@ -26,7 +26,7 @@ class _Shared:
 
     buffer: torch.Tensor
     owner: str
-    padding: str | None  # None for a tensor of `share_input_buffer`, whose contents are not known
+    padding: str | None  # None for a tensor of `share_input_buffer`, because its contents are not known
 
 
 class SharedBuffers:
@@ -43,7 +43,7 @@ class SharedBuffers:
     def buffer_for(
         self, slot: GraphSlot, shape: tuple[int, ...], device: torch.device, lane: str | None
     ) -> torch.Tensor:
-        """Return the memory of ``slot``: the shared buffer of its key, or a new one with its initial value.
+        """Return memory for ``slot``: the shared buffer of its key, or a new one with the initial value.
 
         Raises:
             SlotError: The shared buffer has another shape, or other contents in padding rows.
@@ -67,12 +67,12 @@ class SharedBuffers:
         for own, other in differences:
             raise SlotError(
                 f"{owner} {own}, but shares its memory with {shared.owner}, which {other}",
-                hint="declare both alike, or give one of the registries no pool",
+                hint="declare both slots alike, or give one of the registries no pool",
             )
         return shared.buffer
 
     def adopt(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the buffer ``name`` of the size of ``tensor``, in its shape; ``tensor`` if there is none.
+        """Return the shared buffer of this name and size in the shape of ``tensor``, or share ``tensor``.
 
         Raises:
             SlotError: The buffer has another shape and is not contiguous.
@@ -90,19 +90,19 @@ class SharedBuffers:
         return shared.buffer.as_strided(tensor.size(), tensor.stride())
 
     def clear(self) -> None:
-        """Remove every buffer from the pool; registries keep theirs."""
+        """Remove every buffer from the pool. Registries keep the buffers that they have."""
         self._buffers.clear()
         self.arenas = Arenas()
 
 
 PROCESS_WIDE = SharedBuffers()
-"""The pool of ``share_pool=True`` and `share_input_buffer`."""
+"""The process-wide pool, used by ``share_pool=True`` and `share_input_buffer`."""
 
 
 def share_input_buffer(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """Share ``tensor`` process-wide by (name, numel, dtype, device), and return the shared buffer.
 
-    The first tensor of a key is shared; later calls return a view of it. The result does not depend on the
-    order of sizes.
+    The first tensor of a key is shared, and later calls return a view of it. The order of sizes makes no
+    difference.
     """
     return PROCESS_WIDE.adopt(name, tensor)

@@ -1,8 +1,8 @@
 """One declared buffer: `GraphSlot`, its `PaddingPolicy`, and the `FillContext` of one fill.
 
 Names and meanings follow SGLang's buffer registry (PR 26742). A slot declares the contents of its padding
-rows, because kernels mark an empty row by different values: the pad value belongs to the tensor and its
-consumer, not to the runner.
+rows, because kernels mark an empty row with different values. The tensor and the kernel that reads it
+determine the pad value; the runner does not.
 
 A `GraphSlot` is frozen data and may be registered in several registries. A registry returns a `BoundSlot`:
 the same declaration with memory.
@@ -21,12 +21,12 @@ import torch
 from graphpact.errors import SlotError, UnallocatedSlotError, named_options
 
 Axis = Literal["bs", "tokens", "none"]
-"""The count that a slot's rows follow: requests, tokens, or neither (then it is never padded)."""
+"""What a slot's rows count: requests, tokens, or neither (then it is never padded)."""
 
 SlotRole = Literal["offsets", "lengths", "table", "plan", "mask", "workspace", "staging", "constant"]
-"""The use of a backend's slot by its kernels, so that tools need not guess from names.
+"""How kernels use a backend's slot, so that tools need not guess it from names.
 
-offsets    begin of each request's part of a packed axis: ``cu_seqlens``, ``indptr``
+offsets    where each request's part of a packed axis begins: ``cu_seqlens``, ``indptr``
 lengths    a count for each request or token: keys, pages
 table      KV slots, pages or requests by row
 plan       a kernel's split of its work, made from lengths, often on the host
@@ -45,12 +45,12 @@ class PaddingPolicy(enum.Enum):
     """The contents of padding rows, those between the raw and the padded count, after a fill.
 
     Attributes:
-        KEEP_PAD: Not written. A lane requires the reason why stale padding is safe.
+        KEEP_PAD: Not written. A lane requires a reason why stale padding is safe.
         FILL_SENTINEL: ``pad_value``.
         ZERO: Zero.
         FOREACH_COPY: Not written, as KEEP_PAD; the original's default. A lane requires a reason too.
-        FILL_ONCE: ``pad_value`` in a new buffer, not written later. If live rows are copied, they stay in the
-            padding rows of smaller batches, and a lane requires the reason why that is safe.
+        FILL_ONCE: ``pad_value`` in a new buffer, not written later. If a slot copies live rows, they stay in
+            the padding rows of smaller batches, and a lane requires a reason why that is safe.
     """
 
     KEEP_PAD = "keep_pad"
@@ -80,7 +80,7 @@ class FillContext:
         raw_num_tokens: Tokens in the batch.
         padded_num_tokens: Tokens in the captured shape.
         pp_proxy_tensors: Tensors of the previous pipeline stage, for the ``source_fn`` of a slot: an object
-            whose ``tensors`` maps names to tensors. It is no field of a batch.
+            whose ``tensors`` maps names to tensors. It is not a field of a batch.
     """
 
     raw_bs: int
@@ -110,34 +110,37 @@ class GraphSlot:
     """The declaration of one graph-resident buffer: frozen data without memory.
 
     Args:
-        name: Unique in its registry: the batch field that it is copied from, if any. A dotted name
-            (``flashinfer.kv_indptr``, ``eagle.hidden_states``) is taken from `ForwardBatch.extra`, unless the
-            slot has a ``source_fn``, or its owner fills it (``copy_from_fb=False``).
+        name: Unique in its registry. If the slot is copied from a batch field, it has the field's name. A
+            slot with a dotted name (``flashinfer.kv_indptr``, ``eagle.hidden_states``) is copied from
+            `ForwardBatch.extra`, unless it has a ``source_fn`` or its owner fills it
+            (``copy_from_fb=False``).
         shape_fn: ``(max_bs, max_num_tokens) -> shape`` of the whole buffer.
         dtype: Element type.
-        axis: The count that its rows follow.
-        device: Its device; None: the registry's.
+        axis: What its rows count.
+        device: Its device; None for the registry's device.
         padding_policy: The contents of padding rows after a fill.
         pad_value: Required by FILL_SENTINEL and FILL_ONCE.
-        enabled: False keeps the declaration only: no memory, no fill, no view.
+        enabled: Whether the slot is used. If False, it gets no memory, no fill and no view.
         copy_from_fb: Whether a fill copies the batch field of the same name into the live rows.
-        post_fill: ``(buffer, batch, context)``, called after all copies, for contents that are computed.
+        post_fill: ``(buffer, batch, context) -> None``, called after all copies to compute contents.
         slice_fn: ``(buffer, n) -> view`` for buffers whose rows are not the first axis, or not ``n``.
-        source_fn: ``(batch, context) -> tensor or None``: copied instead of the batch field, all its rows (in
-            a lane, as many as the batch has along the axis); None copies nothing.
+        source_fn: ``(batch, context) -> tensor or None``. All rows of the tensor are copied instead of the
+            batch field; in a lane they must be as many as the batch has along the axis. None copies nothing.
         owner: The runner or backend that declares it, for errors and reports. A lane requires it.
-        reason: Why stale padding is safe. A lane requires it where `keeps_tail`.
-        optional: Whether a batch of a lane may lack the field; the live rows then hold the initial value.
-        role: Its use by kernels; None for the inputs of a model. See `metadata_slot`.
-        narrows: Whether a fill may copy int64 into this int32 slot. The owner guarantees that the values fit;
-            others wrap. The presets set it for int32 memory that they adopt.
-        contents: Writes the initial values into a new buffer, by index alone; None: the one initial value.
-        extra_rows: Rows beyond the count of the axis: 1 for offsets. A slice_fn decides by itself.
+        reason: Why stale padding is safe. A lane requires it if `keeps_tail`.
+        optional: Whether a batch of a lane may lack the field. The live rows then hold the initial value.
+        role: How kernels use it; None for the inputs of a model. See `metadata_slot`.
+        narrows: Whether a fill may copy int64 values into this int32 slot. The owner guarantees that they
+            fit; larger values wrap. `graphpact.buffers.inputs` sets it for int32 memory that it adopts.
+        contents: A function that writes the initial values into a new buffer, which may depend only on the
+            index; None to fill the buffer with the one initial value.
+        extra_rows: Number of rows beyond the count of the axis, such as 1 for offsets. Not used with
+            slice_fn.
 
     Raises:
-        SlotError: An unknown axis or role, a missing pad value or one that the dtype cannot hold, a source_fn
-            that is never called, narrows for another dtype than int32, extra rows of a slot without an axis
-            or with a slice_fn, or an argument of another type.
+        SlotError: The axis or role is unknown, the pad value is missing or does not fit the dtype, a
+            source_fn is never called, narrows is set for a dtype other than int32, a slot without an axis or
+            with a slice_fn has extra rows, or an argument has a wrong type.
     """
 
     name: str
@@ -166,7 +169,7 @@ class GraphSlot:
         if self.axis not in get_args(Axis):
             self._refuse(f"unknown axis {self.axis!r}", "an axis is 'bs', 'tokens' or 'none'")
         if self.padding_policy.has_pad_value and self.pad_value is None:
-            hint = "give the value that the consumer reads as an empty row"
+            hint = "give the value that kernels read as an empty row"
             self._refuse(f"{self.padding_policy.name} without a pad_value", hint)
         if self.pad_value is not None and not _is_value_of(self.dtype, self.pad_value):
             hint = "give a value that the dtype holds, or another dtype"
@@ -175,10 +178,10 @@ class GraphSlot:
         if self.role is not None and self.role not in roles:
             self._refuse(f"unknown role {self.role!r}", f"a role is one of {', '.join(roles)}")
         if self.narrows and self.dtype is not torch.int32:
-            hint = "only int64 into int32 is narrowed; give dtype=torch.int32, or leave narrows out"
+            hint = "only int64 to int32 can be narrowed; give dtype=torch.int32, or leave narrows out"
             self._refuse(f"narrows=True, and its dtype is {self.dtype}", hint)
         if self.source_fn is not None and not self.copy_from_fb:
-            hint = "leave out copy_from_fb or the source_fn"
+            hint = "leave out copy_from_fb or source_fn"
             self._refuse("copy_from_fb=False, so its source_fn is never called", hint)
         if self.extra_rows < 0 or (self.extra_rows and (self.axis == "none" or self.slice_fn is not None)):
             hint = 'extra rows are 1 or more beyond axis="bs" or axis="tokens", without a slice_fn'
@@ -188,7 +191,7 @@ class GraphSlot:
         raise SlotError(f"{self.label}: {fault}", hint=hint)
 
     def _check_types(self) -> None:
-        """Raise `SlotError` for arguments of a wrong type, which would fail late or silently."""
+        """Raise `SlotError` for arguments of a wrong type, which would fail later or silently."""
         for what, value, kind in (
             ("name", self.name, str),
             ("dtype", self.dtype, torch.dtype),
@@ -219,19 +222,19 @@ class GraphSlot:
 
     @property
     def is_computed(self) -> bool:
-        """Whether its contents are not only copied, so that views contain it even if the batch lacks it."""
+        """Whether its contents are computed, so that views contain it even if the batch lacks the field."""
         return self.post_fill is not None or not self.copy_from_fb
 
     @property
     def is_refreshed(self) -> bool:
-        """Whether every fill of a lane writes its live rows, so that another lane may share its memory."""
+        """Whether every fill of a lane writes all live rows, so that lanes may share the memory."""
         return (self.copy_from_fb and not self.optional) or self.post_fill is not None
 
     @property
     def keeps_tail(self) -> bool:
-        """Whether rows of an earlier batch can stay in the padding rows, so that a lane requires a reason."""
+        """Whether padding rows can contain rows of an earlier batch. A lane then requires a reason."""
         if self.axis == "none":
-            return self.source_fn is not None  # a source may be shorter than the previous one
+            return self.source_fn is not None  # the source may be shorter than in the fill before
         if self.padding_policy.resets_tail:
             return False
         return self.copy_from_fb or self.padding_policy is not PaddingPolicy.FILL_ONCE
@@ -239,7 +242,7 @@ class GraphSlot:
     def slice_for(self, padded_bs: int, padded_num_tokens: int) -> torch.Tensor:
         """Raise `UnallocatedSlotError`: a declaration has no memory. A `BoundSlot` returns the view."""
         del padded_bs, padded_num_tokens
-        hint = "take the slot that register_slot returned, or that get_slot returns"
+        hint = "use the slot that register_slot or get_slot returns"
         raise UnallocatedSlotError(f"{self.label} is a declaration, and has no buffer", hint=hint)
 
     def bound(self, buffer: torch.Tensor | None) -> "BoundSlot":
@@ -249,7 +252,7 @@ class GraphSlot:
 
 @dataclass(frozen=True)
 class BoundSlot(GraphSlot):
-    """A slot of one registry: a declaration with memory, its ``buffer``; None if it is not enabled."""
+    """A slot of one registry: a declaration with its ``buffer``, which is None if it is not enabled."""
 
     buffer: torch.Tensor | None = field(default=None, repr=False, compare=False, kw_only=True)
 
@@ -281,18 +284,18 @@ def metadata_slot(
 ) -> GraphSlot:
     """Return the declaration of a slot that a backend fills: metadata, or a workspace.
 
-    The backend writes every row of the padded extent in every step; fills do not touch it. Three roles
-    differ: only kernels write a workspace, nothing writes a constant, and staging lies on the host.
+    The backend writes every row of the padded extent in every step, and fills do not write the slot. Three
+    roles differ: only kernels write a workspace, nothing writes a constant, and staging is on the host.
 
     Args:
-        name: ``owner.what``: the part before the first dot is the owner.
+        name: ``owner.what``. The part before the first dot is the owner.
         rows: ``(bs, num_tokens) -> shape``: called with the largest counts for the whole buffer, and with
             those of the batch for an eager step.
         dtype: Element type.
-        role: Its use by kernels.
-        axis: The count that its rows follow; ``"none"`` for packed indices, plans and workspaces.
+        role: How kernels use it.
+        axis: What its rows count; ``"none"`` for packed indices, plans and workspaces.
         extra_rows: See `GraphSlot`.
-        slice_fn: See `GraphSlot`; instead of ``extra_rows``.
+        slice_fn: See `GraphSlot`. It replaces ``extra_rows``.
         pad_value: Initial value of a workspace or a constant.
         contents: See `GraphSlot`; for a constant, such as ``lambda t: torch.arange(len(t), out=t)``.
 
@@ -323,7 +326,7 @@ def metadata_slot(
 
 
 def _is_value_of(dtype: torch.dtype, value: float) -> bool:
-    """Return whether ``dtype`` can hold ``value``; floats may be rounded and may not overflow."""
+    """Return whether ``dtype`` can hold ``value``. A float may be rounded but must not overflow."""
     if dtype is torch.bool:
         return value in (0, 1)
     if dtype.is_floating_point:
