@@ -1,4 +1,4 @@
-"""The errors of graphpact. Every message says what was asked, what is there, what to do next.
+"""The errors of graphpact. Every message says what was requested, what was found, and what to do next.
 
     GraphpactError                     .code: the exit status of the command line
     ├── UsageError              2      the caller can fix it
@@ -13,7 +13,7 @@
     │       └── UnallocatedSlotError   the slot has no memory
     ├── ContractError           1      a promise of the contract was broken
     │   ├── PactBreach                 the replay does not agree with the capture
-    │   ├── CaptureError               the region does work that a graph cannot hold
+    │   ├── CaptureError               the region does work that a graph cannot record
     │   └── ReplayError                a replay read, wrote or kept wrong memory (strict lanes)
     │       └── PoisonError            it read memory not written in this step, or unowned memory
     └── EngineError             3      a defect in the engine or a plugin
@@ -35,8 +35,8 @@ class GraphpactError(Exception):
     """Base of every error that graphpact raises on purpose.
 
     Args:
-        message: What was asked and what is there, in one sentence.
-        hint: What to do next. Printed on a line of its own after ``help:``.
+        message: What was requested and what was found, in one sentence.
+        hint: What to do next. It is printed on a separate line after ``help:``.
     """
 
     code: ClassVar[int] = 3
@@ -61,7 +61,7 @@ class ConfigError(UsageError):
 
 
 class UnknownOptionError(UsageError, TypeError):
-    """A keyword argument has a name that is not known; the message names the nearest."""
+    """A keyword argument has an unknown name; the message gives the nearest known name."""
 
 
 class PluginError(UsageError):
@@ -74,8 +74,8 @@ class UnknownPluginError(PluginError):
     Args:
         message: As for every error.
         hint: As for every error.
-        kind: The kind of plugin that was asked for, such as ``"runner"``; None if it was not given.
-        name: The name that was asked for, or None.
+        kind: The kind of plugin that was requested, such as ``"runner"``; None if it was not given.
+        name: The name that was requested, or None.
     """
 
     def __init__(
@@ -97,19 +97,19 @@ class AmbiguousPluginError(PluginError):
 class SlotError(UsageError, ValueError):
     """A slot was declared, bound or filled against the registry's rules; nothing was written.
 
-    Also a `ValueError`; its two subclasses too are what the original registry raises (PR 26742), so that
-    programs written for it catch ours.
+    It is also a `ValueError`. Its two subclasses derive from the exceptions that the original registry raises
+    too (PR 26742), so that programs written for the original catch these errors.
     """
 
 
 class UnknownSlotError(SlotError, KeyError):
-    """No slot has that name; the message names the nearest."""
+    """No slot has that name; the message gives the nearest name."""
 
     __str__ = UsageError.__str__  # KeyError quotes the message
 
 
 class UnallocatedSlotError(SlotError, RuntimeError):
-    """A slot has no buffer: it is not registered, or not enabled."""
+    """A slot has no buffer, because it is not registered or not enabled."""
 
 
 class ContractError(GraphpactError):
@@ -126,9 +126,9 @@ class ContractError(GraphpactError):
 
 
 class KernelRefusal(RuntimeError):  # noqa: N818  the caller's error, not the kernel's
-    """A kernel refuses its arguments before it reads or writes anything: the caller broke ``rule``.
+    """A kernel refuses its arguments, before it reads or writes anything, because the caller broke ``rule``.
 
-    The message says the arguments, and what the kernel takes.
+    The message gives the arguments, and what the kernel accepts.
     """
 
     def __init__(self, message: str, *, rule: str) -> None:
@@ -139,11 +139,13 @@ class KernelRefusal(RuntimeError):  # noqa: N818  the caller's error, not the ke
 BreachKind = Literal[
     "address", "shape", "stride", "dtype", "device", "value", "bound", "type", "fields", "length"
 ]
-"""Kinds of difference. ``fields``: of an object or the keys of a mapping; ``length``: of a list or tuple."""
+"""The kinds of difference. ``fields`` are those of an object, or the keys of a mapping; ``length`` is that of
+a list or tuple.
+"""
 
 BREACHES: dict[BreachKind, tuple[str, str]] = {
     "address": ("GP01", "copy into the captured tensor instead of making a new one"),
-    "shape": ("GP07", "use the slice of the capture: recorded kernels read the captured extent"),
+    "shape": ("GP07", "use the same slice as at capture: recorded kernels read the captured extent"),
     "stride": ("GP07", "copy into the captured tensor: recorded kernels use its strides"),
     "dtype": ("GP07", "copy into the captured tensor: recorded kernels read elements of its dtype"),
     "device": ("GP01", "copy into the captured tensor, on its device"),
@@ -154,12 +156,15 @@ BREACHES: dict[BreachKind, tuple[str, str]] = {
             " declare it bounded() if smaller values are valid"
         ),
     ),
-    "bound": ("GP08", "capture with the largest number that a replay may have: the graph serves no larger"),
+    "bound": (
+        "GP08",
+        "capture with the largest number that a replay may have: the graph is not valid for larger ones",
+    ),
     "type": ("GP10", "the graph was recorded with the captured type; refresh it in place"),
     "fields": ("GP10", "return the captured metadata object, refreshed in place, with the same fields"),
     "length": ("GP05", "keep one entry for each captured one"),
 }
-"""For each kind the rule of the contract that it breaks, and what to do."""
+"""For each kind of difference: the rule of the contract that it breaks, and what to do."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,9 +174,9 @@ class Breach:
     Args:
         path: The field, such as ``metadata.kv_indptr``.
         rule: The kind of difference.
-        captured: The promised value, in words.
-        replayed: The value at replay, in words.
-        owner: Label of the slot in whose memory the captured tensor lies, or None.
+        captured: The promised value, as text.
+        replayed: The value at replay, as text.
+        owner: Label of the slot whose memory contains the captured tensor, or None.
         advice: What to do.
     """
 
@@ -189,7 +194,7 @@ class Breach:
 
     @property
     def text(self) -> str:
-        """The difference and both values, in words."""
+        """The difference and both values, as text."""
         if self.rule == "fields":
             return f"fields: {self.captured}, {self.replayed}"
         return f"{self.rule} captured {self.captured}, got {self.replayed}"
@@ -198,8 +203,8 @@ class Breach:
 class PactBreach(ContractError):  # noqa: N818  a breach of the pact is the established name
     """The view or metadata of a replay does not agree with the capture.
 
-    The message has the shape and the first field in one line, then a table of all fields that differ.
-    ``breaches`` are in the order of the walk; the first has the rule and the hint.
+    The message gives the shape and the first field in one line, then a table of all fields that differ.
+    ``breaches`` are in the order of the walk. The rule and the hint of the error are those of the first one.
     """
 
     def __init__(self, message: str, *, hint: str | None = None, breaches: Sequence[Breach] = ()) -> None:
@@ -208,15 +213,15 @@ class PactBreach(ContractError):  # noqa: N818  a breach of the pact is the esta
 
 
 class CaptureError(ContractError):
-    """A region does work that a graph cannot hold; no graph was kept."""
+    """A region does work that a graph cannot record; no graph was kept."""
 
 
 class ReplayError(ContractError):
-    """A replay read, wrote or outlived memory that it must not; strict lanes detect it."""
+    """A replay read or wrote memory that it must not use, or outlived it; strict lanes detect this."""
 
 
 class PoisonError(ReplayError):
-    """A replay or its preparation read poison: memory not written in this step, or unowned memory."""
+    """A replay or its preparation read poison, that is, memory not written in this step or unowned memory."""
 
 
 class EngineError(GraphpactError):
@@ -230,10 +235,10 @@ def did_you_mean(word: str, known: Iterable[str]) -> str | None:
 
 
 def named_options(target: C) -> C:
-    """Decorate a class or a function: an unknown keyword argument is an error that names the nearest one.
+    """Decorate a class or function so that an unknown keyword argument raises a helpful error.
 
-    A class keeps its constructor's signature; classes that derive from it and define their own are not
-    checked.
+    The error names the nearest known argument. A class keeps its constructor's signature. Derived classes
+    that define their own constructor are not checked.
 
     Raises:
         UnknownOptionError: When it is called with such an argument.

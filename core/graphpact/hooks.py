@@ -1,11 +1,11 @@
-"""`Hooks`: the implementations and observers of the hooks of one lane or engine, resolved once.
+"""`Hooks`: the hooks of one lane or engine, with implementations and observers, resolved once.
 
     hooks = Hooks([runner, backend], observers)
     populate = hooks.resolve("populate")      # before the first step
     populate(registry=..., batch=..., shape=...)
 
-A hook that nothing wraps resolves to the bound method of its implementation, so it costs one call. A wrapped
-hook resolves to pluggy's caller, which runs the wrappers around the implementation.
+If no observer wraps a hook, it resolves to the bound method of its implementation and costs one call.
+Otherwise it resolves to pluggy's caller, which runs the wrappers around the implementation.
 
 Does not: know which hooks a step calls, or in which order; `graphpact.lane` does.
 """
@@ -29,7 +29,7 @@ class Hooks:
         manager: The pluggy manager in which all of them are registered.
 
     Raises:
-        pluggy.PluginValidationError: One of them implements an unknown hook, or with an unknown argument.
+        pluggy.PluginValidationError: A plugin implements an unknown hook, or a hook with an unknown argument.
     """
 
     def __init__(self, implementers: Iterable[object], observers: Sequence[object]) -> None:
@@ -40,9 +40,9 @@ class Hooks:
             self.manager.check_pending()
 
     def resolve(self, name: str) -> Callable[..., Any] | None:
-        """Return what a step calls for the hook ``name``; None if nothing implements it.
+        """Return the callable of the hook ``name``; None if nothing implements the hook.
 
-        It takes the arguments of the hook by keyword.
+        It takes the hook's arguments by keyword.
         """
         caller = self._caller(name)
         implementations = caller.get_hookimpls()
@@ -58,7 +58,7 @@ class Hooks:
         return any(map(_is_wrapper, self._caller(name).get_hookimpls()))
 
     def outermost(self, name: str) -> object:
-        """Return the plugin whose result the hook ``name`` returns: its outermost wrapper, if it has one."""
+        """Return the outermost wrapper of the hook ``name``, which determines the result; may be None."""
         return self._caller(name).get_hookimpls()[-1].plugin
 
     def _caller(self, name: str) -> pluggy.HookCaller:

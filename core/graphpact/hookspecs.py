@@ -1,13 +1,13 @@
-"""The contract: four hooks between lane, runner and attention backend, and four more for observers.
+"""The contract: four hooks between lane, runner and attention backend, and four hooks for observers.
 
 The runner has two (`populate`, `prepare_replay`), the backend two (`init_metadata_capture`,
 `init_metadata_replay`). All are ``firstresult``. Observers (verification, tracing, metrics) wrap them with
 ``wrapper=True``. For observers there are four more hooks, which lane and engine implement: `run_step`,
 `launch`, `capture` and `engine_phase`. There is no other way to observe.
 
-The contract has one version, `CONTRACT_VERSION`. A plugin's distribution declares the version it was written
-for by an entry point in the group ``graphpact.contract``: it is readable before the plugin is imported. New
-versions of a hook may add arguments and never remove them.
+The contract has one version number, `CONTRACT_VERSION`. A plugin's distribution declares the version that it
+was written for by an entry point in the group ``graphpact.contract``, which is readable before the plugin is
+imported. A new version may add arguments to a hook, but never removes one.
 
 Does not: call the hooks (`graphpact.lane` does) or find their implementers (`graphpact.plugins` does).
 """
@@ -30,7 +30,7 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 class HookMethods:
-    """Base class of backends and runners: a method with the name of a hook implements it, marked or not."""
+    """Base class of backends and runners. A method with the name of a hook implements it, marked or not."""
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -55,7 +55,7 @@ def prepare_replay(
 ) -> ForwardBatch | None:
     """Return the view that the graph reads. A runner's hook, called after ``populate``.
 
-    Every tensor of the view is a slice of a slot, padded to ``shape``; for one shape always the same memory.
+    Every tensor of the view is a slice of a slot, padded to ``shape``. One shape always has the same memory.
     """
 
 
@@ -63,8 +63,8 @@ def prepare_replay(
 def init_metadata_capture(view: ForwardBatch, shape: GraphShape) -> Any:
     """Return graph-resident metadata for ``shape``, filled from the dummy ``view``. A backend's hook.
 
-    The recorded kernels read it: every tensor in it lies in a slot, every host number is frozen into the
-    graph.
+    The recorded kernels read it. Every tensor in it is in the memory of a slot, and every host number is
+    frozen into the graph.
     """
 
 
@@ -72,8 +72,8 @@ def init_metadata_capture(view: ForwardBatch, shape: GraphShape) -> Any:
 def init_metadata_replay(view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
     """Refresh ``captured`` in place from ``view`` and return it. A backend's hook.
 
-    The result has the captured type, fields, addresses, shapes, strides, dtypes and host numbers; only the
-    contents of its tensors change. The hook reads no device value on the host.
+    The result has the captured type, fields, addresses, shapes, strides, dtypes and host numbers. Only the
+    contents of its tensors change. The hook must not read a device value on the host.
     """
 
 
@@ -89,17 +89,17 @@ def run_step(lane: Any, batch: ForwardBatch) -> Any:
 def launch(lane: Any, prepared: Any) -> Any:
     """Replay the graph of a `PreparedStep`, or run it eagerly, and return its `StepOutputs`.
 
-    ``prepared.fit`` is the shape, or the reason of the eager run. Called in each `run_step`, after the hooks
+    ``prepared.fit`` is the shape, or the reason of the eager run. Each `run_step` calls it after the hooks
     that prepare a replay.
     """
 
 
 @hookspec(firstresult=True)
 def capture(lane: Any, shape: GraphShape, batch: ForwardBatch | None) -> Any:
-    """Capture ``shape`` of ``lane``, and return its `CapturedShape`, which is then in ``lane.captured``.
+    """Capture ``shape`` of ``lane``, add it to ``lane.captured``, and return the `CapturedShape`.
 
-    ``batch`` is captured, or the runner's dummy if it is None. If an observer raises, the shape counts as not
-    captured.
+    The captured batch is ``batch``, or the runner's dummy batch if it is None. If an observer raises, the
+    shape is not captured.
     """
 
 
@@ -107,5 +107,5 @@ def capture(lane: Any, shape: GraphShape, batch: ForwardBatch | None) -> Any:
 def engine_phase(phase: str, call: Callable[[], Any]) -> Any:
     """Return ``call()``, which runs one phase of an engine.
 
-    The phases are those of the engine; `graphpact_engine.phases` lists its own.
+    Each engine defines its phases; `graphpact_engine.phases` lists those of its engine.
     """

@@ -1,12 +1,12 @@
-"""`Lane`: one runner, backend, driver, registry and model. It runs every step.
+"""`Lane`: runs every step with one runner, backend, driver, registry and model.
 
     run       launch(prepare(batch)), a step
     prepare   fit, the hooks in their order, the pact check
-    launch    the graph's replay, or an eager run; then the live rows of the outputs
-    capture   the same hooks for a dummy batch, plus binding: the region is recorded, the pact written
+    launch    the replay of the graph, or an eager run; then cut the outputs to the live rows
+    capture   the same hooks for a dummy batch, then record the region and write the pact
 
-Outputs of a replay are valid until the next replay of the lane's driver; copy what is needed longer. The
-host tensors of a batch belong to the engine; the lane reads them only until `run` returns.
+Outputs of a replay are valid until the next replay of the lane's driver; copy outputs that are needed longer.
+The host tensors of a batch belong to the engine. The lane reads them only until `run` returns.
 
 Does not: schedule, sample, or know the kind of model.
 """
@@ -45,14 +45,15 @@ class CapturedShape:
     """The record of one captured shape.
 
     Args:
-        context: Static inputs, metadata and live batch, as the recorded region works with them.
-        metadata: The metadata of the capture hook. Every replay hook gets this object, not an earlier result.
+        context: The static inputs, metadata and live batch of the recorded region.
+        metadata: The result of the capture hook. Every replay hook gets this object, not an earlier result.
         graph: The recorded graph with its outputs.
         pact: The pact of the capture.
-        stats: Its statistics.
-        held: Names of the backend's attributes whose tensors the graph reads. The pact covers them: a backend
-            that rebinds one leaves the graph at the old memory. Names keep no memory alive.
-        admitted: Kinds of batch whose every field has a slot.
+        stats: The statistics of the shape.
+        held: Names of the backend's attributes whose tensors the graph reads. The pact checks them, because a
+            graph would still read the old memory after the backend rebinds one. Only names are stored, so
+            that no memory is kept alive.
+        admitted: Kinds of batch of which every field has a slot.
     """
 
     context: RegionContext
@@ -65,7 +66,7 @@ class CapturedShape:
 
     @property
     def backend_state(self) -> dict[str, Any]:
-        """The pact's part ``backend``: the attributes `held` as they are now; empty without any."""
+        """The pact's part ``backend``: the current values of the attributes in `held`; may be empty."""
         return _backend_state(self.context.backend, self.held)
 
 
@@ -75,7 +76,7 @@ class PreparedStep:
 
     Args:
         batch: The live batch.
-        fit: The shape that it replays, or why it runs eagerly.
+        fit: The shape to replay, or why the batch runs eagerly.
     """
 
     batch: ForwardBatch
@@ -86,16 +87,16 @@ class Lane:
     """Runs batches through captured graphs, or eagerly.
 
     Args:
-        name: For reports, such as ``"decode"``.
+        name: The name in reports, such as ``"decode"``.
         model: The forward pass.
         runner: Decides shapes, views, and what a graph records.
-        backend: Derives metadata and attends.
-        driver: Records graphs. Eager lanes have one too and do not use it.
-        pact: Check every replay, one in ``pact_sample_every``, or none.
+        backend: Computes metadata and attention.
+        driver: Records graphs. Eager lanes also have a driver, but do not use it.
+        pact: Whether to check every replay, one in ``pact_sample_every``, or none.
         pact_sample_every: The interval of ``"sampled"``.
-        metadata_in_graph: Whether the graphs record the backend's `fill_metadata`. None leaves it to the
-            backend's ``fill_is_device_only``.
-        share_pool: Memory for static inputs that lanes share; None if the lane allocates its own.
+        metadata_in_graph: Whether the graphs record the backend's `fill_metadata`. None means that the
+            backend's ``fill_is_device_only`` decides.
+        share_pool: Memory for static inputs that lanes share; None if the lane allocates its inputs.
         eager_reason: Why this lane captures nothing although its runner has shapes; None if it captures.
         observers: Hook wrappers, each a plugin object of pluggy; the first is the outermost.
 
@@ -103,11 +104,11 @@ class Lane:
         name, model, runner, backend, driver: The arguments.
         registry: The graph-resident memory; None for a lane that captures nothing.
         shapes: The shapes to capture.
-        stats: What the lane counts.
+        stats: The counters of the lane.
         hooks: The hooks of the runner, the backend and the observers.
 
     Raises:
-        EngineError: A hook that a graph needs has no implementation.
+        EngineError: A hook that graphs need has no implementation.
         ConfigError: ``metadata_in_graph`` is True and the backend's metadata work cannot be recorded.
     """
 
@@ -133,7 +134,7 @@ class Lane:
         self.driver = driver
         self.eager_reason = eager_reason
         self.stats = LaneStats()
-        # Called in eager lanes too: it refuses impossible sizes.
+        # Eager lanes call it too, because it refuses impossible sizes.
         shapes = all_returned(runner.shapes(), GraphShape, runner, "shapes")
         self.shapes = () if eager_reason is not None else shapes
         self.registry = self._make_registry(share_pool) if self.shapes else None
@@ -143,7 +144,7 @@ class Lane:
             driver.declare(declared_memory(self.registry, backend))
         self._captured: dict[GraphShape, CapturedShape] = {}
         self._pending: PreparedStep | None = None
-        """The step that was prepared last, until it is launched or its slots are filled again."""
+        """The last prepared step, until it is launched or its slots are filled again."""
         self._pact_every = {"always": 1, "sampled": pact_sample_every, "off": 0}[pact]
         self._steps_to_check = 1
         self.hooks = Hooks([_LaneHooks(), runner, self._metadata.hooks], observers)
@@ -159,14 +160,14 @@ class Lane:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> StepOutputs:
-        """Return the outputs of ``batch``, cut to its live rows; through a graph if a shape fits.
+        """Return the outputs of ``batch``, cut to its live rows. Replay a graph if a shape fits.
 
         They are valid until the next replay of the lane's driver.
         """
         return self._checked_outputs(self._run_step(lane=self, batch=batch), "run_step")
 
     def prepare(self, batch: ForwardBatch) -> PreparedStep:
-        """Prepare ``batch`` for `launch`; an earlier step may still run on the device.
+        """Prepare ``batch`` for `launch`. An earlier step may still run on the device.
 
         Only one prepared step may wait for its launch. Call both in `torch.inference_mode`, as `run` does.
         """
@@ -186,21 +187,21 @@ class Lane:
         return self._pending
 
     def launch(self, prepared: PreparedStep) -> StepOutputs:
-        """Run the step that was prepared last and return its outputs, cut to the live rows.
+        """Run the last prepared step and return its outputs, cut to the live rows.
 
         Raises:
-            EngineError: Another step was prepared since, or this one was launched already.
+            EngineError: Another step was prepared after it, or it was launched already.
         """
         if prepared is not self._pending:
             raise EngineError(
-                f"lane {self.name!r}: a step is launched that was not the last to be prepared",
-                hint="launch each step once, before the next is prepared: steps share their slots",
+                f"lane {self.name!r}: the launched step is not the one that was prepared last",
+                hint="launch each step once, before the next one is prepared: steps share their slots",
             )
         self._pending = None
         return self._checked_outputs(self._launch(lane=self, prepared=prepared), "launch")
 
     def _fill(self, batch: ForwardBatch, shape: GraphShape) -> tuple[ForwardBatch, ForwardBatch]:
-        """Fill the slots with ``batch``, padded to ``shape``. Captures and steps both begin with it.
+        """Fill the slots with ``batch``, padded to ``shape``. Captures and steps both begin with this.
 
         Returns:
             The static inputs, and the batch that metadata is made from.
@@ -217,7 +218,7 @@ class Lane:
     # -- capture ---------------------------------------------------------------------------------
 
     def capture_all(self) -> None:
-        """Capture every shape, the largest first, whose memory pool the smaller ones reuse; see `capture`."""
+        """Capture every shape, the largest first, so that smaller ones reuse its memory; see `capture`."""
         for shape in sorted(self.shapes, key=lambda s: (s.num_tokens, s.batch_size), reverse=True):
             self.capture(shape)
 
@@ -226,12 +227,13 @@ class Lane:
 
         Args:
             shape: The shape to capture.
-            batch: Captured instead of the runner's dummy. It runs on the memory that it names, so the caller
-                has to own it; the conformance suite compares captures this way.
+            batch: The batch to capture instead of the runner's dummy. It runs on the KV slots and request
+                rows that it names, so the caller must own them. The conformance suite compares captures this
+                way.
 
         Raises:
-            CaptureError: The model or the backend does work that a graph cannot hold.
-            EngineError: The lane has no graphs, or an output's rows do not agree with its axis.
+            CaptureError: The model or the backend does work that a graph cannot record.
+            EngineError: The lane has no graphs, or an output does not have the rows of its axis.
         """
         if self.registry is None:
             raise EngineError(f"lane {self.name!r} cannot capture {shape}: it has no graphs")
@@ -244,7 +246,7 @@ class Lane:
 
     @torch.inference_mode()
     def _capture_and_bind(self, shape: GraphShape, batch: ForwardBatch | None) -> CapturedShape:
-        """Prepare a step of ``shape``, record its region, and bind both by a pact."""
+        """Prepare a step of ``shape``, record its region, and write the pact between them."""
         start = time.perf_counter()
         live = self._dummy(shape) if batch is None else batch
         view, attended = self._fill(live, shape)
@@ -269,7 +271,7 @@ class Lane:
         return captured
 
     def _record(self, context: RegionContext) -> Graph:
-        """Return the graph of the region that the runner composes, with the metadata work that it holds."""
+        """Record the region that the runner composes, with any metadata work, and return the graph."""
         region: Region = self.runner.compose(self.model, context)
         returned(region, Callable, self.runner, "compose")
 
@@ -281,7 +283,7 @@ class Lane:
         return graph
 
     def _keep_only(self, shape: GraphShape, earlier: CapturedShape | None) -> None:
-        """Release what a failed capture of ``shape`` recorded, and keep the ``earlier`` record, if any."""
+        """Release the graph of a failed capture of ``shape``, and keep the ``earlier`` capture, if any."""
         failed = self._captured.get(shape)
         if failed is None or failed is earlier:
             return
@@ -298,7 +300,7 @@ class Lane:
     def close(self) -> None:
         """Release every graph and its memory; later batches run eagerly."""
         captured, self._captured = self._captured, {}
-        with ExitStack() as stack:  # every graph is released, also if the release of another one raises
+        with ExitStack() as stack:  # every graph is released, even if the release of another one raises
             for each in captured.values():
                 stack.callback(each.graph.release)
 
@@ -306,14 +308,14 @@ class Lane:
 
     @torch.inference_mode()
     def run_eager(self, batch: ForwardBatch) -> StepOutputs:
-        """Return the outputs of ``batch`` without a graph, with metadata in new memory. Not counted."""
+        """Run ``batch`` without a graph, with metadata in new memory, and return its outputs. Not counted."""
         self._require_consistent(batch)
         return self.forward_eager(batch)
 
     def forward_eager(
         self, batch: ForwardBatch, backend: AttentionBackend | None = None, live: ForwardBatch | None = None
     ) -> StepOutputs:
-        """Run the region of ``batch`` without a graph, and without checking the batch; see `region_of`."""
+        """Run the region of ``batch`` without a graph and without checking the batch; see `region_of`."""
         return self.region_of(batch, backend, live)()
 
     def region_of(
@@ -327,9 +329,9 @@ class Lane:
 
         Args:
             batch: A live batch, or a padded view.
-            backend: Derives metadata and attends; by default the lane's.
+            backend: Computes metadata and attention; by default the lane's backend.
             live: The live batch of a padded view; by default ``batch``.
-            driver: Records the region, with the lane's workspaces, as a capture does; None to run it eagerly.
+            driver: Records the region with the lane's workspaces, as in a capture; None to run it eagerly.
         """
         backend, live = backend or self.backend, live or batch
         attended = self._metadata.attended(batch, live)
@@ -345,7 +347,7 @@ class Lane:
     # -- which shape, which batch ----------------------------------------------------------------
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the captured shape that ``batch`` replays, or the reason why there is none."""
+        """Return the captured shape that ``batch`` replays, or the reason to run it eagerly."""
         if not self.shapes:
             return self.eager_reason or EagerReason.NO_GRAPHS
         fit: GraphShape | EagerReason = self.runner.fit(batch)
@@ -355,12 +357,12 @@ class Lane:
         return fit
 
     def _admit(self, batch: ForwardBatch, captured: CapturedShape) -> None:
-        """Admit batches of this kind; raise `EngineError` for tensors that a graph would silently ignore."""
+        """Accept batches of this kind; raise `EngineError` for tensors that a graph would silently ignore."""
         registry, view = self.registry, captured.context.view.tensors()
         names = list(batch.tensors())
         if batch.ngram_embedding_info is not None:
             names.append("ngram_embedding_info.req_lens")
-        plain = [n for n in batch.extra if "." not in n]  # a slot would copy the field of that name
+        plain = [n for n in batch.extra if "." not in n]  # a slot would copy the field of this name
         missing = [n for n in names if registry is None or not registry.has_slot(n) or n in plain]
         not_in_view = [n for n in batch.tensors() if n not in view and n not in missing]
         if missing or not_in_view:
@@ -368,8 +370,10 @@ class Lane:
             why = "has no slot for" if missing else "was captured without"
             raise EngineError(
                 f"lane {self.name!r}: the batch carries {fields}, which {captured.context.shape} {why}",
-                hint="declare a slot of that name in the runner's slots(), and give its dummy() the field; or"
-                " leave the field out of the lane's batches",
+                hint=(
+                    "declare a slot of that name in the runner's slots() and set the field in its dummy(), "
+                    "or leave the field out of the lane's batches"
+                ),
             )
         captured.admitted.add(batch.kind)
 
@@ -380,8 +384,8 @@ class Lane:
         longest = max(batch.seq_lens_cpu.tolist(), default=0)
         if longest + batch.drafts_in_rows > limit:
             raise EngineError(
-                f"lane {self.name!r}: a sequence of {longest} tokens plus {batch.drafts_in_rows} drafts;"
-                f" a row of req_to_token holds {limit}",
+                f"lane {self.name!r}: a sequence has {longest} tokens and {batch.drafts_in_rows} drafts, "
+                f"but a row of req_to_token holds {limit}",
                 hint="draft fewer tokens near the end, or raise max_context_len by one draft",
             )
 
@@ -389,7 +393,7 @@ class Lane:
         """Return the runner's dummy batch.
 
         Raises:
-            CaptureError: It writes KV slots that live requests may own: a capture runs it.
+            CaptureError: It writes KV slots that live requests may own. A capture would overwrite them.
         """
         dummy: ForwardBatch = returned(self.runner.dummy(shape), ForwardBatch, self.runner, "dummy")
         slot = int(dummy.out_cache_loc.max()) if dummy.num_tokens else 0
@@ -398,12 +402,12 @@ class Lane:
         raise CaptureError(
             f"lane {self.name!r}: the dummy batch of {shape} writes KV slot {slot}, which a live request may"
             " own",
-            hint="let dummy() use scratch memory only: request row 0, KV slot 0",
+            hint="let dummy() use only scratch memory: request row 0, KV slot 0",
             rule="GP19",
         )
 
     def _require_outputs(self, outputs: object, shape: GraphShape) -> None:
-        """Raise `EngineError` unless ``outputs`` are `StepOutputs` with as many rows as their axes say."""
+        """Raise `EngineError` unless ``outputs`` are `StepOutputs` with as many rows as their axes have."""
         if not isinstance(outputs, StepOutputs):
             raise EngineError(
                 f"lane {self.name!r}: {shape} returned a {type(outputs).__name__}, not StepOutputs",
@@ -426,7 +430,7 @@ class Lane:
         return registry
 
     def _resolve(self, name: str) -> Callable[..., Any]:
-        """Return what a step calls for the hook ``name``."""
+        """Return the callable of the hook ``name``, which steps call."""
         resolved = self.hooks.resolve(name)
         if resolved is not None:
             return resolved
@@ -434,7 +438,7 @@ class Lane:
             return _never_called
         raise EngineError(
             f"lane {self.name!r}: neither runner nor backend implements the hook {name!r}",
-            hint=f"decorate the method with @graphpact.hookimpl and call it {name!r}",
+            hint=f"name the method {name!r} and decorate it with @graphpact.hookimpl",
         )
 
     def _is_pact_due(self) -> bool:
@@ -449,7 +453,7 @@ class Lane:
         return True
 
     def _checked_outputs(self, outputs: object, hook: str) -> StepOutputs:
-        """Return ``outputs``; raise `EngineError` if an observer of ``hook`` did not return them."""
+        """Return ``outputs``; raise `EngineError` if an observer of ``hook`` returned something else."""
         if not isinstance(outputs, StepOutputs):
             returned(outputs, StepOutputs, self.hooks.outermost(hook), hook)
         return cast("StepOutputs", outputs)
@@ -470,7 +474,7 @@ class Lane:
 
 
 class _LaneHooks:
-    """The lane's implementations of the hooks that observers wrap."""
+    """The lane's implementations of the observers' hooks."""
 
     @hookimpl
     def run_step(self, lane: Lane, batch: ForwardBatch) -> StepOutputs:
@@ -489,12 +493,12 @@ class _LaneHooks:
 
 
 def _never_called(**_: Any) -> NoReturn:
-    """Stand for a hook that a lane without graphs does not call."""
+    """Replace a hook that a lane without graphs does not call."""
     raise AssertionError("a lane without graphs called a hook of replays")
 
 
 def _backend_state(backend: AttentionBackend, names: Sequence[str]) -> dict[str, Any]:
-    """Return the pact's part ``backend`` with the attributes ``names``; empty without any."""
+    """Return the pact's part ``backend``: the backend's attributes ``names``; may be empty."""
     if not names:
         return {}
     return {"backend": SimpleNamespace(**{name: getattr(backend, name, None) for name in names})}

@@ -1,4 +1,4 @@
-"""`MemoryMap`: finds the slot, KV cache, ``req_to_token`` or backend attribute that a tensor belongs to.
+"""`MemoryMap`: finds the slot, KV cache, ``req_to_token`` or backend attribute to which a tensor belongs.
 
 `declared_memory` sorts the memory of a lane by its use, for the driver.
 
@@ -19,7 +19,7 @@ from graphpact.tensors import storage_id
 class MemoryMap:
     """Names and owners of the memory that the graphs of one lane use.
 
-    The attributes of the lane's ``backend`` are read at every call, since they may be rebound.
+    The attributes of the lane's ``backend`` are read at every call, because they may be rebound.
     """
 
     def __init__(self, registry: CudaGraphBufferRegistry | None, backend: AttentionBackend) -> None:
@@ -43,7 +43,7 @@ class MemoryMap:
         return self.is_engines(tensor) or self.slot_of(tensor) is not None
 
     def attributes(self, storages: Collection[int]) -> dict[str, torch.Tensor]:
-        """Return the backend's attributes that are tensors in ``storages``, which are given by identity."""
+        """Return the backend's attributes that are tensors in ``storages``, given by `storage_id`."""
         return {
             name: value
             for name, value in vars(self._backend).items()
@@ -66,7 +66,7 @@ class MemoryMap:
 
 
 def declared_memory(registry: CudaGraphBufferRegistry, backend: AttentionBackend) -> DeclaredMemory:
-    """Return the memory around a lane's graphs, by its use, without constants: nothing writes them."""
+    """Return the memory outside a lane's graphs, by use, without constants, because nothing writes them."""
     caches = kv_tensors(backend.context.kv_cache)
     slots = {s.name: s.buffer for s in registry if s.buffer is not None and s.role != "constant"}
     once = {slot.name for slot in registry if slot.padding_policy is PaddingPolicy.FILL_ONCE}

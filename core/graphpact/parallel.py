@@ -1,8 +1,8 @@
 """The rank of this process in its attention tensor-parallel group, and its share of the tokens.
 
-With attention TP under DP, activations are gathered and scattered between layers. Each rank holds
-``padded tokens / attn_tp_size`` rows of the padded batch. Layers that must not touch padding (MoE routing)
-need the number of real tokens among them.
+With attention TP under DP, activations are gathered and scattered between layers. Each rank has ``padded
+tokens / attn_tp_size`` rows of the padded batch. Layers that must not process padding (MoE routing) need the
+number of real tokens among these rows.
 
 Does not: communicate.
 """
@@ -18,7 +18,7 @@ from graphpact.errors import ConfigError
 
 @dataclass(slots=True)
 class ParallelContext:
-    """This process in its attention tensor-parallel group: rank ``attn_tp_rank`` of ``attn_tp_size``."""
+    """The place of this process in its attention tensor-parallel group: rank and size."""
 
     attn_tp_rank: int = 0
     attn_tp_size: int = 1
@@ -32,7 +32,7 @@ class ParallelContext:
     def override(
         self, *, attn_tp_rank: int | None = None, attn_tp_size: int | None = None
     ) -> Iterator["ParallelContext"]:
-        """Return a context in which this process is another rank; raise `ConfigError` for an invalid one."""
+        """Return a context in which this process has another rank; raise `ConfigError` if it is invalid."""
         before = self.attn_tp_rank, self.attn_tp_size
         asked = zip((attn_tp_rank, attn_tp_size), before, strict=True)
         now = ParallelContext(*(old if new is None else new for new, old in asked))
@@ -62,15 +62,15 @@ def get_attention_tp_rank() -> int:
 
 
 def local_num_token_non_padded(global_count: int, num_tokens_per_dp: int) -> int:
-    """Return how many of ``global_count`` real tokens are among the rows of this attention-TP rank.
+    """Return how many of ``global_count`` real tokens are in the rows of this attention-TP rank.
 
     Ranks split the padded count: with 1024 padded tokens, two ranks and 1018 real tokens, rank 0 has 512 and
     rank 1 has 506 (SGLang PR 22404).
 
     Args:
         global_count: Real tokens of all attention-TP ranks of this DP rank.
-        num_tokens_per_dp: Padded tokens of the captured shape, not of the batch. If the size does not divide
-            it, the last rows belong to no rank.
+        num_tokens_per_dp: Padded tokens of the captured shape, not of the batch. If it is not a multiple of
+            the group size, the last rows belong to no rank.
     """
     first, rows = _rows_of_this_rank(num_tokens_per_dp)
     return min(max(global_count - first, 0), rows)
@@ -81,7 +81,7 @@ def compute_local_num_token_non_padded(
 ) -> torch.Tensor:
     """Return `local_num_token_non_padded` as a tensor, computed without a host read.
 
-    The result is like the global count, ``[1]`` int32; for a host number it lies on the CPU.
+    The result is ``[1]`` int32, on the device of the global count; on the CPU if that is a Python number.
     """
     if isinstance(global_num_token_non_padded, int):
         local = local_num_token_non_padded(global_num_token_non_padded, num_tokens_per_dp)
@@ -91,6 +91,6 @@ def compute_local_num_token_non_padded(
 
 
 def _rows_of_this_rank(num_tokens_per_dp: int) -> tuple[int, int]:
-    """Return the first row of this rank and its number of rows."""
+    """Return the first row of this rank, and how many rows it has."""
     rows = num_tokens_per_dp // get_attention_tp_size()
     return get_attention_tp_rank() * rows, rows

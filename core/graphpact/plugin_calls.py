@@ -1,14 +1,14 @@
 """The boundary to plugins: calls of their code, and checks of what comes back.
 
-    call(what, function, *args)             an exception becomes an error that names the plugin and the line
-    returned(value, kind, by, method)       a result of another type becomes one too
-    all_returned(values, kind, by, method)  the same for each of several results
-    why_unavailable(function, device)       an exception is itself the reason
+    call(what, function, *args)             turn an exception into an error that names the plugin and the line
+    returned(value, kind, by, method)       refuse a result of another type
+    all_returned(values, kind, by, method) refuse several results if one has another type
+    why_unavailable(function, device)       return an exception as the reason
 
-Errors of graphpact pass through unchanged: they say what to do already.
+Errors of graphpact pass through unchanged, because they already say what to do.
 
-Does not: import torch, or find the plugin of an error that was raised elsewhere; `graphpact_engine.faults`
-does, by its traceback.
+Does not: import torch, or find the plugin that caused an error elsewhere; `graphpact_engine.faults` does,
+from the traceback.
 """
 
 import inspect
@@ -34,17 +34,17 @@ def call(
     error: type[GraphpactError] = PluginError,
     hint: str = f"a defect of the plugin; {_TRACEBACK}",
 ) -> T:
-    """Return ``function(*args)``, which is code of a plugin.
+    """Return the result of ``function(*args)``, which is code of a plugin.
 
     Args:
-        what: The function in words, for the message.
+        what: Description of the function, for the message.
         function: The function.
-        args: Its arguments.
+        args: The arguments of the function.
         error: The type of the error.
         hint: What to do.
 
     Raises:
-        GraphpactError: As the function raised it; or an ``error`` for any other exception, which names the
+        GraphpactError: The function raised it. Any other exception becomes an ``error`` that names the
             innermost line of the plugin.
     """
     try:
@@ -52,7 +52,9 @@ def call(
     except (GraphpactError, KeyboardInterrupt):
         raise
     except BaseException as raised:  # SystemExit; the panics of Rust extensions
-        inside = raised.__traceback__ and raised.__traceback__.tb_next  # none if the arguments did not fit
+        inside = (
+            raised.__traceback__ and raised.__traceback__.tb_next
+        )  # there is none if the arguments did not fit
         place = f" (at {place_of(raised)})" if inside else ""
         raise error(f"{what} raised {describe_error(raised)}{place}", hint=hint) from raised
 
@@ -66,8 +68,10 @@ def returned(value: Any, kind: Any, by: object, method: str) -> Any:
     place = f" (at {short_path(code.co_filename)}:{code.co_firstlineno})" if code else ""
     raise EngineError(
         f"{cls.__module__}.{cls.__name__}.{method}() returned {reprlib.repr(value)}, not {expected}{place}",
-        hint=f"a defect of that plugin, or an observer of {method}() that does not return the value that its"
-        f" yield gave; see the docstring of {method}()",
+        hint=(
+            f"a defect of the plugin, or an observer of {method}() that does not return the value it "
+            f"received from `yield`; see the docstring of {method}()"
+        ),
     )
 
 
@@ -80,7 +84,7 @@ def all_returned(values: Any, kind: type[T], by: object, method: str) -> tuple[T
 def why_unavailable(unavailable: Callable[[D], str | None], device: D) -> str | None:
     """Return the reason that ``unavailable(device)`` gives, in one line, or None if it is available.
 
-    An exception is the reason too: a plugin that cannot say whether it runs does not run.
+    An exception counts as a reason too: if a plugin cannot tell whether it can run, it must not run.
     """
     try:
         reason: Any = unavailable(device)
@@ -95,7 +99,7 @@ def why_unavailable(unavailable: Callable[[D], str | None], device: D) -> str | 
 
 
 def describe_error(error: BaseException) -> str:
-    """Return the type and the message of an exception in one line, even if its ``__str__`` raises."""
+    """Return an exception's type and message in one line, even if its ``__str__`` raises."""
     try:
         message = " ".join(str(error).split())
     except Exception:  # noqa: BLE001  a third party's __str__
@@ -109,10 +113,10 @@ def short_path(file: str) -> str:
 
 
 def place_of(error: BaseException) -> str:
-    """Return file and line of the innermost frame of an exception that is code of a plugin or a user.
+    """Return the file and line of an exception's innermost frame in code of a plugin or a user.
 
-    Frames of torch and of the standard library are passed over, and those of modules that set
-    ``__tracebackhide__ = True``. If there is no other frame, the innermost one is returned.
+    Frames of torch, of the standard library, and of modules that set ``__tracebackhide__ = True`` are
+    skipped. If there is no other frame, the innermost one is returned.
     """
     foreign = {"torch", *sys.stdlib_module_names}
     frames = [*traceback.walk_tb(error.__traceback__)]

@@ -1,4 +1,4 @@
-"""Checks of a plugin's class before anything is built of it: base class, hooks, and arguments.
+"""Checks of a plugin's class before it is instantiated: base class, hooks, and arguments.
 
 Does not: find or import plugins; `graphpact.plugins` does.
 """
@@ -27,10 +27,10 @@ _BASES: dict[str, type[Any]] = {
 
 
 def class_fault(cls: Any, kind: str, name: str) -> str | None:
-    """Return why ``cls`` is no plugin of a kind that is a class, or None if it is one.
+    """Return why ``cls`` is not a valid plugin class of its kind, or None if it is.
 
     Args:
-        cls: What the entry point refers to.
+        cls: The object to which the entry point refers.
         kind: The kind of the plugin: ``"runner"``, ``"observer"``.
         name: The name of the entry point.
     """
@@ -38,12 +38,12 @@ def class_fault(cls: Any, kind: str, name: str) -> str | None:
     reason = reason or (observer_fault(cls) if kind == "observer" else _hook_fault(cls))
     reason = reason or _argument_fault(cls, kind)
     if reason is None and kind == "graph_driver" and cls.name != name:
-        return f"{cls.__name__}.name is {cls.name!r}; reports would name another driver"
+        return f"{cls.__name__}.name is {cls.name!r}; reports would show the name of another driver"
     return reason
 
 
 def _base_fault(cls: Any, base: type[Any]) -> str | None:
-    """Return why ``cls`` cannot be built as a ``base``, or None."""
+    """Return why ``cls`` is not a complete subclass of ``base``, or None."""
     if not isinstance(cls, type) or not issubclass(cls, base):
         what = f"class {cls.__name__}" if isinstance(cls, type) else type(cls).__name__
         return f"refers to a {what}, not to a class derived from {base.__module__}.{base.__name__}"
@@ -60,7 +60,7 @@ def _base_fault(cls: Any, base: type[Any]) -> str | None:
 
 
 def _hook_fault(cls: type[Any]) -> str | None:
-    """Return the fault of the hooks that ``cls`` implements, or None."""
+    """Return what is wrong with the hooks that ``cls`` implements, or None."""
     manager = pluggy.PluginManager(hookspecs.PROJECT)
     manager.add_hookspecs(hookspecs)
     hooks = [name for name in vars(manager.hook) if name[0] != "_"]
@@ -81,7 +81,8 @@ def _hook_fault(cls: type[Any]) -> str | None:
 def observer_fault(cls: type[Any]) -> str | None:
     """Return why objects of ``cls`` cannot observe a lane, or None.
 
-    The class implements a hook that the contract does not have, no hook, or a hook without ``wrapper=True``.
+    A class cannot if it implements a hook that is not in the contract, no hook, or a hook without
+    ``wrapper=True``.
     """
     if reason := _hook_fault(cls):
         return reason
@@ -94,12 +95,12 @@ def observer_fault(cls: type[Any]) -> str | None:
         return f"{cls.__name__} implements no hook"
     answers = sorted(name for name, opts in options.items() if not opts.get("wrapper"))
     if answers:
-        return f"{cls.__name__}: an observer only wraps; {', '.join(answers)} lacks wrapper=True"
+        return f"{cls.__name__}: an observer may only wrap hooks; {', '.join(answers)} lacks wrapper=True"
     return None
 
 
 def _argument_fault(cls: type[Any], kind: str) -> str | None:
-    """Return why a ``cls`` cannot be built with the arguments of its kind, or None."""
+    """Return why ``cls`` cannot be built with the arguments of its kind, or None."""
     given = {"observer": (), "graph_driver": ("device",)}.get(kind, ("context",))
     try:
         with suppress(ValueError):  # a class in C may have no signature
@@ -110,7 +111,7 @@ def _argument_fault(cls: type[Any], kind: str) -> str | None:
 
 
 class _Unbuilt:
-    """The methods of a class, bound to the class, so that pluggy sees no ``self``.
+    """The methods of a class, bound to the class, so that pluggy does not see ``self``.
 
     The class itself does not work: pluggy strips ``self`` only from functions defined in a class body.
     """

@@ -1,10 +1,11 @@
 """`PluginCatalog`: finds, checks and selects plugins by entry point, in three stages.
 
-    metadata   names, versions and contract version of installed plugins; imports nothing
-    import     loads the class of the entry point, which derives from its kind's base class
-    hooks      checks abstract methods, attributes and hooks of the class; builds nothing
+    metadata   reads names, versions and contract versions of installed plugins; imports nothing
+    import     loads the class of the entry point, which must derive from the base class of its kind
+    hooks      checks abstract methods, attributes and hooks of the class without building it
 
-A plugin that fails a stage, a first-party one too, is `Rejected` with the reason; the others are unaffected.
+A plugin that fails a stage is `Rejected` with the reason, even a first-party one. Other plugins are not
+affected.
 
 Does not: build plugins (the engine does), or replace a plugin that was named.
 """
@@ -32,21 +33,25 @@ from graphpact.errors import (
 )
 from graphpact.plugin_calls import call, describe_error
 
-if TYPE_CHECKING:  # these import torch, and a scan reads metadata only
+if TYPE_CHECKING:  # these import torch, but a scan only reads metadata
     from graphpact.attention import AttentionBackend
     from graphpact.graphs import GraphDriver
     from graphpact.runners import GraphRunner
     from graphpact.speculation import SpeculationAlgorithm
 
 Kind = Literal["attention_backend", "runner", "graph_driver", "speculation", "observer", "adapter", "command"]
-"""The kinds of plugins; each has an entry-point group. The first four have a base class, an observer is a
-class of hook wrappers, an adapter has ``lanes`` for the suite, a command is a function or a `typer.Typer`."""
+"""The kinds of plugins. Each kind has an entry-point group. The first four have a base class. An observer is
+a class of hook wrappers, an adapter has ``lanes`` for the suite, and a command is a function or a
+`typer.Typer`.
+"""
 
 KINDS: tuple[Kind, ...] = get_args(Kind)
 CONTRACT_GROUP = "graphpact.contract"
-"""The entry-point group in which a distribution declares the contract version it was written for."""
+"""The entry-point group in which a distribution declares the contract version that it was written for."""
 DISABLE_VARIABLE = "GRAPHPACT_DISABLE_PLUGINS"
-"""Environment variable: plugins to disable, ``name`` or ``kind:name``, separated by commas."""
+"""The environment variable that lists plugins to disable, as ``name`` or ``kind:name``, separated by
+commas.
+"""
 
 GROUPS: dict[str, Kind] = {
     "graphpact.attention_backends": "attention_backend",
@@ -66,8 +71,9 @@ _log = logging.getLogger(__name__)
 class PluginInfo:
     """The metadata of one installed plugin.
 
-    ``name`` is unique within the ``kind``. ``distribution`` offers it, has the ``version``, and declares the
-    ``contract`` version or None. ``target`` is the class or command as ``module:attribute``.
+    ``name`` is unique within the ``kind``. ``distribution`` provides the plugin. ``version`` and ``contract``
+    are the distribution's version and its declared contract version, or None. ``target`` is the class or
+    command as ``module:attribute``.
     """
 
     kind: Kind
@@ -82,7 +88,7 @@ class PluginInfo:
 
     @property
     def disabling(self) -> str:
-        """How to disable it, in words."""
+        """Return text that says how to disable the plugin."""
         return f"{DISABLE_VARIABLE}={self.kind}:{self.name} disables it"
 
 
@@ -106,10 +112,10 @@ Plugin = Loaded | Rejected
 
 
 class PluginCatalog:
-    """The installed plugins by their entry points. Each is imported once, when it is selected or loaded.
+    """The installed plugins, found by entry points. Each is imported once, when it is selected or loaded.
 
     Raises:
-        ConfigError: An entry of ``disabled``, those of `DISABLE_VARIABLE`, matches no plugin.
+        ConfigError: An entry of ``disabled``, which comes from `DISABLE_VARIABLE`, matches no plugin.
     """
 
     def __init__(
@@ -129,9 +135,10 @@ class PluginCatalog:
 
     @classmethod
     def scan(cls, *, env: Mapping[str, str] | None = None) -> "PluginCatalog":
-        """Return the catalog of installed distributions, from metadata; imports nothing.
+        """Return the catalog of installed distributions, read from metadata. It imports nothing.
 
-        ``env`` are the environment variables, by default those of the process. Errors: see `PluginCatalog`.
+        ``env`` contains the environment variables, by default those of the process. For errors see
+        `PluginCatalog`.
         """
         entries = (os.environ if env is None else env).get(DISABLE_VARIABLE, "").split(",")
         return cls(_installed(), frozenset(e.strip() for e in entries if e.strip()))
@@ -141,7 +148,7 @@ class PluginCatalog:
         return [info for info in self._entry_points if kind in (None, info.kind)]
 
     def load(self, info: PluginInfo) -> Plugin:
-        """Return one plugin, imported and checked at the first call, or why it is rejected."""
+        """Return the plugin, or why it is rejected. The first call imports and checks it."""
         if info not in self._decided:
             reason = self._metadata_fault(info)
             self._decided[info] = Rejected(info, reason) if reason else _load(info, self._entry_points[info])
@@ -162,7 +169,7 @@ class PluginCatalog:
     @overload
     def select(self, kind: Literal["observer", "adapter", "command"], name: str) -> Any: ...
     def select(self, kind: Kind, name: str) -> Any:
-        """Return the class or command of the plugin ``name``; imports no other plugin.
+        """Return the class or command of the plugin ``name``, without importing other plugins.
 
         Raises:
             UnknownPluginError: No installed distribution offers the name.
@@ -178,7 +185,7 @@ class PluginCatalog:
         if len(offers) > 1 and not self._is_disabled(offers[0]):
             hint = "uninstall all of them but one"
             raise AmbiguousPluginError(f"{kind} {name!r}: {plugin.reason}", hint=hint)
-        hint = "fix it or name another one; `graphpact plugins` lists what is installed"
+        hint = "fix the plugin or select another one; `graphpact plugins` lists what is installed"
         raise RejectedPluginError(f"{kind} {plugin.info} was rejected: {plugin.reason}", hint=hint)
 
     def _is_disabled(self, info: PluginInfo) -> bool:
@@ -202,7 +209,7 @@ class PluginCatalog:
         return None
 
     def _unknown(self, kind: Kind, name: str) -> UnknownPluginError:
-        """Return the error for a name that no plugin has; imports nothing."""
+        """Return the error for a name that no plugin has, without importing plugins."""
         available, rejected = [], []
         for info in self.infos(kind):
             known = self._decided.get(info)
@@ -227,8 +234,8 @@ def _spellings(info: PluginInfo) -> set[str]:
 def _installed() -> dict[PluginInfo, EntryPoint]:
     """Return every plugin of the distributions on ``sys.path``.
 
-    A distribution that is installed twice counts once, as the first of its name. One with unreadable metadata
-    is skipped with a warning in the log.
+    If two installed distributions have the same name, only the first one counts. A distribution with
+    unreadable metadata is skipped, with a warning in the log.
     """
     found: dict[PluginInfo, EntryPoint] = {}
     for any_dist in distributions():
@@ -240,7 +247,9 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
             if not GROUPS.keys() & groups:
                 continue
             dist: Any = any_dist
-            with suppress(PackageNotFoundError):  # its folder has another name than its metadata
+            with suppress(
+                PackageNotFoundError
+            ):  # the name of its folder differs from the one in its metadata
                 dist = distribution(any_dist.name)  # the first of this name
             offers = dist.entry_points
             contract = ", ".join(sorted(offers.select(group=CONTRACT_GROUP).names)) or None
@@ -268,6 +277,6 @@ def _fault(cls: Any, info: PluginInfo) -> str | None:
         return None if callable(cls) else f"refers to {cls!r}, which cannot be called"
     if info.kind == "adapter":
         return None if hasattr(cls, "lanes") else f"refers to {cls!r}, which has no lanes"
-    from graphpact.plugin_checks import class_fault  # noqa: PLC0415  imports torch; commands start without it
+    from graphpact.plugin_checks import class_fault  # noqa: PLC0415  it imports torch, and commands must start without torch
 
     return class_fault(cls, info.kind, info.name)

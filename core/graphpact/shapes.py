@@ -56,7 +56,7 @@ class EagerReason:
         return self.text
 
 
-EagerReason.NO_GRAPHS = EagerReason("no_graphs", "this lane does not capture graphs")
+EagerReason.NO_GRAPHS = EagerReason("no_graphs", "this lane captures nothing")
 EagerReason.NOT_CAPTURED = EagerReason("not_captured", "nothing is captured yet")
 EagerReason.WRONG_MODE = EagerReason("wrong_mode", "the lane's runner does not serve this mode")
 EagerReason.OVER_LARGEST = EagerReason("over_largest", "larger than the largest captured shape")

@@ -117,9 +117,7 @@ def _flatten(outputs: StepOutputs) -> tuple[list[torch.Tensor], tuple[tuple[str,
 
 
 def _unflatten(leaves: Iterable[Any], axes: Iterable[tuple[str, Axis]]) -> StepOutputs:
-    """Return outputs made of ``leaves``, without checks: drivers may map them to leaves that are not
-    tensors.
-    """
+    """Return outputs made of ``leaves``, unchecked, because drivers may map a leaf to a non-tensor."""
     outputs = object.__new__(StepOutputs)
     outputs._axes = dict(axes)
     outputs._tensors = dict(zip(outputs._axes, leaves, strict=True))
@@ -142,9 +140,7 @@ class Forward(Protocol):
     """One forward pass of a model."""
 
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return the outputs for ``batch``. Every layer calls ``attend`` with ``metadata`` for its
-        attention.
-        """
+        """Return the outputs for ``batch``. Every layer calls ``attend`` with ``metadata``."""
 
 
 Region: TypeAlias = Callable[[], StepOutputs]

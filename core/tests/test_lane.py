@@ -493,7 +493,7 @@ def test_a_prepared_step_is_launched_once_and_before_the_next(lengths: tuple[int
         lambda: rig.lane.capture(SHAPE_OF[1]),
     ):
         between()
-        with pytest.raises(EngineError, match="launched that was not the last to be prepared"):
+        with pytest.raises(EngineError, match="the launched step is not the one that was prepared last"):
             rig.lane.launch(prepared)
         prepared = rig.lane.prepare(rig.batch(*lengths))
     assert (rig.lane.stats.replays, rig.lane.stats.eager.total()) == counted
@@ -626,7 +626,7 @@ def test_a_backend_fills_its_own_slots(more: dict[str, Any]) -> None:
     """A backend's slot that the registry would fill is refused, because eager steps have no fill."""
     backend = type("Acme", (LeavesItToTheFill,), {"more": more})
     with pytest.raises(
-        SlotError, match=r"slot 'acme\.table' of acme: a backend's slots have a role and are filled by"
+        SlotError, match=r"slot 'acme\.table' of acme: a backend's slot needs a role and must be filled by"
     ):
         LaneRig(backend=backend)
 

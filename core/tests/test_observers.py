@@ -154,7 +154,7 @@ BAD = {
             @hookimpl(wrapper=True)
             def populate(self): return (yield)
         """,
-        "Observer: an observer only wraps; run_step lacks wrapper=True",
+        "Observer: an observer may only wrap hooks; run_step lacks wrapper=True",
     ),
     "old": (
         """
@@ -163,7 +163,7 @@ BAD = {
             @hookimpl(hookwrapper=True)
             def populate(self): yield
         """,
-        "Observer: an observer only wraps; populate lacks wrapper=True",
+        "Observer: an observer may only wrap hooks; populate lacks wrapper=True",
     ),
     "misspelt": (
         """

@@ -99,7 +99,7 @@ def test_a_driver_has_the_name_of_its_entry_point(site: Site) -> None:
     """A driver whose `name` is another one is rejected: its faults would be told of that one."""
     site.add("one", driver("tape"), offers={"fake_one": "Driver"}, group="graphpact.graph_drivers")
     said = reason(outcomes(PluginCatalog.scan())["fake_one"])
-    assert said == "Good.name is 'tape'; reports would name another driver"
+    assert said == "Good.name is 'tape'; reports would show the name of another driver"
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """The driver contract: recording a region of work and replaying it.
 
-Helpers for drivers: `EagerCall` is a call between two segments, `Line` names the caller's line, `is_kernel`
-tells an operator that stands for one kernel.
+Helpers for drivers: `EagerCall` is a call between two segments, `Line` is the caller's line, and `is_kernel`
+returns whether an operator represents one kernel.
 
 Does not: choose what is recorded, or find drivers; they are plugins with entry points.
 """

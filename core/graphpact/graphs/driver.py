@@ -1,10 +1,10 @@
 """The driver contract: `GraphDriver` records a callable once, `Graph` replays it.
 
-Every driver promises: a replay repeats the recorded device work on the recorded addresses with the recorded
-Python numbers, and runs no Python of the recorded callable except its eager calls
+What every driver promises: a replay repeats the recorded device work on the recorded addresses with the
+recorded Python numbers, and runs no Python of the recorded callable except its eager calls
 (`GraphDriver.eager_call`). Work that cannot be recorded raises `CaptureError`, and no graph is kept.
 
-Every driver requires: outputs are read or copied before another graph of the same driver replays; memory
+What every driver requires: outputs are read or copied before another graph of the same driver replays; memory
 that a graph reads stays in place; streams, events and copies from host memory come from the driver and are
 joined as on a CUDA device.
 
@@ -28,21 +28,24 @@ __tracebackhide__ = True
 T = TypeVar("T")
 
 Externals = Literal["all", "dispatched", "unknown"]
-"""How complete `Graph.external_tensors` is, the least complete last. ``dispatched``: arguments of operations
-that torch dispatched; memory read by kernels that were launched below the dispatcher is missing."""
+"""How complete `Graph.external_tensors` is, the least complete last. ``dispatched`` means that the list has
+the arguments of operations that torch dispatched, but not memory that only kernels below the dispatcher
+read.
+"""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeclaredMemory:
-    """The memory around a lane's graphs, by its use.
+    """The memory outside of a lane's graphs, by its use.
 
     A strict driver refuses writes to other memory, except memory that the graph itself allocated.
 
     Args:
-        refreshed: Written by the preparation of every replay; the graph may write it too.
-        caches: The KV cache: kept from replay to replay and written for live requests.
-        workspaces: Written freely; no replay may depend on the contents that an earlier one left.
-        host: Host memory, readable at any time.
+        refreshed: Memory that the preparation of every replay writes. The graph may write it too.
+        caches: The KV cache. It is kept from replay to replay and written for live requests.
+        workspaces: Memory that may always be written. No replay may depend on the contents that an earlier
+            one left.
+        host: Host memory, which may be read at any time.
         name_of: Returns the name of a tensor for messages, or None.
     """
 
@@ -54,7 +57,7 @@ class DeclaredMemory:
 
 
 class Ownership(Protocol):
-    """Memory outside the lanes that live requests own in part: request rows and KV pages."""
+    """Memory outside the lanes of which live requests own parts: request rows and KV pages."""
 
     def poison_free(self) -> None:
         """Poison unowned memory."""
@@ -64,14 +67,14 @@ class Ownership(Protocol):
 
 
 class TaskKey(NamedTuple):
-    """The name of a task: a key of its ``graph``, such as the shape, and its ``layer`` in it."""
+    """The name of a task: the key of its ``graph``, such as the shape, and its ``layer`` in that graph."""
 
     graph: Hashable
     layer: Hashable
 
 
 NONE_REBOUND: Mapping[str, torch.Tensor] = MappingProxyType({})
-"""The device tensors of a task that has none to rebind."""
+"""The rebound arguments of a task that has none."""
 
 
 class Graph(abc.ABC):
@@ -81,15 +84,15 @@ class Graph(abc.ABC):
         outputs: The result of the recorded callable. Its tensors belong to the graph: undefined before the
             first replay, overwritten by each replay, possibly by one of another graph of the same driver.
         num_nodes: Recorded operations (for CUDA: kernel launches), or -1 if unknown.
-        num_segments: Recorded pieces: one more than the eager calls between them.
-        outputs_stand: Whether the outputs are those of this graph's last replay. False if a strict driver
-            knows that another graph was replayed since.
+        num_segments: Recorded segments: one more than the number of eager calls between them.
+        outputs_stand: Whether the outputs are still those of this graph's last replay. False if a strict
+            driver knows that another graph was replayed since then.
         pool_nbytes: Bytes that the recorded region allocated and the graph keeps (outputs and intermediate
             tensors); 0 once released, -1 if unknown.
     """
 
     sees: ClassVar[Literal["all", "dispatched"]] = "all"
-    """How complete `external_tensors` is where it is not None; see `Externals`."""
+    """How complete `external_tensors` is if it is not None; see `Externals`."""
 
     outputs: Any
     num_nodes: int
@@ -110,7 +113,7 @@ class Graph(abc.ABC):
         """Free the recorded work and its memory; the graph cannot be replayed afterwards."""
 
     def external_tensors(self) -> list[torch.Tensor] | None:
-        """Return the tensors of recorded work whose memory the graph did not allocate, or None if unknown.
+        """Return the tensors of recorded work in memory that the graph did not allocate; None if unknown.
 
         They must stay in place as long as the graph is replayed. Equal views are listed once; a released
         graph has none. `externals` says how complete the list is.
@@ -119,12 +122,12 @@ class Graph(abc.ABC):
 
     @property
     def externals(self) -> Externals:
-        """How complete `external_tensors` is, and so the checks that use it."""
+        """How complete `external_tensors` is, and therefore the checks that use it."""
         return "unknown" if self.external_tensors() is None else self.sees
 
 
 class Event:
-    """A point in a stream's work to wait for. This class is for drivers without streams."""
+    """A point in a stream's work that can be waited for. This class is for drivers without streams."""
 
     def record(self, stream: "Stream | None" = None) -> None:
         """Mark the work submitted so far to ``stream``, by default the current one."""
@@ -146,7 +149,7 @@ class Stream:
         pass
 
     def wait_event(self, event: Event) -> None:
-        """Make later work of this stream wait for the work that ``event`` marked."""
+        """Make later work of this stream wait for the work before ``event``."""
 
     def wait_stream(self, stream: "Stream") -> None:
         """Make later work of this stream wait for all work submitted so far to ``stream``."""
@@ -160,24 +163,26 @@ class GraphDriver(abc.ABC):
 
     Args:
         device: The device of the recorded work.
-        strict: Detect wrong use at every replay, as far as the driver can, at any cost.
+        strict: Whether to detect wrong use at every replay, as far as the driver can, at any cost.
 
     Raises:
-        ConfigError: ``strict``, and the driver has no strict mode.
+        ConfigError: ``strict`` is True, but the driver has no strict mode.
     """
 
     name: ClassVar[str]
     _capturing: "ClassVar[GraphDriver | None]" = None
-    _calling: ClassVar[bool] = False  # inside an eager call of the region that is captured
+    _calling: ClassVar[bool] = False  # true inside an eager call of the region that is captured
     has_strict_mode: ClassVar[bool] = False
     has_tasks: ClassVar[bool] = False
-    """Whether graphs hold tasks, whose arguments are updated for each replay; see `task`."""
+    """Whether graphs may contain tasks, whose arguments are updated for each replay; see `task`."""
     repeats_eager_kernels: ClassVar[bool] = False
-    """Whether a replay runs the same kernels as an eager run of the same shapes, with bit-equal results."""
+    """Whether a replay runs the same kernels as an eager run of the same shapes, so that results are
+    bit-equal.
+    """
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         if strict and not self.has_strict_mode:
-            hint = 'use the driver "tape", which has one on any device'
+            hint = 'use the driver "tape", which has a strict mode on any device'
             raise ConfigError(f"graph driver {self.name!r} has no strict mode", hint=hint)
         self.device = device
         self.strict = strict
@@ -186,12 +191,12 @@ class GraphDriver(abc.ABC):
     @classmethod
     @abc.abstractmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why this driver cannot record on ``device`` of this machine, or None if it can."""
+        """Return why this driver cannot record on this machine's ``device``, or None if it can."""
 
     # -- recording -------------------------------------------------------------------------------
 
     def declare(self, memory: DeclaredMemory) -> None:
-        """Set ``memory``, that around the graphs; the lane calls it before the first capture."""
+        """Declare the memory outside of the graphs. The lane calls this before the first capture."""
         self.memory = memory
 
     @abc.abstractmethod
@@ -205,7 +210,7 @@ class GraphDriver(abc.ABC):
             warmup: Runs before the recorded one, so that lazy set-up work is not recorded.
 
         Raises:
-            CaptureError: ``fn`` does work that a graph cannot hold; the message names the line.
+            CaptureError: ``fn`` does work that a graph cannot record; the message names the line.
         """
 
     @property
@@ -214,14 +219,14 @@ class GraphDriver(abc.ABC):
         return GraphDriver._capturing is self and not GraphDriver._calling
 
     def refuse_nested_capture(self) -> None:
-        """Raise `CaptureError` if this process is recording a region already; `capture` begins with it."""
+        """Raise `CaptureError` if this process is recording a region already; `capture` calls this first."""
         if GraphDriver._capturing is not None:
-            hint = "capture the regions one after the other, or record the inner one in the outer"
+            hint = "capture the regions one after the other, or make the inner one a part of the outer one"
             raise CaptureError(f"a capture was begun inside another one, at {Line()}", hint=hint)
 
     @contextlib.contextmanager
     def recorded_run(self) -> Iterator[None]:
-        """Return a context for the run that `capture` records, not for warm-up: it sets `is_capturing`."""
+        """Return a context that sets `is_capturing`, for the run that `capture` records, not for warm-up."""
         GraphDriver._capturing = self
         try:
             yield
@@ -229,11 +234,11 @@ class GraphDriver(abc.ABC):
             GraphDriver._capturing = None
 
     def eager_call(self, fn: Callable[..., T], *args: Any) -> T:
-        """Call ``fn(*args)`` and return its result; inside a region, break the graph there.
+        """Call ``fn(*args)`` and return its result; inside a region, break the graph here.
 
         The work before the call and the work after it become two segments. Every replay calls ``fn`` again
-        between them, with the same ``args``, whose tensors the segments keep in place. Tensors that it
-        returns are copied to their captured addresses, where the next segment reads them.
+        between them with the same ``args``. The segments keep the tensors in ``args`` in place. Tensors that
+        ``fn`` returns are copied to their captured addresses, where the next segment reads them.
 
         Raises:
             ReplayError: A replayed call returned another structure, shape or dtype.
@@ -251,7 +256,7 @@ class GraphDriver(abc.ABC):
     def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """End a segment, call ``fn(*args)`` unrecorded, begin the next segment; return the result.
 
-        `eager_call` calls it inside a region; nested eager calls are part of the outer call.
+        `eager_call` calls it inside a region. Nested eager calls are part of the outer call.
         """
 
     def task(
@@ -262,25 +267,27 @@ class GraphDriver(abc.ABC):
         updated: Mapping[str, Any],
         *,
         rebound: Mapping[str, torch.Tensor] = NONE_REBOUND,
-        waits: bool = False,  # noqa: ARG002  a call has nothing to wait for
+        waits: bool = False,  # noqa: ARG002  a plain call does not wait for anything
     ) -> None:
-        """Call ``op(*args, **updated, **rebound)``; in a region record it as a task, for `update_task`.
+        """Call ``op(*args, **updated, **rebound)``; in a region, record it as a task for `update_task`.
 
         Args:
-            key: Its name. The tasks of a region share ``key.graph``, and no other graph has it.
+            key: The name of the task. All tasks of a region have the same ``key.graph``, and no other graph
+                uses it.
             op: A torch operator that writes into ``args`` and returns no new memory.
-            args: Its first arguments, recorded as in any operation.
-            updated: Others by name: host numbers, lists of them, or host tensors, by value.
-            rebound: Others by name: device tensors that it reads, by address. Each update gives the address
-                for the next replay, in this memory or in other memory.
-            waits: Whether the graph waits for the update in front of the task, as for an event. The update
-                may then follow the launch of the replay.
+            args: The first arguments of ``op``, recorded as for any operation.
+            updated: Arguments by name that updates replace by value: host numbers, lists of them, or host
+                tensors.
+            rebound: Arguments by name that updates replace by address: device tensors that ``op`` reads. Each
+                update gives the tensor for the next replay, in the same or in other memory.
+            waits: Whether the graph waits for the update before it runs the task, as for an event. If so, the
+                update may follow the launch of the replay.
 
-        Raises `CaptureError` if it is against these rules, or if the driver has no tasks.
+        Raises `CaptureError` if the call breaks these rules, or if the driver does not support tasks.
         """
         if self.is_capturing:
-            message = f"graph driver {self.name!r} has no tasks, and {key} is to be recorded as one"
-            hint = "keep what changes in tensors, or use a driver that has tasks, such as the tape"
+            message = f"graph driver {self.name!r} has no tasks, but {key} must be recorded as one"
+            hint = "keep values that change in tensors, or use a driver that has tasks, such as the tape"
             raise CaptureError(message, hint=hint, rule="GP21")
         op(*args, **updated, **rebound)
 
@@ -295,24 +302,24 @@ class GraphDriver(abc.ABC):
     ) -> None:
         """Set the updated and the rebound arguments of a task for the next replay.
 
-        It is work of the current stream. For each replay every task of its graph is updated once, in captured
-        order, before the launch; a task that ``waits`` also after it, from this thread or another one, as
-        long as nothing uses the graph's memory in between. The current stream waits for the replay before,
-        and the next replay for the current stream, or for the event of a task that waits. A rebound tensor
-        stays in place until the replay has run. Raises `ReplayError` if no graph has such a task, or if it
-        has other arguments.
+        The update is work of the current stream. Before each replay, every task of its graph must be updated
+        once, in captured order. A task that ``waits`` may also be updated after the launch, from any thread,
+        if nothing uses the graph's memory in between. The current stream must wait for the previous replay.
+        The next replay must wait for the current stream, or for the event of a task that waits. A rebound
+        tensor must stay in place until the replay has run. Raises `ReplayError` if no graph has such a task,
+        or if the task has other arguments.
         """
-        hint = "update no task with it, or use a driver that has tasks, such as the tape"
+        hint = "do not update tasks with this driver, or use a driver that has tasks, such as the tape"
         raise ReplayError(f"graph driver {self.name!r} has no tasks: {key}", hint=hint, rule="GP21")
 
     def strict_observer(self, ownership: Ownership | None = None) -> object:
         """Return an observer that detects wrong use around the captures, hooks and steps of one lane.
 
         Args:
-            ownership: Who owns the memory outside the lane; None where that is not known.
+            ownership: Knows which memory outside the lane is owned; None if that is unknown.
 
         Raises:
-            ConfigError: The driver is not strict, or its strict mode has no observer.
+            ConfigError: The driver is not strict, or has no observer in its strict mode.
         """
         del ownership
         where = "" if self.strict else " outside its strict mode"
@@ -327,18 +334,19 @@ class GraphDriver(abc.ABC):
     ) -> Iterator[None]:
         """Return a context for the work that prepares a replay.
 
-        A strict driver refuses host reads of device tensors in it, except of ``host`` and the declared host
-        memory; and writes to ``read_only``, such as the batch, and to memory that graphs use outside slots.
+        In this context a strict driver refuses two things: host reads, except of ``host`` and the declared
+        host memory; and writes to ``read_only``, such as the batch, and to memory outside slots that graphs
+        use.
         """
         del host, read_only
         yield
 
     @contextlib.contextmanager
     def unprepared(self, host: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """Return a context for hooks that prepare no replay: those of eager steps and captures.
+        """Return a context for hooks that do not prepare a replay: those of eager steps and captures.
 
-        A strict driver refuses nothing in them. It notes ``host``, readable as in `preparation`, since hooks
-        may keep these tensors.
+        In this context a strict driver refuses nothing. It remembers ``host`` as readable, as `preparation`
+        does, because hooks may keep these tensors.
         """
         del host
         yield
@@ -348,7 +356,7 @@ class GraphDriver(abc.ABC):
         return Stream()
 
     def current_stream(self) -> Stream:
-        """Return the stream that work is submitted to now."""
+        """Return the stream to which work is submitted now."""
         return Stream()
 
     def event(self) -> Event:
@@ -358,15 +366,17 @@ class GraphDriver(abc.ABC):
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Copy host memory to ``target``, on the driver's device, on the current stream, without waiting.
 
-        ``source`` has the same shape and dtype, and is pinned for a GPU. Do not write it before the host has
-        waited for the copy (`Event.synchronize` or `synchronize`): until then the device may read it.
+        ``source`` has the same shape and dtype, and must be pinned for a GPU. Do not write to it before the
+        host has waited for the copy (`Event.synchronize` or `synchronize`), because the device may still read
+        it.
         """
         target.copy_(source)
 
     def copy_in_flight(self, source: torch.Tensor) -> Line | None:
-        """Return the line of a `copy_async` from the memory of ``source`` that the host has not waited for.
+        """Return the code line of an unfinished `copy_async` from the memory of ``source``.
 
-        None if there is none, or if the driver is not strict and does not know.
+        A copy is unfinished until the host has waited for it. Return None if there is none, or if the driver
+        is not strict and does not track copies.
         """
         del source
         return None

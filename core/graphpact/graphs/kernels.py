@@ -1,9 +1,9 @@
-"""`declare_kernel`: an operator that stands for one kernel although its implementation is Python.
+"""`declare_kernel`: declares that an operator represents one kernel, although it is written in Python.
 
-A driver that records dispatched operators has to know what an operator with a Python implementation is. An
-engine's custom operator is a part of the program: its Python runs at capture and not at replay, so what it
-calls is recorded. A model of a kernel is one kernel launch: it may read the contents of its arguments, and
-runs at every replay. Only its author knows which of the two it is.
+An operator with a Python implementation can be one of two things, and a driver that records dispatched
+operators has to know which. An engine's custom operator is a part of the program: its Python runs at capture
+and not at replay, so the operations that it calls are recorded. A Python model of a kernel represents one
+kernel launch: it may read the contents of its arguments, and runs at every replay. Only the author knows.
 
 Does not: define an operator, or decide what a driver records.
 """
@@ -19,17 +19,16 @@ _MARK = "graphpact_stands_for_one_kernel"  # an attribute of the operator
 
 
 def declare_kernel(op: _Operator) -> _Operator:
-    """Declare that an operator stands for one kernel, and return it: also a decorator.
+    """Declare that an operator represents one kernel, and return it; usable as a decorator.
 
-    Its implementation has to be a function of its arguments alone, as a kernel is: a replay runs it again, so
-    what it would read of Python's state is that of the replay. An operator whose implementation is compiled
-    needs no declaration.
+    The implementation must depend only on its arguments, as a kernel does, because a replay runs it again and
+    Python state may have changed since the capture. A compiled operator needs no declaration.
 
     Args:
         op: An operator of ``torch.library``: a function that ``custom_op`` returned, or one of ``torch.ops``.
 
     Raises:
-        TypeError: It is no operator.
+        TypeError: ``op`` is not an operator.
     """
     setattr(_packet_of(op), _MARK, True)
     return op
@@ -41,11 +40,11 @@ def is_kernel(op: Any) -> bool:
 
 
 def _packet_of(op: Any) -> torch._ops.OpOverloadPacket:
-    """Return the operator with all its overloads, which torch makes once."""
+    """Return the object of the operator with all its overloads, of which torch makes only one."""
     if isinstance(op, CustomOpDef):
         op = op._opoverload  # noqa: SLF001  no public way
     if isinstance(op, torch._ops.OpOverload):  # noqa: SLF001  no public name
         op = op.overloadpacket
     if isinstance(op, torch._ops.OpOverloadPacket):  # noqa: SLF001  no public name
         return op
-    raise TypeError(f"{op!r} is no operator of torch: define it with torch.library")
+    raise TypeError(f"{op!r} is not an operator of torch: define it with torch.library")

@@ -1,6 +1,6 @@
-"""`Line`: the line of the caller's own code, for messages.
+"""`Line`: a line of the caller's code, for messages.
 
-Does not: read the source before a message is formatted.
+Does not: read the source file before a message is formatted.
 """
 
 import functools
@@ -14,10 +14,10 @@ _WRAPPERS = ("contextlib.py", "typing_extensions.py")
 
 
 class Line:
-    """The innermost line of the caller's own code, formatted when it is printed.
+    """The innermost line of the caller's code. It is formatted only when it is printed.
 
-    Modules that set ``__tracebackhide__ = True`` are not the caller's code; pytest hides their frames too.
-    Every module of a driver sets it.
+    Modules that set ``__tracebackhide__ = True`` are not the caller's code, and pytest hides their frames
+    too. Every module of a driver sets it.
     """
 
     __slots__ = ("_file", "_number")
@@ -40,5 +40,5 @@ def _is_internal(frame: FrameType) -> bool:
 
 @functools.lru_cache
 def _is_library(filename: str) -> bool:
-    # Decorators of these modules stand between a caller and functions of torch.
+    # Decorators in these modules are between a caller and functions of torch.
     return "/torch/" in filename or filename.startswith("<") or filename.endswith(_WRAPPERS)

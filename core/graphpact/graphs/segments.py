@@ -1,4 +1,4 @@
-"""`EagerCall`: a call that a replay makes eagerly, between two segments of a graph.
+"""`EagerCall`: a call that every replay makes between two segments of a graph.
 
 `graphpact.graphs.GraphDriver.eager_call` ends a segment and begins the next.
 
@@ -17,10 +17,10 @@ __tracebackhide__ = True
 
 
 class EagerCall:
-    """A call ``fn(*args)`` that a replay makes eagerly, between two segments.
+    """A call ``fn(*args)`` that every replay makes between two segments.
 
-    The segments keep the tensors of ``args`` in place. The next one reads those of ``result``, the result at
-    capture, where they are.
+    The segments keep the tensors in ``args`` in place. The next segment reads the tensors in ``result``, the
+    result at capture, at their captured addresses.
     """
 
     def __init__(self, fn: Callable[..., Any], args: tuple[Any, ...], result: Any) -> None:
@@ -49,7 +49,7 @@ class EagerCall:
         name = getattr(self.fn, "__qualname__", repr(self.fn))
         return ReplayError(
             f"the eager call {name} between two segments returned {captured} at capture and {now} now",
-            hint="return the captured structure, shapes and dtypes, padded: the next segment reads them",
+            hint="return the captured structure, dtypes and padded shapes: the next segment reads them",
             rule="GP07",
         )
 

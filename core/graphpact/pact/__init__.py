@@ -1,11 +1,11 @@
 """The pact: what a capture promised, and the check that every replay keeps it.
 
     walk.py        the leaves of static inputs and metadata, with their paths
-    promises.py    what is promised about each, and the marks `bounded` and `updated`
+    promises.py    what is promised about each leaf, and the field marks `bounded` and `updated`
     compiled.py    the comparisons of one pact as a generated function
-    checks.py      `Pact`, and the breaches that it names
+    checks.py      `Pact`, which finds breaches
 
-Does not: compare contents; the conformance suite and verification do.
+Does not: compare contents of tensors; the conformance suite and verification do.
 """
 
 from graphpact.pact.checks import Pact

@@ -1,12 +1,12 @@
 """`Pact`: the promises of one captured shape, and the check that a replay keeps them.
 
-A pact holds the walk over the static inputs and the metadata of a capture: address, shape, stride, dtype and
-device of tensors; values of host numbers, or the maximum for `bounded` fields; exact types and fields of
-objects. `Pact.check` runs in every step, so it is one generated expression. If that is False, the walk is
-repeated and finds every field that differs.
+A pact stores what a walk over the static inputs and the metadata of a capture finds: address, shape, stride,
+dtype and device of tensors; values of host numbers, or the maximum for `bounded` fields; exact types and
+fields of objects. `Pact.check` runs in every step, so it is one generated expression. If that is False, the
+walk is repeated to find every field that differs.
 
 Does not: read the contents of tensors, so it never waits for a device, and equal addresses do not prove equal
-contents; or outlive its process (`graphpact_engine.saved_pacts` does).
+contents; or store pacts in files (`graphpact_engine.saved_pacts` does).
 """
 
 import enum
@@ -23,12 +23,12 @@ from graphpact.pact.promises import ANY, BY_VALUE, Promise, TensorFacts, promise
 from graphpact.pact.walk import Form, parts_of
 from graphpact.shapes import GraphShape
 
-_MAX_ROWS = 12  # of the table of breaches
+_MAX_ROWS = 12  # largest number of rows in the table of breaches
 _TENSOR_RULES: tuple[BreachKind, ...] = ("address", "shape", "stride", "dtype", "device")
 
 
 class Pact:
-    """The promises of one captured shape; `of` makes it of the parts of a capture."""
+    """The promises of one captured shape. `of` makes a pact from the parts of a capture."""
 
     def __init__(
         self, shape: GraphShape, roots: Mapping[str, Promise], registry: CudaGraphBufferRegistry | None = None
@@ -46,13 +46,13 @@ class Pact:
         forms: Collection[str] = (),
         **parts: Any,
     ) -> "Pact":
-        """Return the pact of the captured ``shape`` and its named ``parts``: ``view=..., metadata=...``.
+        """Return the pact of the captured ``shape`` with its named ``parts``: ``view=..., metadata=...``.
 
-        With its ``registry``, promises and breaches name the slot and the owner of a tensor. Of the parts in
-        ``forms``, which no graph reads, only types and fields are promised, and lists are leaves.
+        If ``registry`` is given, promises and breaches name the slot and the owner of a tensor. The parts in
+        ``forms`` are not read by a graph: for them only types and fields are promised, and lists are leaves.
 
         Raises:
-            EngineError: A `bounded` field is no number and no list or tuple of numbers.
+            EngineError: A `bounded` field is not a number or a list or tuple of numbers.
         """
         roots = {
             name: promise_of(name, part, shape, registry, root=True, form_only=name in forms)
@@ -69,7 +69,8 @@ class Pact:
         """Check the same named ``parts`` of a replay.
 
         Raises:
-            PactBreach: They differ. It has every difference with field, both values, owner and advice.
+            PactBreach: They differ. The error lists every difference with field, both values, owner and
+            advice.
         """
         try:
             if self._holds(parts):
@@ -83,8 +84,8 @@ class Pact:
     def breaches(self, **parts: Any) -> tuple[Breach, ...]:
         """Return every difference between the named ``parts`` of a replay and the pact.
 
-        `check` calls it if its compiled expression is False. That expression may be too strict (NaN is not
-        equal to NaN there), never too lax.
+        `check` calls this if its compiled expression is False. That expression may be too strict (NaN is not
+        equal to NaN there), but never too lax.
         """
         found: list[Breach] = []
         for name in {**self._roots, **parts}:
@@ -135,14 +136,14 @@ class Pact:
             yield _breach(promise, "value", show_value(promise.value), show_value(value))
 
     def _place(self, promise: Promise, tensor: torch.Tensor) -> str:
-        """Return the address of a replayed tensor, with its slot if that is not the captured one."""
+        """Return the address of a replayed tensor, and its slot if it is not the captured slot."""
         slot = None if self._registry is None else self._registry.slot_of(tensor)
         where = "" if slot is None or slot.label == promise.owner else f" in {slot.label}"
         return f"{tensor.data_ptr():#x}{where}"
 
 
 def _is_same(captured: Any, now: Any) -> bool:
-    """Return whether a host value equals the captured one. Objects such as plans are compared by identity."""
+    """Return whether a host value equals the captured one; objects such as plans are compared by identity."""
     if captured is now:
         return True
     if not isinstance(captured, BY_VALUE) or isinstance(captured, enum.Enum):
@@ -156,9 +157,9 @@ def _is_same(captured: Any, now: Any) -> bool:
 def _breach(promise: Promise, rule: BreachKind, captured: str, replayed: str) -> Breach:
     advice = BREACHES[rule][1]
     if rule == "value" and not isinstance(promise.value, numbers.Number):
-        advice = "the graph was recorded with the captured one; pass the same to every replay"
+        advice = "the graph was recorded with the captured object; pass the same object to every replay"
     elif rule == "type" and type(None) is promise.type:
-        advice = "the graph was recorded without it: set it at capture too, or leave it None"
+        advice = "the graph was recorded without it: set it at capture too, or keep it None"
     elif rule == "type" and replayed == "NoneType":
         advice = "the graph was recorded with it: keep the captured one, refreshed in place"
     return Breach(promise.path, rule, captured, replayed, promise.owner, advice)
@@ -169,14 +170,14 @@ def _names(form: Form | None, keys: Iterable[Hashable]) -> str:
 
 
 def _type_names(captured: type, replayed: type) -> tuple[str, str]:
-    """Return the names of two types, with modules if the names are equal."""
+    """Return the names of two types, with their modules if the names are equal."""
     if captured.__name__ == replayed.__name__:
         return type_name(captured), type_name(replayed)
     return captured.__name__, replayed.__name__
 
 
 def _message(shape: GraphShape, breaches: Sequence[Breach]) -> str:
-    """Return the message of a breach: one line for the first field, then a table of all."""
+    """Return the message of a breach: one line for the first field, then a table of all fields."""
     first = breaches[0]
     of_first = [breach.text for breach in breaches if breach.path == first.path]
     owner = f" ({first.owner})" if first.owner else ""

@@ -1,7 +1,7 @@
 """The comparisons of a pact as one generated function, which runs in every step.
 
-A walk over objects costs tens of microseconds. The function is one chain of comparisons, which ends at the
-first that fails. The walk is repeated only then, to name every difference.
+A walk over objects takes tens of microseconds. The function is one chain of comparisons, which ends at the
+first one that fails. Only then is the walk repeated, to name every difference.
 
 Does not: explain a difference; `graphpact.pact.checks` does.
 """
@@ -20,8 +20,9 @@ from graphpact.pact.walk import Form, attributes_of, declared_fields
 def compile_promises(roots: Mapping[str, Promise]) -> Callable[[Mapping[str, Any]], bool]:
     """Return a function ``parts -> bool`` that checks the promises ``roots``.
 
-    It is one chain of comparisons in generated source code, as `dataclasses` generates methods, and calls
-    only torch. Captured values are constants in its namespace; the source contains only plain names.
+    The function is one chain of comparisons in generated source code, similar to the methods that
+    `dataclasses` generates. It calls only torch. Captured values are constants in its namespace, so the
+    source contains only plain names.
     """
     source = _Source()
     terms = [f"len(parts) == {len(roots)}"]
@@ -36,7 +37,7 @@ def compile_promises(roots: Mapping[str, Promise]) -> Callable[[Mapping[str, Any
 
 @functools.lru_cache(maxsize=1024)
 def _code_of(source: str) -> CodeType:
-    """Return the code of ``source``. Captures of one kind have equal source, and compiling takes longest."""
+    """Return the code of ``source``, cached because equal captures have equal source."""
     return compile(source, "<pact>", "exec")
 
 
@@ -53,11 +54,11 @@ class _Source:
         return name
 
     def terms(self, promise: Promise, expression: str) -> Iterator[str]:
-        """Yield the conditions under which ``expression`` keeps ``promise``."""
+        """Yield the conditions for ``expression`` to keep ``promise``, as source code."""
         if _is_singleton(promise):
             yield f"{expression} is {self.constant(promise.value)}"
             return
-        v = f"v{len(self.names)}"  # unique, since the type takes the next constant
+        v = f"v{len(self.names)}"  # unique, because the type takes the next constant
         yield f"type({v} := {expression}) is {self.constant(promise.type)}"
         if promise.value is ANY:
             return
@@ -67,7 +68,7 @@ class _Source:
             yield f"{v}.keys() == {self.constant(frozenset(promise.parts))}"
         elif promise.form == "fields":
             declared = declared_fields(promise.type)
-            if declared is None or len(declared) != len(promise.parts):  # attributes may come and go
+            if declared is None or len(declared) != len(promise.parts):  # attributes may be added and removed
                 names = self.constant(lambda now: set(attributes_of(now, root=True) or ()))
                 yield f"{names}({v}) == {self.constant(set(promise.parts))}"
         elif isinstance(promise.value, TensorFacts):
@@ -89,7 +90,7 @@ class _Source:
 
 
 def _is_singleton(promise: Promise) -> bool:
-    """Return whether ``promise`` is of a leaf that is compared by identity."""
+    """Return whether ``promise`` is for a leaf that is compared by identity."""
     value = promise.value
     if promise.form is not None or promise.bounded or value is ANY or isinstance(value, TensorFacts):
         return False

@@ -1,7 +1,7 @@
-"""`Promise`: what a capture promises about one container or leaf; `promise_of` makes the tree of them.
+"""`Promise`: what a capture promises about one container or leaf; `promise_of` makes a tree of promises.
 
     bounded()    a field whose number may be smaller at replay
-    updated()    a field whose value each replay sets by an update of tasks
+    updated()    a field whose value each replay passes to tasks by an update
 
 Does not: compare a replay; `graphpact.pact.checks` does.
 """
@@ -23,7 +23,7 @@ from graphpact.shapes import GraphShape
 _BOUNDED = "graphpact.bounded"  # key in a dataclass field's metadata
 _UPDATED = "graphpact.updated"
 ANY = object()
-"""The promised value of a leaf of which only the type is promised."""
+"""The promised value of a leaf if only its type is promised."""
 BY_VALUE = (numbers.Number, str, bytes, range, slice, torch.device)
 """Types of host values that are compared by value; objects of other types are compared by identity."""
 
@@ -31,7 +31,7 @@ BY_VALUE = (numbers.Number, str, bytes, range, slice, torch.device)
 def bounded(**field_kwargs: Any) -> Any:
     """Return a dataclass field for a host number whose replayed value may be smaller than the captured one.
 
-    It is for limits of recorded kernels: ``max_kv_len: int = bounded()``. The field is an int or a float, or
+    Use it for limits of recorded kernels: ``max_kv_len: int = bounded()``. The field is an int or a float, or
     a list or tuple of them with constant length; None, a bool or NaN is refused at capture. Type checkers
     treat ``bounded()`` as a default: place such fields last, or make the dataclass ``kw_only``.
 
@@ -42,9 +42,9 @@ def bounded(**field_kwargs: Any) -> Any:
 
 
 def updated(**field_kwargs: Any) -> Any:
-    """Return a dataclass field, as `bounded` does, for arguments of tasks: only its type is promised.
+    """Return a dataclass field for arguments of tasks, of which only the type is promised.
 
-    Each replay updates the tasks by its own value: see `graphpact.graphs.GraphDriver.task`.
+    Each replay updates the tasks with the value of its step; see `graphpact.graphs.GraphDriver.task`.
     """
     return _marked(_UPDATED, field_kwargs)
 
@@ -71,11 +71,11 @@ class TensorFacts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Promise:
-    """The promise of the exact ``type`` of a container or a leaf at ``path``: a node of the walked tree.
+    """The promise about one container or leaf: its exact ``type`` at ``path``, and the facts below.
 
     Args:
         value: The `TensorFacts` or the host value of a leaf, `ANY` if it may change; None for a container.
-        owner: Label of the slot in whose memory a tensor lies, or None.
+        owner: Label of the slot whose memory contains the tensor, or None.
         offset: Bytes from the start of that slot's buffer to the tensor.
         bounded: Whether a replay may have a smaller number.
         form: The form of a container; None for a leaf.
@@ -141,12 +141,12 @@ def _require_numbers(path: str, value: Any, shape: GraphShape) -> None:
             raise EngineError(
                 f"{shape}: {path} is declared bounded() and is {show_value(value)} at capture; it must be a"
                 " number, or a list or tuple of numbers",
-                hint="give it the largest number that a replay may have, or leave out bounded()",
+                hint="set it to the largest number that a replay may have, or leave out bounded()",
             )
 
 
 def show_value(value: Any) -> str:
-    """Return a host value as one short line for a message; an opaque object by type and identity."""
+    """Return a host value as one short line for a message; opaque objects show type and identity."""
     if isinstance(value, type):
         return type_name(value)
     if isinstance(value, torch.Size):
@@ -159,11 +159,11 @@ def show_value(value: Any) -> str:
 
 
 def is_readable(value: Any) -> bool:
-    """Return whether a host value has a readable ``repr``; others are compared by identity."""
+    """Return whether a host value has a readable ``repr``; other values are compared by identity."""
     return isinstance(value, (*BY_VALUE, enum.Enum, torch.dtype, type(None)))
 
 
 def type_name(kind: type) -> str:
-    """Return the name of a type with its module; without it for builtins."""
+    """Return the name of a type with its module, which is left out for builtins."""
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return f"{module}{kind.__qualname__}"

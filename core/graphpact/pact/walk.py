@@ -1,7 +1,7 @@
 """`walk`: the leaves of static inputs and metadata, each with its path.
 
-Containers are dataclasses, named tuples, mappings, lists, tuples, and plain objects that are themselves
-roots. Everything else is a leaf.
+Containers are dataclasses, named tuples, mappings, lists, tuples, and roots that are plain objects.
+Everything else is a leaf.
 
 Does not: know what is promised about a leaf.
 """
@@ -23,7 +23,7 @@ class Parts(NamedTuple):
     """The parts of a container.
 
     Args:
-        form: Whether they are attributes, values of a mapping, or items of a list or tuple.
+        form: Whether the parts are attributes, values of a mapping, or items of a list or tuple.
         items: The parts by attribute name, by key, or by index.
     """
 
@@ -31,15 +31,16 @@ class Parts(NamedTuple):
     items: dict[Hashable, Any]
 
     def path(self, path: str, key: Hashable) -> str:
-        """Return the path of a part; ``path`` is the container's."""
+        """Return the path of a part; ``path`` is the path of the container."""
         return f"{path}.{key}" if self.form == "fields" else f"{path}[{key!r}]"
 
 
 def walk(parts: Mapping[str, Any], *, without: Sequence[object] = ()) -> Iterator[tuple[str, Any]]:
-    """Yield every leaf under ``parts``, the roots by name, with its path, such as ``metadata.kv_indptr``.
+    """Yield every leaf under ``parts`` with its path, such as ``metadata.kv_indptr``.
 
-    Containers are dataclasses, named tuples, mappings, lists, tuples, and plain objects that are themselves
-    roots; everything else is a leaf. An empty container yields nothing, nor do the objects ``without``.
+    ``parts`` are the roots by name. Containers are dataclasses, named tuples, mappings, lists, tuples, and
+    roots that are plain objects; everything else is a leaf. Empty containers and the objects in ``without``
+    yield nothing.
     """
     out = {id(each) for each in without}
     for name, root in parts.items():
@@ -74,7 +75,7 @@ def parts_of(value: Any, *, root: bool = False) -> Parts | None:
 def attributes_of(value: Any, *, root: bool) -> list[str] | None:
     """Return the names of the fields of ``value`` that are set, or None if it has no fields.
 
-    The fields of an object of a plain class, at a root of the walk, are its attributes.
+    If a root of the walk is an object of a plain class, its fields are its attributes.
     """
     kind: Any = type(value)
     if isinstance(value, (type, torch.Tensor, enum.Enum)):
@@ -97,7 +98,7 @@ def declared_fields(kind: Any) -> Sequence[str] | None:
 
 
 def _slot_names(kind: type) -> Iterator[str]:
-    """Yield the attribute names in ``__slots__`` of a class and its bases, private ones mangled."""
+    """Yield the attribute names in ``__slots__`` of a class and its bases, with private names mangled."""
     for base in kind.__mro__:
         names = base.__dict__.get("__slots__", ())
         for name in (names,) if isinstance(names, str) else names:

@@ -433,7 +433,7 @@ def test_a_narrow_slot_outside_a_source_takes_no_wide_field() -> None:
         fill(registry, 2, 4, plain=wide)
     fill(registry, 2, 4, narrow=wide)
     assert _content(registry, "narrow")[:4] == [3, 5, 0, 0]
-    with pytest.raises(SlotError, match="only int64 into int32 is narrowed"):
+    with pytest.raises(SlotError, match="only int64 to int32 can be narrowed"):
         make_slot("short", dtype=torch.int16, narrows=True)
 
 

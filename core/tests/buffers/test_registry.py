@@ -215,7 +215,7 @@ def test_what_a_lane_takes() -> None:
     [
         ({}, "the batch has no 'lengths', which slot 'lengths' of somebody copies"),
         ({"lengths": None}, "the batch has no 'lengths'"),
-        ({"lengths": [1, 2]}, "the batch has a list and no tensor for 'lengths'"),
+        ({"lengths": [1, 2]}, "the batch has a list instead of a tensor for 'lengths'"),
     ],
     ids=["no attribute", "None", "no tensor"],
 )
@@ -268,7 +268,7 @@ def test_a_source_gives_tensors(lane: str | None) -> None:
     registry = _registry(lane=lane)
     registry.register_slot(make_slot("first"))
     registry.register_slot(make_slot("a.b", source_fn=lambda *_: [1], optional=True))
-    with _refused(registry, "slot 'a.b' of somebody found a list and no tensor"):
+    with _refused(registry, "slot 'a.b' of somebody found a list instead of a tensor"):
         fill(registry, 1, 2, first=torch.tensor([1]))
 
 
@@ -580,7 +580,7 @@ def test_a_field_that_has_no_memory_is_refused(monkeypatch: pytest.MonkeyPatch, 
     registry.register_slot(make_slot("first"))
     registry.register_slot(make_slot())
     absent = torch.ones(1, dtype=I64, device="meta")
-    with _refused(registry, "slot 'lengths' of somebody lies on cpu, and this batch has it on meta"):
+    with _refused(registry, "slot 'lengths' of somebody is on cpu, but its source in this batch is on meta"):
         fill(registry, 1, 4, first=torch.tensor([1]), lengths=absent)
 
 
