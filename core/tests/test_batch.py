@@ -85,7 +85,7 @@ def test_a_sequence_longer_than_its_row_is_refused() -> None:
     rig = LaneRig()
     batch = rig.batch(3, 2)
     batch.seq_lens_cpu[0] = 9
-    with pytest.raises(EngineError, match=r"a sequence of 9 tokens .* holds 8"):
+    with pytest.raises(EngineError, match=r"a sequence has 9 tokens .* holds 8"):
         rig.lane.run(batch)
 
 

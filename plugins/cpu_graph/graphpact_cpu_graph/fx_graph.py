@@ -1,12 +1,12 @@
-"""FX graphs of a recording: a node for each recorded call, and external tensors as inputs.
+"""FX graphs of a recording, with a node for each recorded call, and external tensors as inputs.
 
-A tensor that a node reads and no node made is an input, never a constant: a replay reads and writes it in its
-own memory. Python numbers are constants, contents of tensors are not.
+If no node made a tensor that a node reads, it is an input and never a constant: a replay reads and writes the
+tensor in its memory. Python numbers are constants; contents of tensors are not.
 
-Tensors that a segment made and that are read after it (by the next segment, an eager call, the outputs) are
-copied to their recorded memory, as the segment's last work.
+If a tensor that a segment made is read after the segment (by the next segment, an eager call, or as an
+output), the segment ends with a copy of it to its recorded memory.
 
-Does not: record, which `graphpact_tape.recorder` does, or compile.
+Does not: record (`graphpact_tape.recorder` does), or compile.
 """
 
 import operator
@@ -31,15 +31,15 @@ from graphpact_tape.trees import tensors_of
 from graphpact_tape.writes import repeats
 
 Place: TypeAlias = tuple[Any, ...]
-"""Address, shape, stride and dtype: tensors of one place are one input."""
+"""Address, shape, stride and dtype. Tensors with the same place are one input."""
 
 LIST_OF_ONE = "list of one"
-"""In a node's ``meta``: whether its result is a list of one new tensor."""
+"""The key in a node's ``meta`` for whether the result is a list of one new tensor."""
 
 _aten = torch.ops.aten
 
-# Inductor may drop these, or write their result into the memory of their first argument, although that memory
-# is written later: they may do nothing but copy it.
+# These may do nothing except copy their first argument. Inductor may drop them, or write their result into
+# the memory of that argument, although this memory is written later.
 _COPY = frozenset(
     getattr(_aten, name)
     for name in (
@@ -70,7 +70,7 @@ class SegmentGraph:
     """One segment as an FX graph, with the inputs that it reads and writes.
 
     Attributes:
-        graph: Its nodes write their arguments in place, and it returns nothing.
+        graph: The FX graph. Its nodes write their arguments in place, and it returns nothing.
         inputs: The placeholders and their tensors, by place.
     """
 
@@ -79,7 +79,9 @@ class SegmentGraph:
     _made: dict[int, fx.Node] = field(default_factory=dict)  # by the tensor's identity
     _fresh: dict[int, list[tuple[fx.Node, torch.Tensor]]] = field(default_factory=dict)
     _written: list[tuple[int, int]] = field(default_factory=list)
-    _numbers: Iterator[int] = field(default_factory=count)  # of inputs, also those that were joined since
+    _numbers: Iterator[int] = field(
+        default_factory=count
+    )  # of inputs, including those that were joined later
 
     @classmethod
     def of(cls, segment: Segment, outliving: set[int]) -> "SegmentGraph":
@@ -87,12 +89,12 @@ class SegmentGraph:
 
         Args:
             segment: A segment. Its recording has to stay alive until this graph is finished.
-            outliving: The storages that it allocated and that are read after it.
+            outliving: The storages that the segment allocated and that are read after it.
         """
         made = cls()
         for call, written in zip(segment.calls, _written_from(segment.calls), strict=True):
             made._add(call, written)
-        # In the order of the calls: equal segments are equal graphs, which torch compiles once.
+        # In the order of the calls, so that equal segments give equal graphs, which torch compiles once.
         for storage in filter(outliving.__contains__, made._fresh):
             for node, tensor in made._fresh[storage]:
                 made.graph.call_function(_aten.copy_.default, (made._input(tensor), node))
@@ -113,16 +115,16 @@ class SegmentGraph:
     # -- internal --------------------------------------------------------------------------------
 
     def _add(self, call: RecordedCall, written: set[int]) -> None:
-        """Add a call; ``written`` are the storages that it and later calls write."""
+        """Add a call. ``written`` contains the storages that this call and later calls write."""
         given = tensors_of((call.args, call.kwargs))
         if _has_offset(call) and storage_id(given[0]) not in self._fresh:
             if call.op is not _aten.as_strided.default:
                 raise CaptureError(
-                    f"{call.op}, recorded at {call.line}, counts an offset from the begin of a storage, which"
-                    " compiled code does not know",
-                    hint="use as_strided(), and a copy of it",
+                    f"{call.op}, recorded at {call.line}, counts an offset from the beginning of a storage, "
+                    "which compiled code does not know",
+                    hint="use as_strided() and copy the result",
                 )
-            return  # its result is an input of what reads it
+            return  # the result is an input of the calls that read it
         own = written_by(call.op, call.args, call.kwargs)
         copies = call.op.overloadpacket in _COPY
 
@@ -159,7 +161,7 @@ class SegmentGraph:
         bases = self._fresh.get(storage_id(tensor))
         if bases is None:
             return self._input(tensor)
-        # A view of a tensor of this graph that was not dispatched, such as ``tensor.data``.
+        # An undispatched view of a tensor in this graph, such as ``tensor.data``.
         view = tensor.shape, tensor.stride(), tensor.storage_offset()
         node = self.graph.call_function(_aten.as_strided.default, (bases[0][0], *view))
         for flip in _flips_of(tensor):
@@ -168,7 +170,7 @@ class SegmentGraph:
 
     def _input(self, tensor: torch.Tensor) -> fx.Node:
         flips = _flips_of(tensor)
-        if flips:  # a compiler sees the memory of an input, without these properties of the tensor
+        if flips:  # a compiler sees only the memory of an input, without these properties of the tensor
             return self.graph.call_function(flips[0], (self._input(flips[0](tensor)),))
         place = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
         if place not in self.inputs:
@@ -192,9 +194,9 @@ class SegmentGraph:
             self._fresh.setdefault(storage_id(result), []).append((node, result))
 
     def _join_overlaps(self) -> None:
-        """Join inputs that share written memory to one: a compiler assumes that inputs are disjoint.
+        """Join inputs that share written memory, because a compiler assumes that inputs are disjoint.
 
-        An input whose own elements share memory, such as an expanded one, becomes a view of that memory too.
+        An input whose elements share memory with each other, such as an expanded one, also becomes a view.
         """
         ranges = {place: _addresses(tensor) for place, (_, tensor) in self.inputs.items()}
         for group in _overlapping(ranges):
@@ -228,7 +230,10 @@ class SegmentGraph:
         return first
 
     def _view(self, base: fx.Node, tensor: torch.Tensor, offset: int) -> fx.Node:
-        """Return ``tensor`` as a view of the flat ``base``; compilers optimize slices best."""
+        """Return ``tensor`` as a view of the flat ``base``, as a slice if possible.
+
+        Compilers optimize slices best.
+        """
         call = self.graph.call_function
         if not tensor.is_contiguous():
             strided: fx.Node = call(_aten.as_strided.default, (base, tensor.shape, tensor.stride(), offset))
@@ -239,7 +244,7 @@ class SegmentGraph:
 
 
 def _written_from(calls: Sequence[RecordedCall]) -> list[set[int]]:
-    """Return, for each call, the storages that it and the calls after it write."""
+    """Return for each call the storages that it and later calls write."""
     written: set[int] = set()
     found: list[set[int]] = []
     for call in reversed(calls):
@@ -249,21 +254,21 @@ def _written_from(calls: Sequence[RecordedCall]) -> list[set[int]]:
 
 
 def _is_list_of_one(call: RecordedCall) -> bool:
-    """Return whether a call returns a list of one new tensor, or is compiled as one that does."""
+    """Return whether a call returns a list of one new tensor, or is compiled as if it did."""
     if isinstance(call.result, list):
-        return len(call.result) == 1 and call.made[0] is not None  # views are no calls in compiled code
+        return len(call.result) == 1 and call.made[0] is not None  # views are not calls in compiled code
     is_written_in_place = call.op.name().startswith("aten::_foreach_")
     return is_written_in_place and len(call.args[0]) == 1
 
 
 def _has_offset(call: RecordedCall) -> bool:
-    """Return whether a call counts an offset from the begin of a storage, as ``as_strided`` may."""
+    """Return whether a call counts an offset from the beginning of a storage, as ``as_strided`` may."""
     names = [argument.name for argument in call.op._schema.arguments]  # noqa: SLF001  no public way
     return {**dict(zip(names, call.args, strict=False)), **call.kwargs}.get("storage_offset") is not None
 
 
 def _flips_of(tensor: torch.Tensor) -> list[Any]:
-    """Return the views that undo the lazy conjugation and negation of ``tensor``, or make them again."""
+    """Return the views that undo the lazy conjugation and negation of ``tensor``, or apply them again."""
     conjugate = [_aten._conj.default] if tensor.is_conj() else []  # noqa: SLF001  no public name
     return [*conjugate, *([_aten._neg_view.default] if tensor.is_neg() else [])]  # noqa: SLF001
 
@@ -276,7 +281,7 @@ def _addresses(tensor: torch.Tensor) -> tuple[int, int]:
 
 
 def _overlapping(ranges: dict[Place, tuple[int, int]]) -> list[list[Place]]:
-    """Return groups of places whose addresses overlap, ascending, the group of the first input first."""
+    """Return groups of places with overlapping addresses, each in ascending order, in the order of inputs."""
     groups: list[list[Place]] = []
     reach = 0
     for place, (begin, end) in sorted(ranges.items(), key=lambda item: item[1]):

@@ -1,11 +1,12 @@
 """The ``inductor`` driver: records a region once and compiles it for the CPU with torch's inductor.
 
-A replay runs the compiled code: none of the region's Python, and fewer, fused kernels. Its inputs are the
-recorded tensors themselves, written in place. Every replay writes the outputs to the same memory.
+A replay runs the compiled code, without the region's Python, and with fewer, fused kernels. Its inputs are
+the recorded tensors themselves, which are written in place. Every replay writes the outputs to the same
+memory.
 
-A compiler believes a schema: it drops a call that returns nothing and declares no write. So collectives, and
-operators of other libraries, are called as the tape calls them, between compiled pieces. Calls of declared
-kernels (`graphpact.declare_kernel`) whose schemas mark what they write are compiled.
+A compiler relies on schemas: it drops a call that returns nothing and declares no write. Therefore
+collectives and operators of other libraries are called between compiled pieces, in the same way as by the
+tape. Calls of declared kernels (`graphpact.declare_kernel`) are compiled if their schemas mark all writes.
 
 Does not: run on a GPU, freeze or pack weights, or detect wrong use (the tape's strict mode does).
 """
@@ -33,14 +34,14 @@ from graphpact_tape.nodes import make_node
 from graphpact_tape.recorder import RecordedCall, Recorder, Recording, RecordingDriver
 from graphpact_tape.trees import tensors_of
 
-__tracebackhide__ = True  # a message names the line of the region
+__tracebackhide__ = True  # so that a message names the line of the region
 
 
 @functools.cache
 def missing_compiler() -> str | None:
-    """Return what torch's CPU compiler lacks on this machine, or None; checked once in a process.
+    """Return what torch's CPU compiler lacks on this machine, or None. It is checked once per process.
 
-    The C++ compiler is the one that torch uses: the one that ``CXX`` names, else ``g++``.
+    The C++ compiler is the one that torch uses: the program in ``CXX``, otherwise ``g++``.
     """
     from torch._inductor import config, cpp_builder, exc  # noqa: PLC0415  heavy to import
 
@@ -49,7 +50,7 @@ def missing_compiler() -> str | None:
     except (exc.InvalidCxxCompiler, RuntimeError, OSError, subprocess.SubprocessError):
         asked = config.cpp.cxx if isinstance(config.cpp.cxx, tuple) else (config.cpp.cxx,)
         names = " or ".join(repr(name) for name in asked if name)
-        return f"no C++ compiler: {names} cannot be run; install g++, or name a compiler in CXX"
+        return f"no C++ compiler: {names} cannot be run; install g++, or set CXX to a compiler"
     include = sysconfig.get_path("include")
     if sys.platform == "linux" and not Path(include, "Python.h").exists():
         return f"no Python.h in {include}: install the headers of Python (python3-dev)"
@@ -59,8 +60,8 @@ def missing_compiler() -> str | None:
 class InductorGraph(Graph):
     """A graph of compiled segments and the eager calls between them, with the outputs of the region.
 
-    ``num_nodes`` counts the recorded operations, before they are fused. ``pool_nbytes`` is the memory that is
-    kept between replays; each replay allocates and frees temporary memory of its segments.
+    ``num_nodes`` counts the recorded operations before they are fused. ``pool_nbytes`` is the memory that is
+    kept between replays. Each replay also allocates and frees temporary memory for its segments.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -91,31 +92,31 @@ class InductorGraph(Graph):
 
     def replay(self) -> None:
         """Run every compiled segment, and the eager calls between them, in order."""
-        # As torch runs compiled code: the casts of a region were recorded.
+        # Torch runs compiled code in this way too: the casts of autocast were recorded.
         with torch.inference_mode(), torch._C._DisableAutocast():  # noqa: SLF001  no public name
             for step in self._steps:
                 step()
 
     def release(self) -> None:
-        """Drop the compiled code and every tensor that only it held."""
+        """Drop the compiled code and all tensors that only it referenced."""
         self._steps = [_replay_of_released]
         self._external = []
         self.outputs = None
         self.pool_nbytes = 0
 
     def external_tensors(self) -> list[torch.Tensor]:
-        """Return the external tensors: those of operations and outputs in memory not the graph's own."""
+        """Return the tensors of operations and outputs in memory that the graph does not own."""
         return list(self._external)
 
 
 class InductorDriver(RecordingDriver):
-    """A driver that compiles recorded regions. Each graph has memory of its own: graphs do not overlap."""
+    """A driver that compiles recorded regions. Each graph has separate memory."""
 
     name: ClassVar[str] = "inductor"
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why it cannot compile for ``device``, or None."""
+        """Return why this driver cannot compile for ``device``, or None if it can."""
         if device.type != "cpu":
             return f"it compiles for the CPU, not for {device.type}"
         return missing_compiler()
@@ -124,8 +125,8 @@ class InductorDriver(RecordingDriver):
         """Run ``fn`` ``warmup`` times, then once more recorded, and compile the recording.
 
         Raises:
-            CaptureError: A host read, a change of shape in place, an address of memory that the region
-                allocated, a capture inside another one, or code that inductor cannot compile.
+            CaptureError: The region reads a tensor on the host, changes a shape in place, requests the
+                address of memory that it allocated, or begins another capture; or inductor cannot compile it.
         """
         self.refuse_nested_capture()
         with torch.inference_mode():
@@ -137,21 +138,24 @@ class InductorDriver(RecordingDriver):
         for line in recording.addressed.values():
             raise CaptureError(
                 f"the region asks for the address of memory that it allocated, at {line}",
-                hint="compiled code keeps no intermediate results in place: allocate this memory earlier",
+                hint=(
+                    "intermediate results of compiled code have no fixed address: allocate this memory "
+                    "before the capture"
+                ),
                 rule="GP14",
             )
         return InductorGraph(recording)
 
 
 def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], object]:
-    """Return a function that runs ``segment``, compiled, on its inputs.
+    """Return a function that runs the compiled ``segment`` on its inputs.
 
     Raises:
         CaptureError: Inductor cannot compile it.
         GraphpactError: Other users can change the folder in which torch compiles.
     """
-    # The compiler sees shapes and strides of the inputs, each in its own memory. That holds: inputs that
-    # overlap and are written were joined to one.
+    # The compiler sees shapes and strides of the inputs and assumes separate memory for each. That is true,
+    # because inputs that overlap and are written were joined.
     with torch.inference_mode(mode=False), torch.no_grad():
         try:
             return compiled(fx.GraphModule(torch.nn.Module(), segment.graph), inputs)

@@ -1,11 +1,11 @@
-"""Operations that the compiler calls as they are.
+"""Operations that the compiler calls without changing them.
 
-Torch's fake implementation of ``_grouped_mm``, the product of every expert with its own tokens, refuses
-dtypes that the operation itself computes on a CPU, so a compiler cannot find the shape of the result. The
-recording has it.
+``_grouped_mm`` multiplies the tokens of every expert with the expert's weight. Torch's fake implementation
+refuses dtypes that the operation itself supports on a CPU, so a compiler cannot find the shape of the result.
+The recording contains the shape.
 
-Inductor drops copies of memory, and then may read that memory after it was written, as in
-``x[1:] = x[:-1].clone()``. It keeps a `copied` tensor.
+Inductor drops copies of memory, and may then read that memory after it was written, as in ``x[1:] =
+x[:-1].clone()``. It does not drop the copy that `copied` makes.
 
 Does not: make an operation faster.
 """
@@ -29,7 +29,7 @@ _library.define("copied(Tensor x) -> Tensor")
 _library.impl("copied", lambda x: _empty_as(x).copy_(x), "CPU")
 torch.library.register_fake("graphpact_cpu_graph::copied", _empty_as)
 copied: Callable[..., torch.Tensor] = torch.ops.graphpact_cpu_graph.copied.default
-"""A clone that the compiler keeps; with the strides, by which torch chooses the order of a sum."""
+"""A clone that the compiler does not drop. It keeps the strides, because they determine the order of sums."""
 
 
 def _grouped_mm(
@@ -60,4 +60,4 @@ OPAQUE: dict[Any, Callable[..., None]] = {
         _grouped_mm,
     )
 }
-"""By operation: an operator with the same arguments that writes its result to ``out``."""
+"""For each operation: an operator with the same arguments that writes its result to ``out``."""

@@ -1,6 +1,6 @@
-"""The pieces of a recording that a compiler takes, and the calls between them.
+"""Split a recording into pieces for a compiler, and calls between them.
 
-Does not: compile, or call anything.
+Does not: compile or call anything.
 """
 
 from collections.abc import Sequence
@@ -19,16 +19,16 @@ from graphpact_tape.trees import tensors_of
 from graphpact_tape.writes import repeats
 
 Piece: TypeAlias = Segment | RecordedCall | EagerCall
-"""A segment that is compiled, a recorded call that is made as it is, or an eager call."""
+"""A segment that is compiled, a recorded call that is made unchanged, or an eager call."""
 
 _aten = torch.ops.aten
 _COPIES_STRIDES = frozenset({_aten.diagonal_scatter, _aten.select_scatter, _aten.slice_scatter})
 
 
 def pieces_of(parts: Sequence[Segment | EagerCall]) -> list[Piece]:
-    """Return the parts of a recording with each segment split at calls that a compiler would make otherwise.
+    """Return the parts of a recording, with each segment split at calls that a compiler would change.
 
-    They are calls whose schemas may hide writes, collectives, and views that are written into a copy whose
+    These are calls whose schemas may hide writes, collectives, and copies that keep strides with which
     elements share memory.
     """
     pieces: list[Piece] = []
@@ -48,7 +48,7 @@ def pieces_of(parts: Sequence[Segment | EagerCall]) -> list[Piece]:
 
 
 def outliving_of(pieces: Sequence[Piece], outputs: Any) -> list[set[int]]:
-    """Return, for each piece, the storages that it allocated and that are read after it.
+    """Return for each piece the storages that it allocated and that are read after it.
 
     Args:
         pieces: The pieces of a recording, in order.
@@ -72,7 +72,7 @@ def _used_by(piece: Piece) -> list[torch.Tensor]:
 
 
 def _is_compiled(call: RecordedCall) -> bool:
-    """Return whether a compiler may believe the schema: it is torch's, or of a kernel with marked outputs."""
+    """Return whether a compiler may rely on the schema: it is torch's, or marks the outputs of a kernel."""
     if is_collective(call.op) or _writes_a_copy_that_repeats(call):
         return False
     schema = call.op._schema  # noqa: SLF001  no public way
@@ -81,5 +81,5 @@ def _is_compiled(call: RecordedCall) -> bool:
 
 
 def _writes_a_copy_that_repeats(call: RecordedCall) -> bool:
-    """Return whether torch copies memory that elements share with its strides, which a compiler does not."""
+    """Return whether the call makes a copy whose elements share memory; a compiler would not do that."""
     return call.op.overloadpacket in _COPIES_STRIDES and repeats(call.args[0])

@@ -1,7 +1,7 @@
-"""Products of a few rows with a weight, as the compiled kernel computes them.
+"""Products of a few rows with a weight, which the compiled kernel computes.
 
 A decode step multiplies a few rows with every weight of the model. The compiled kernel reads a weight once,
-as the checkpoint has it; torch's products, made for many rows, take up to three times as long.
+in the layout of the checkpoint. Torch's products are made for many rows and take up to three times as long.
 
 Does not: replace a product that torch computes faster, or one of float64 or float16.
 """
@@ -19,7 +19,9 @@ _log = logging.getLogger(__name__)
 
 _aten = torch.ops.aten
 _SMALLEST = 4096
-"""Elements of the smallest weight: a smaller one gains nothing, and keeps the bits of an eager run."""
+"""The smallest number of elements of a weight. With a smaller weight nothing is gained, so torch computes the
+same bits as in an eager run.
+"""
 
 
 class Product(NamedTuple):
@@ -34,12 +36,12 @@ class Product(NamedTuple):
 def _is_built() -> bool:
     fault = load()
     if fault is not None:
-        _log.warning("products of cpu_graph are torch's, not the compiled kernel's: %s", fault)
+        _log.warning("cpu_graph uses torch's products instead of the compiled kernel: %s", fault)
     return fault is None
 
 
 def product_of(call: RecordedCall) -> Product | None:
-    """Return the product that the compiled kernel computes in the place of ``call``, or None."""
+    """Return the product that the compiled kernel computes instead of ``call``, or None."""
     found = None
     if call.op is _aten.mm.default:
         x, weight = call.args

@@ -1,14 +1,14 @@
-"""Compile a graph to one shared library, and call it without the layers around it.
+"""Compile a graph to a shared library, and call the library directly.
 
-Torch's inductor writes a C++ program: fused kernels, and the calls of torch's own kernels between them. It
-is called with the inputs of the graph. The call checks nothing, because a replay has the tensors of its
-capture. Torch's guards, copies of inputs and caches have nothing to do: the inputs are distinct memory,
+Torch's inductor generates a C++ program with fused kernels and calls of torch's kernels between them. The
+program is called with the inputs of the graph. The call checks nothing, because a replay uses the tensors of
+its capture. Torch's guards, copies of inputs and caches are not needed: the inputs are in separate memory and
 written in place, and there are no outputs.
 
-If inductor cannot make such a program, its Python program runs the graph. That is slower to call, and it is
-not kept on disk.
+If inductor cannot generate such a program, its Python program runs the graph. That is slower to call and is
+not stored on disk.
 
-Does not: freeze weights. They are inputs, read in every replay.
+Does not: freeze weights. They are inputs that every replay reads.
 """
 
 import functools
@@ -33,7 +33,7 @@ from graphpact_kernels.compiled import LibraryCache, announced, own_folder
 _log = logging.getLogger(__name__)
 
 OPTIONS: dict[str, Any] = {
-    "fallback_random": True,  # numbers of torch's generator, as in an eager run
+    "fallback_random": True,  # use the numbers of torch's generator, as in an eager run
     "cpp_wrapper": True,
     "size_asserts": False,
     "alignment_asserts": False,
@@ -50,11 +50,11 @@ _loaded: dict[str, Callable[[Any], object]] = {}
 
 
 def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[], object]:
-    """Return a function that runs ``module`` on ``inputs``, compiled.
+    """Compile ``module`` and return a function that runs it on ``inputs``.
 
     Args:
-        module: Its placeholders are the inputs; it writes them in place and returns nothing.
-        inputs: The tensors, each in memory of its own.
+        module: The graph. Its placeholders are the inputs; it writes them in place and returns nothing.
+        inputs: The tensors, each in separate memory.
     """
     key = key_of_graph(module.graph, inputs, OPTIONS)
     entry = _loaded.get(key) or _from_cache(key)
@@ -66,11 +66,12 @@ def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[],
             with announced(what):
                 library = _library(module, inputs)
             fault = "it has other inputs, outputs or constants"
-        except Exception as error:  # noqa: BLE001  whatever failed, the Python program is left
+        except Exception as error:  # noqa: BLE001  after any failure the Python program is used
             library, fault = None, _first_line(error)
         if library is None:
             _log.warning(
-                "a region runs as inductor's Python program, which is slower to call; no C++ program: %s",
+                "a region runs as inductor's Python program, which is slower to call, because there is no "
+                "C++ program: %s",
                 fault,
             )
             return _python_program(module, inputs)
@@ -87,7 +88,7 @@ def _check_lists(module: fx.GraphModule) -> None:
 
 
 def _call(entry: Callable[[Any], object], inputs: list[torch.Tensor]) -> None:
-    # As inductor's own programs do. The function refuses calls while a region is recorded.
+    # Inductor's programs do the same. The function refuses calls while a region is recorded.
     entry(torch._C._aoti.unsafe_alloc_void_ptrs_from_tensors(inputs))  # noqa: SLF001
 
 
@@ -102,23 +103,23 @@ def _from_cache(key: str) -> Callable[[Any], object] | None:
         except (ImportError, OSError, AttributeError) as error:
             _GRAPHS.discard(key, _first_line(error))
     except (OSError, GraphpactError) as error:
-        _log.warning("a compiled graph is not looked up: %s", error)
+        _log.warning("cannot look up a compiled graph: %s", error)
     return None
 
 
 def _load_kept(key: str, library: Path) -> Callable[[Any], object]:
-    """Keep a library and load the copy, or with a warning ``library`` itself if it cannot be kept."""
+    """Store a library and load the stored copy; if that fails, log a warning and load ``library`` itself."""
     try:
         kept = _GRAPHS.keep(key, library)
     except (OSError, GraphpactError) as error:
-        _log.warning("a compiled graph is not kept: %s", error)
+        _log.warning("cannot store a compiled graph: %s", error)
         return _load(key, str(library))
     with kept:
         return _load(key, kept.path())
 
 
 def _require_own_scratch() -> None:
-    """Check the folder in which torch compiles, because torch loads a library that it finds there.
+    """Check the folder in which torch compiles, because torch loads libraries that it finds there.
 
     Raises:
         GraphpactError: Other users can change it.
@@ -131,9 +132,11 @@ def _require_own_scratch() -> None:
 
 def _load(key: str, path: str) -> Callable[[Any], object]:
     """Load a library and return its program, which takes handles of the inputs."""
-    os.environ[_POINTER.upper()] = str(getattr(torch._C._dynamo.guards, _POINTER))  # noqa: SLF001  it reads it
+    os.environ[_POINTER.upper()] = str(getattr(torch._C._dynamo.guards, _POINTER))  # noqa: SLF001  the program reads this attribute
     name = f"{key}.{_ENTRY}"
-    loader = ExtensionFileLoader(name, path)  # the path of an open file has no suffix to tell it by
+    loader = ExtensionFileLoader(
+        name, path
+    )  # the path of an open file has no suffix that shows the kind of the file
     module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=path))
     loader.exec_module(module)
     entry: Callable[[Any], object] = getattr(module, _ENTRY)
@@ -141,7 +144,7 @@ def _load(key: str, path: str) -> Callable[[Any], object]:
 
 
 def _library(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Path | None:
-    """Compile ``module`` to a library; return None if that has other inputs, outputs or constants."""
+    """Compile ``module`` to a library; return None if it has other inputs, outputs or constants."""
     from torch._functorch import config as functorch_config  # noqa: PLC0415  heavy to import
     from torch._inductor import compile_fx, config  # noqa: PLC0415  heavy to import
 
@@ -175,10 +178,10 @@ def _python_program(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Calla
 
 
 def examples_of(inputs: list[torch.Tensor]) -> list[Any]:
-    """Return fake tensors of the layouts of ``inputs``, each in memory of its own."""
+    """Return fake tensors with the layouts of ``inputs``, each in separate memory."""
     from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415  heavy to import
 
-    # Its shapes are numbers. Torch looks for an equal graph in its cache only if there is a ShapeEnv.
+    # The shapes are numbers, but torch looks for an equal graph in its cache only if there is a ShapeEnv.
     with FakeTensorMode(shape_env=ShapeEnv()):
         return [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=t.device) for t in inputs]
 

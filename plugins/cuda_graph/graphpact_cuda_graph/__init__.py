@@ -1,10 +1,11 @@
 """Runners of CUDA graphs. The names are those that engines use; on a CPU the lane's driver is the tape.
 
     cuda_graph             one full graph for each capture size of decode or target verify
-    breakable_cuda_graph   prefill, broken at run time where the model attends
-    piecewise_cuda_graph   prefill, in the pieces into which torch.compile splits the model
+    breakable_cuda_graph   prefill, split at run time at every attention call
+    piecewise_cuda_graph   prefill, split into pieces by torch.compile
 
-Does not: record graphs; drivers do. Those of devices, such as ``cuda``, are in `graphpact_cuda_graph.driver`.
+Does not: record graphs; drivers do. `graphpact_cuda_graph.driver` contains drivers of devices, such as
+``cuda``.
 """
 
 from graphpact.batch import ForwardMode
@@ -13,7 +14,10 @@ from graphpact.shapes import default_decode_batch_sizes
 
 
 class CudaGraphRunner(DecodeRunner):
-    """The runner with dense capture sizes: a capture is cheap, padding rows cost in every step."""
+    """The runner with dense capture sizes.
+
+    A capture is cheap, but padding rows cost time in every step.
+    """
 
     modes = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY})
 

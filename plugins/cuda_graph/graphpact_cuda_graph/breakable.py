@@ -1,9 +1,9 @@
-"""The ``breakable_cuda_graph`` runner: prefill graphs that are broken at run time, at every attention.
+"""The ``breakable_cuda_graph`` runner: prefill graphs that are split at run time at every attention call.
 
 One capture of the model gives one segment more than the model has attention layers. Segments of all shapes
 share the driver's memory pool.
 
-Does not: need anything of the model: what the segments hold is what ran between two attention calls.
+Does not: require anything of the model. A segment contains the work between two attention calls.
 """
 
 from graphpact import RegionContext
@@ -13,8 +13,8 @@ from graphpact_cuda_graph.prefill import PrefillRunner
 
 
 class BreakableCudaGraphRunner(PrefillRunner):
-    """The runner whose graphs break where the model attends."""
+    """The runner whose graphs are split at every attention call."""
 
     def compose(self, forward: Forward, step: RegionContext) -> Region:
-        """Return one forward pass, broken at every attention call."""
+        """Return one forward pass, split at every attention call."""
         return lambda: forward(step.view, step.metadata, Bridge(step))

@@ -1,8 +1,8 @@
 """`Bridge`: attention as an eager call between two segments of a graph.
 
 Queries, keys, values and the result pass between the segments in four workspaces of the registry, which all
-layers and all shapes share. They are sized by the largest shape. So a graph keeps no memory of its own alive
-for an eager call, and the call writes memory that it is given.
+layers and all shapes share. The largest shape determines their size. So a graph does not keep extra memory
+alive for an eager call, and the call writes into given memory.
 
 Does not: make metadata; the lane makes it once in each step.
 """
@@ -20,7 +20,7 @@ from graphpact.runners import RunnerContext
 
 
 def _widths(layer: LayerSpec) -> dict[str, tuple[int, int]]:
-    """Return heads and width of what passes between segments, by name."""
+    """Return the heads and width of the tensors that pass between segments, by name."""
     return {
         "q": (layer.num_q_heads, layer.head_dim),
         "k": (layer.num_kv_heads, layer.head_dim),
@@ -33,12 +33,12 @@ def bridge_slots(context: RunnerContext) -> Sequence[GraphSlot]:
     """Return the workspaces: ``[max_num_tokens, n]`` each, for the widest layer.
 
     Raises:
-        EngineError: The context names no layers.
+        EngineError: The context has no layers.
     """
     if not context.layers:
         raise EngineError(
-            f"lane {context.lane!r}: the runner's context has no layers; attention passes between segments"
-            " in memory of their width",
+            f"lane {context.lane!r}: the runner's context has no layers, but the workspaces between "
+            "segments need their widths",
             hint="RunnerContext(..., layers=the model's layers)",
         )
     names = _widths(context.layers[0])
@@ -52,10 +52,10 @@ def _workspace(name: str, width: int, dtype: torch.dtype) -> GraphSlot:
 
 @dataclass(frozen=True, slots=True)
 class Bridge:
-    """The attention of a region: an eager call in every layer; in an eager step a call like any other.
+    """The attention of a region: an eager call in every layer, and in an eager step an ordinary call.
 
     Args:
-        step: The step of the region.
+        step: The context of the region.
     """
 
     step: RegionContext
@@ -65,7 +65,7 @@ class Bridge:
     ) -> torch.Tensor:
         """Return ``[num_tokens, num_q_heads, v_head_dim]``, in memory of the segment after the call.
 
-        ``metadata`` is that of the capture. The call takes that of its replay.
+        ``metadata`` is the metadata of the capture. The eager call uses the metadata of its replay instead.
 
         Raises:
             CaptureError: Queries, keys or values have another dtype than the workspaces.
@@ -87,7 +87,7 @@ class Bridge:
             raise CaptureError(
                 f"layer {layer.layer_id} attends with {name} {tuple(tensor.shape)} {tensor.dtype}; declared"
                 f" are {tuple(place.shape)} {place.dtype}",
-                hint="the runner's context has to have the layers and the dtype of the model",
+                hint="the runner's context must have the layers and the dtype of the model",
                 rule="GP07",
             )
         return place.copy_(tensor)
@@ -95,7 +95,7 @@ class Bridge:
     def _place(self, name: str, layer: LayerSpec) -> torch.Tensor:
         """Return the workspace ``name`` in the shape that ``layer`` needs."""
         registry = self.step.registry
-        assert registry is not None  # noqa: S101  the step of a capture has one
+        assert registry is not None  # noqa: S101  in a capture there is a registry
         heads, width = _widths(layer)[name]
         whole = registry.get_slot(f"bridge.{name}").slice_for(0, 0).view(-1)
         return whole[: self.step.num_tokens * heads * width].view(self.step.num_tokens, heads, width)

@@ -1,18 +1,18 @@
-"""The drivers of devices whose graphs are shaped like torch's: ``cuda``, ``xpu``, ``npu`` and ``musa``.
+"""The drivers of devices with graphs like torch's CUDA graphs: ``cuda``, ``xpu``, ``npu`` and ``musa``.
 
-`DEVICES` has what differs between them, as data. Everything else is one class, `DeviceDriver`, which calls
-the torch module of its device: streams, events, the pool, the graph class.
+`DEVICES` contains the differences between them as data. Everything else is in one class, `DeviceDriver`,
+which uses the torch module of its device: streams, events, the pool, the graph class.
 
 All graphs of a driver share one memory pool and one capture stream. An eager call inside a region ends
 one graph and begins the next. During the capture the driver replays the graph before the call, so that the
 call reads computed values.
 
-In the strict mode of ``cuda`` the preparation of a replay runs in torch's sync debug mode, where a wait for
-the device is an error. A replay also checks that the graph's inputs are alive, if this torch can (2.13 can,
-2.11 cannot). The other devices have no strict mode.
+In the strict mode of ``cuda`` the preparation of a replay runs in torch's sync debug mode, in which a wait
+for the device is an error. If this torch supports it (2.13 does, 2.11 does not), a replay also checks that
+the graph's inputs are alive. The other devices have no strict mode.
 
-Does not: emulate anything. Without its device a driver is unavailable. Does not hold tasks: it knows no
-device's calls for them.
+Does not: emulate a device (without its device a driver is unavailable), or support tasks, because it does not
+use the devices' functions for them.
 """
 
 import contextlib
@@ -41,12 +41,12 @@ class Device:
     """What differs between devices.
 
     Args:
-        type: The device type, and the name of its module in torch: ``torch.cuda``.
+        type: The device type, which is also the name of its module in torch, as in ``torch.cuda``.
         graph: The name of the module's graph class.
-        label: The device in messages.
-        package: The distribution that adds the module to torch; None for a part of torch.
-        empty: The beginning of its warning about a segment without work, which is legal; None if unknown.
-        has_sync_debug: Whether the module has torch's sync debug mode, and so the driver a strict mode.
+        label: The name of the device in messages.
+        package: The distribution that adds the module to torch; None if torch contains it.
+        empty: The beginning of torch's warning about a segment without work, which is legal; None if unknown.
+        has_sync_debug: Whether the module has torch's sync debug mode, so that the driver has a strict mode.
     """
 
     type: str
@@ -79,10 +79,10 @@ def _replay_of_released() -> None:
 
 
 class DeviceGraph(Graph):
-    """Captured graphs of a device, one for each segment, with the outputs of the region.
+    """The captured graphs of a region, one for each segment, with the outputs of the region.
 
-    The tensors that a graph reads are arguments of its kernels, which torch does not report. The driver knows
-    them only for operations that torch dispatched during the capture.
+    The tensors that a graph reads are arguments of its kernels, which torch does not report. The driver only
+    knows the tensors of operations that torch dispatched during the capture.
     """
 
     sees = "dispatched"
@@ -108,7 +108,7 @@ class DeviceGraph(Graph):
             self.replay = self._calls[0]  # type: ignore[method-assign]  # saves one call in each step
 
     def replay(self) -> None:
-        """Launch the graphs on the current stream, and make the eager calls between them."""
+        """Launch the graphs on the current stream, with the eager calls between them."""
         with torch.inference_mode():
             try:
                 for call in self._calls:
@@ -123,7 +123,7 @@ class DeviceGraph(Graph):
                 ) from error
 
     def release(self) -> None:
-        """Free the executable graphs; the pool stays, because other graphs share it."""
+        """Free the executable graphs. The pool is kept, because other graphs share it."""
         for graph in self._graphs:
             graph.reset()
         self.outputs = self._externals = None
@@ -134,7 +134,7 @@ class DeviceGraph(Graph):
     def external_tensors(self) -> list[torch.Tensor]:
         """Return the external tensors of the region's dispatched operations that are still alive.
 
-        Tensors of kernels that were launched below torch's dispatcher are not among them.
+        Tensors that only kernels below torch's dispatcher use are missing.
         """
         return [] if self._externals is None else self._externals.tensors()
 
@@ -158,11 +158,11 @@ class DeviceStream(Stream):
 
     def wait_event(self, event: Event) -> None:
         """Make later work of this stream wait for the work that ``event`` marks."""
-        assert isinstance(event, DeviceEvent)  # noqa: S101  streams take events of their own driver
+        assert isinstance(event, DeviceEvent)  # noqa: S101  a stream takes only events of its driver
         self.stream.wait_event(event.event)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Make later work of this stream wait for all work that ``stream`` was given so far."""
+        """Make later work of this stream wait for all work submitted so far to ``stream``."""
         assert isinstance(stream, DeviceStream)  # noqa: S101  as above
         self.stream.wait_stream(stream.stream)
 
@@ -179,7 +179,7 @@ class DeviceEvent(Event):
         self._module, self._device = module, device
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark the work that ``stream`` was given so far."""
+        """Mark the work submitted so far to ``stream``."""
         assert stream is None or isinstance(stream, DeviceStream)  # noqa: S101  as above
         current = self._module.current_stream(self._device)
         self.event.record(current if stream is None else stream.stream)
@@ -190,7 +190,7 @@ class DeviceEvent(Event):
 
 
 class _Capture:
-    """The state of one capture: its segments are captured on the driver's stream, into its pool."""
+    """The state of one capture. Its segments are captured on the driver's stream, into the driver's pool."""
 
     def __init__(self, kind: Device, pool: Any, options: dict[str, Any], device: torch.device) -> None:
         self._kind = kind
@@ -216,10 +216,10 @@ class _Capture:
             self._graph = None
 
     def abandon(self) -> None:
-        """End the capture of a region that failed, and keep no graph of it."""
-        with contextlib.suppress(RuntimeError):  # the capture is invalid: that is expected here
+        """End the capture of a region that failed, and discard its graphs."""
+        with contextlib.suppress(RuntimeError):  # the capture is invalid, which is expected here
             self.end()
-        for step in (*self.steps, self._graph):  # until reset, torch watches its inputs
+        for step in (*self.steps, self._graph):  # torch watches the graph's inputs until it is reset
             if step is not None and not isinstance(step, EagerCall):
                 step.reset()
 
@@ -227,10 +227,10 @@ class _Capture:
 class DeviceDriver(GraphDriver):
     """A driver that captures graphs of a device into one shared memory pool, on one side stream.
 
-    ``pool_nbytes`` of a graph is the memory that the allocator reserved during its capture. It is 0 for a
-    graph that fits into free memory of the pool.
+    ``pool_nbytes`` of a graph is the memory that the allocator reserved during its capture. It is 0 if the
+    graph fits into free memory of the pool.
 
-    A subclass for one device of `DEVICES` sets `kind`, and with it its ``name``.
+    A subclass for one device in `DEVICES` sets `kind`, which also sets ``name``.
     """
 
     kind: ClassVar[Device]
@@ -271,7 +271,7 @@ class DeviceDriver(GraphDriver):
     # -- recording -------------------------------------------------------------------------------
 
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> DeviceGraph:
-        """Warm ``fn`` up on the capture stream, then capture one run of it into the shared pool."""
+        """Warm up ``fn`` on the capture stream, then capture one run of it into the shared pool."""
         self.refuse_nested_capture()
         current = self._torch.current_stream(self.device)
         self._stream.wait_stream(current)
@@ -294,8 +294,10 @@ class DeviceDriver(GraphDriver):
                     self._abandon(capture)
                     raise CaptureError(
                         f"the region cannot be captured as a {self.kind.label} graph: {error}",
-                        hint="a region must not read on the host, synchronise, or allocate outside torch;"
-                        " capture it on the strict tape, which names the line",
+                        hint=(
+                            "a region must not read tensors on the host, synchronise, or allocate outside "
+                            "torch; capture it with the strict tape, which names the line"
+                        ),
                         rule="GP20",
                     ) from error
                 except BaseException:
@@ -306,7 +308,7 @@ class DeviceDriver(GraphDriver):
                 reserved = self._torch.memory_reserved(self.device) - reserved
         current.wait_stream(self._stream)
         watches = bool(capture.options)
-        # When memory is short the allocator frees other segments, so the difference can be negative.
+        # If memory is short, the allocator frees other segments, so the difference can be negative.
         return DeviceGraph(
             capture.steps,
             outputs,
@@ -316,12 +318,12 @@ class DeviceDriver(GraphDriver):
         )
 
     def _abandon(self, capture: _Capture) -> None:
-        """End a capture that failed, and replace the pool: torch treats it as still in capture."""
+        """End a failed capture, and replace the pool, which torch treats as still in capture."""
         capture.abandon()
         self._pool = self._torch.graph_pool_handle()
 
     def _options(self) -> dict[str, Any]:
-        """Return options of torch's capture for strict mode; empty where this torch lacks them (2.11)."""
+        """Return the options of torch's capture for strict mode; empty if this torch lacks them (2.11)."""
         known = inspect.signature(getattr(self._torch, self.kind.graph).capture_begin).parameters
         return {_LIVENESS: True} if self.strict and _LIVENESS in known else {}
 
@@ -330,7 +332,7 @@ class DeviceDriver(GraphDriver):
         capture = self._capture
         assert capture is not None  # noqa: S101  it is capturing
         capture.end()
-        for step in capture.steps[-1:]:  # the inputs of the call were recorded, but not computed
+        for step in capture.steps[-1:]:  # the computation of the call's inputs was recorded, but has not run
             if not isinstance(step, EagerCall):
                 step.replay()
         with capture.externals.paused():
@@ -363,7 +365,7 @@ class DeviceDriver(GraphDriver):
                 raise
             raise ReplayError(
                 f"the host waits for the device while a replay is prepared: {error}",
-                hint="keep the value in a tensor, or read a host copy of it, such as seq_lens_cpu",
+                hint="keep the value in a tensor, or read a host copy such as seq_lens_cpu",
                 rule="GP20",
             ) from error
         finally:
@@ -374,7 +376,7 @@ class DeviceDriver(GraphDriver):
         return DeviceStream(self._torch, self._torch.Stream(self.device))
 
     def current_stream(self) -> DeviceStream:
-        """Return the stream that new work goes to."""
+        """Return the stream to which new work goes."""
         return DeviceStream(self._torch, self._torch.current_stream(self.device))
 
     def event(self) -> DeviceEvent:
@@ -382,7 +384,7 @@ class DeviceDriver(GraphDriver):
         return DeviceEvent(self._torch, self.device)
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy pinned host memory to the device in the order of the current stream."""
+        """Copy pinned host memory to the device as work of the current stream."""
         target.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:
@@ -391,7 +393,7 @@ class DeviceDriver(GraphDriver):
 
 
 class CudaDriver(DeviceDriver):
-    """The driver of CUDA graphs, on ROCm of HIP graphs: `torch.cuda.CUDAGraph`."""
+    """The driver of CUDA graphs, or on ROCm of HIP graphs: `torch.cuda.CUDAGraph`."""
 
     kind = DEVICES["cuda"]
 
@@ -416,7 +418,7 @@ class MusaDriver(DeviceDriver):
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Collect garbage now and not inside: freeing some objects, such as CUDA graphs, breaks a capture."""
+    """Collect garbage now and not in the context, because freeing some objects breaks a capture."""
     gc.collect()
     enabled = gc.isenabled()
     frozen_by_others = gc.get_freeze_count()

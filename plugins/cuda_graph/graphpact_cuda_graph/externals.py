@@ -1,10 +1,11 @@
 """`ExternalsWatch`: finds the external tensors of a region, from the operations that torch dispatches.
 
-For drivers whose graphs do not report them, such as CUDA graphs: the addresses are arguments of kernels,
-which torch does not inspect. A custom operator is dispatched once, so its tensor arguments are seen.
+It is for drivers whose graphs do not report external tensors, such as CUDA graphs: the addresses are
+arguments of kernels, which torch does not inspect. A custom operator is dispatched once, so its tensor
+arguments are seen.
 
-Does not: see work launched below torch's dispatcher: a Triton kernel launched directly, kernels inside
-compiled code, a library function that is no torch operator.
+Does not: see work below torch's dispatcher, such as a Triton kernel that is launched directly, kernels inside
+compiled code, or a library function that is not a torch operator.
 """
 
 import contextlib
@@ -20,13 +21,13 @@ from graphpact_tape.trees import tensors_of
 
 
 class ExternalsWatch(TorchDispatchMode):
-    """A dispatch mode that collects the tensors which operations take and no operation of the region made.
+    """A dispatch mode that collects the tensors that operations use but no operation of the region made.
 
-    Tensors are held weakly, because a graph does not keep external memory alive.
+    It has only weak references to tensors, because a graph does not keep external memory alive.
 
     Args:
-        device: The device of the recorded work. Host tensors without dimensions are left out: operations take
-            them by value.
+        device: The device of the recorded work. Host tensors without dimensions are left out, because
+            operations take them by value.
     """
 
     supports_higher_order_operators = True
@@ -34,14 +35,14 @@ class ExternalsWatch(TorchDispatchMode):
     def __init__(self, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation there
         self._device = device
-        # By storage id. Only a later storage of the region can reuse the id of a freed one.
+        # The key is the storage id. Only a later storage of the region can reuse the id of a freed storage.
         self._made: set[int] = set()
         self._found: dict[tuple[Any, ...], WeakTensor] = {}
         self._is_paused = False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Return True: torch.compile works as without this mode."""
+        """Return True, so that torch.compile works as it does without this mode."""
         return True
 
     def __torch_dispatch__(
@@ -78,7 +79,7 @@ class ExternalsWatch(TorchDispatchMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Note nothing for the duration of the context: the graph does not record its work."""
+        """Note nothing during the context, because the graph does not record its work."""
         self._is_paused = True
         try:
             yield
@@ -86,7 +87,7 @@ class ExternalsWatch(TorchDispatchMode):
             self._is_paused = False
 
     def takes_over(self, result: Any, args: Any) -> None:
-        """Treat new tensors of an eager call's result as the graph's own: the graph keeps them."""
+        """Treat new tensors in an eager call's result as memory of the graph, which keeps them."""
         self._made |= self._new(_plain(result), _plain(args))
 
     def tensors(self) -> list[torch.Tensor]:
@@ -101,7 +102,7 @@ class ExternalsWatch(TorchDispatchMode):
 
 
 def _plain(tree: Any) -> list[torch.Tensor]:
-    """Return the strided tensors of a tree, with those inside wrappers such as DTensor."""
+    """Return the strided tensors in a tree, including those inside wrappers such as DTensor."""
     found: list[torch.Tensor] = []
     tensors: list[Any] = [*tensors_of(tree)]
     for t in tensors:

@@ -1,11 +1,11 @@
-"""`Tracer`: splits a forward pass at its attention, by torch.compile with a backend that runs pieces.
+"""`Tracer`: splits a forward pass at its attention calls, by a backend of torch.compile that runs pieces.
 
 Dynamo traces the pass into one FX graph. Its inputs are the tensors that the pass reads: weights, and the
-static inputs of a shape. All of them stay where they are, so the pieces run again without the Python of the
-pass. Attention is one opaque operator in the trace. One trace serves all token counts that the model treats
-alike; each region runs with the count of its shape.
+static inputs of a shape. They all keep their addresses, so the pieces can run again without the Python of the
+pass. In the trace, attention is one opaque operator. One trace is used for all token counts that the model
+treats alike; each region runs with the token count of its shape.
 
-Does not: record anything, or choose where to split: attention calls decide that.
+Does not: record anything, or split at other places than attention calls.
 """
 
 import threading
@@ -40,10 +40,10 @@ _ATTENDS = (_ATTEND, _ATTEND.default)
 
 
 _SETTINGS: dict[str, Any] = {
-    # Only the marked dimensions vary: what another model had is no reason to make a number an input.
+    # Only marked dimensions vary; a number is not made an input because another model had another number.
     "automatic_dynamic_shapes": False,
     "specialize_float": True,
-    # A shape that needs a trace of its own gets one.
+    # A shape that needs a separate trace gets one.
     "recompile_limit": 2**16,
     "accumulated_recompile_limit": 2**16,
 }
@@ -53,29 +53,30 @@ _SETTINGS: dict[str, Any] = {
 def _attend(
     q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
 ) -> torch.Tensor:
-    """Attend in the trace: one node."""
+    """Represent attention in the trace, as one node."""
     del metadata
     out: torch.Tensor = _ATTEND(q, k, v, layer.layer_id, layer.v_head_dim)
     return out
 
 
 def _forward_once(forward: Forward, view: ForwardBatch) -> StepOutputs:
-    """Run the pass that is traced. What attends has metadata; the model gets none."""
+    """Run the pass that is traced. The model gets no metadata; the attention function has it."""
     return forward(view, None, _attend)
 
 
 class Tracer:
-    """Traces one model. It keeps traces, and no tensor.
+    """Traces one model. It keeps traces, but no tensors.
 
     Args:
-        compiled: Whether inductor compiles the pieces, which are then traced for each shape.
+        compiled: Whether inductor compiles the pieces, which are then traced separately for each shape.
     """
 
     def __init__(self, *, compiled: bool = False) -> None:
         self.compiled = compiled
         self._traces: list[fx.GraphModule] = []
-        # Torch keeps what it compiled with the code object, at most a few for each, and forgets no backend
-        # and no result of one. So the code is a copy, and both know the traces and the pieces weakly.
+        # Torch stores compiled code with the code object, with a small limit for each, and never frees a
+        # backend or its results. So the code object is a copy, and both refer to the traces and the pieces
+        # weakly.
         code = _forward_once.__code__.replace()
         function = types.FunctionType(code, _forward_once.__globals__, "traced")
         self._traced: Any = torch.compile(
@@ -83,7 +84,7 @@ class Tracer:
         )
 
     def split(self, forward: Forward, view: ForwardBatch, attend: AttendLayer) -> Region:
-        """Return a region that runs the pass over ``view`` in pieces; the pass runs once now.
+        """Return a region that runs the pass over ``view`` in pieces. The pass also runs once now.
 
         Args:
             forward: The model.
@@ -99,7 +100,7 @@ class Tracer:
             for dim, size in enumerate(tensor.shape):
                 if size in (view.num_tokens, view.batch_size):
                     maybe_mark_dynamic(tensor, dim)
-        if not self._traces:  # what a model sets up in its first pass is no part of the trace
+        if not self._traces:  # work that a model does only in its first pass is not part of the trace
             forward(view, None, lambda q, k, v, layer, _: attend(q, k, v, layer.layer_id))
         _current.pieces = pieces = _Pieces(attend, self._traces, compiled=self.compiled)
         try:
@@ -123,8 +124,8 @@ _current = threading.local()
 
 
 def _backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Sequence[Any]]:
-    """Split a trace before and after every attention; a backend of torch.compile."""
-    del examples  # they have no memory
+    """Split a trace before and after every attention. This is a backend of torch.compile."""
+    del examples  # the examples have no memory
     part = 0
     parts: dict[fx.Node, int] = {}
     for node in module.graph.nodes:
@@ -141,7 +142,7 @@ def _backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., S
 def _run_first(trace: "weakref.ref[fx.GraphModule]", *inputs: Any) -> Sequence[Any]:
     pieces: _Pieces = _current.pieces
     module = trace()
-    assert module is not None  # noqa: S101  its tracer, which calls, has it
+    assert module is not None  # noqa: S101  the tracer that calls this keeps the pieces
     return pieces.run_first(module, inputs)
 
 
@@ -153,12 +154,12 @@ class _Pieces:
     """The pieces of a trace, with the inputs of one shape.
 
     Args:
-        attend: The attention between them.
+        attend: The attention between the pieces.
         traces: Receives new traces.
         compiled: Whether inductor compiles the pieces.
 
     Attributes:
-        failed: What their first run raised, if it did.
+        failed: The error of their first run, if it failed.
     """
 
     def __init__(self, attend: AttendLayer, traces: list[fx.GraphModule], *, compiled: bool) -> None:
@@ -169,7 +170,7 @@ class _Pieces:
         self._returned: Sequence[Any] = ()
 
     def run_first(self, trace: fx.GraphModule, inputs: tuple[Any, ...]) -> Sequence[Any]:
-        """Compile the pieces, if asked for, and run them; keep trace and inputs."""
+        """Compile the pieces if this was requested, and run them. Keep the trace and the inputs."""
 
         def run() -> Sequence[Any]:
             results: Sequence[Any] = _Run(trace, self._attend).run(*inputs)
@@ -185,10 +186,10 @@ class _Pieces:
         return self._returned
 
     def region(self, outputs: StepOutputs) -> Region:
-        """Return a function that runs the pieces again and returns their results as ``outputs`` are made.
+        """Return a function that runs the pieces again and returns their results in the form of ``outputs``.
 
         Raises:
-            CaptureError: An output is no result of the graph.
+            CaptureError: An output is not a result of the graph.
         """
         run = self._run
         leaves, spec = pytree.tree_flatten(outputs)
@@ -196,7 +197,7 @@ class _Pieces:
         if run is None or any(id(leaf) not in at for leaf in leaves):
             raise CaptureError(
                 "the forward pass returns tensors that it does not compute",
-                hint="return results of the model; an input does not have to be returned",
+                hint="return only results of the model; an input need not be returned",
                 rule="GP20",
             )
         order = [at[id(leaf)] for leaf in leaves]
@@ -211,14 +212,14 @@ class _Pieces:
 
 
 class _Run(fx.Interpreter):
-    """Runs a split trace: its pieces, and between them the attention of one region."""
+    """Runs a split trace: its pieces, with the attention of one region between them."""
 
     def __init__(self, module: fx.GraphModule, attend: AttendLayer) -> None:
         super().__init__(module)
         self._attend = attend
 
     def call_module(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run a piece, or the part of the trace that attends."""
+        """Run a piece, or the part of the trace that computes attention."""
         del kwargs  # split_module passes none
         part: Any = self.fetch_attr(target)
         if isinstance(part, fx.GraphModule) and any(map(_is_attention, part.graph.nodes)):
@@ -226,7 +227,7 @@ class _Run(fx.Interpreter):
         return self.run_piece(target, part, args)
 
     def call_function(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Attend, or call any other function."""
+        """Compute attention, or call another function."""
         if target in _ATTENDS:
             return self._attend(*args[:4])
         return super().call_function(target, args, kwargs)
@@ -238,7 +239,7 @@ class _Run(fx.Interpreter):
 
 
 class _Compile(_Run):
-    """Runs a split trace once, and replaces each piece by code that is compiled for the inputs it gets."""
+    """Runs a split trace once, and replaces each piece by code that is compiled for its inputs."""
 
     def run_piece(self, target: str, piece: Any, args: tuple[Any, ...]) -> Any:
         """Compile a piece and run it."""
@@ -261,7 +262,8 @@ class _Compiled(torch.nn.Module):
         from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415  heavy to import
 
         with torch.inference_mode(mode=False), torch.no_grad():
-            # Its shapes are numbers. Torch looks for an equal graph in its cache only if there is a ShapeEnv.
+            # The shapes are numbers, but torch looks for an equal graph in its cache only if there is a
+            # ShapeEnv.
             with FakeTensorMode(shape_env=ShapeEnv()):
                 examples = pytree.tree_map_only(
                     torch.Tensor,

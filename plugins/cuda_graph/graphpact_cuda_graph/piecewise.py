@@ -1,10 +1,11 @@
-"""The ``piecewise_cuda_graph`` runner: prefill graphs of the pieces into which torch.compile splits a model.
+"""The ``piecewise_cuda_graph`` runner: prefill graphs of a model that torch.compile splits into pieces.
 
-The model is traced and split at its attention. The driver records the pieces of every shape with its static
-token count; attention runs between them. With the driver ``cuda`` the pieces are compiled first. Other
-drivers record their operations one by one, and ``inductor`` compiles what it recorded.
+The model is traced and split at its attention calls. The driver records the pieces of every shape with the
+shape's static token count; attention runs between them. With the driver ``cuda`` the pieces are compiled
+first. Other drivers record the operations of the pieces one by one, and ``inductor`` then compiles its
+recording.
 
-Does not: run a model that torch.compile cannot trace in one piece; `breakable_cuda_graph` does.
+Does not: run a model that torch.compile cannot trace as one graph; `breakable_cuda_graph` does.
 """
 
 from graphpact import RegionContext

@@ -1,8 +1,9 @@
-"""`PrefillRunner`: the policy of prefill graphs, whose attention leaves the graph.
+"""`PrefillRunner`: chooses shapes for prefill graphs, whose attention runs outside the graph.
 
 Graphs pad tokens: a batch takes the smallest captured token count that holds it, unless that count is more
-than ``max_padding_ratio`` times its tokens. Requests are padded up to the most that the tokens can belong to,
-for the language model head alone; attention runs between the segments, on the requests of the batch.
+than ``max_padding_ratio`` times its tokens. Requests are padded to the largest number that these tokens can
+belong to, but only for the language model head. Attention runs between the segments, on the requests of the
+batch.
 
 Does not: compose a region; `graphpact_cuda_graph.breakable` and `graphpact_cuda_graph.piecewise` do.
 """
@@ -16,22 +17,23 @@ from graphpact.runners import GraphRunner
 from graphpact_cuda_graph.bridge import bridge_slots
 
 TOO_MUCH_PADDING = EagerReason(
-    "too_much_padding", "the smallest captured shape has too many padding tokens for it (max_padding_ratio)"
+    "too_much_padding",
+    "the smallest captured shape that fits has too many padding tokens (max_padding_ratio)",
 )
 
 
 class PrefillRunner(GraphRunner):
-    """Base class of the prefill runners. Any attention backend serves them: no graph reads its metadata."""
+    """Base class of the prefill runners. They work with any backend, because no graph reads metadata."""
 
     modes = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
     needs = GraphSupport.NEVER
     eager_attention: ClassVar[bool] = True
     declines = (TOO_MUCH_PADDING,)
 
-    # -- policy ----------------------------------------------------------------------------------
+    # -- decisions ----------------------------------------------------------------------------------
 
     def shapes(self) -> Sequence[GraphShape]:
-        """Return a shape for each token count: the configured ones, or `default_token_counts`."""
+        """Return one shape for each token count: the configured counts, or `default_token_counts`."""
         limits = self.context.limits
         most = min(limits.max_num_tokens, limits.max_bs * limits.max_context_len)
         counts = self.context.require_token_counts(default_token_counts(most))
@@ -41,7 +43,7 @@ class PrefillRunner(GraphRunner):
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
         """Return the smallest shape that holds ``batch``, or why it runs eagerly.
 
-        If layers gather over DP ranks, the rank with most tokens decides for all.
+        If layers gather over DP ranks, the rank with most tokens decides for all ranks.
         """
         shape = super().fit(batch)
         if isinstance(shape, GraphShape):
@@ -51,14 +53,14 @@ class PrefillRunner(GraphRunner):
         return shape
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Return the inputs of prefill, and the workspaces between segments."""
+        """Return the inputs of prefill and the workspaces between segments."""
         return [*super().slots(), *bridge_slots(self.context)]
 
 
 def default_token_counts(most: int) -> list[int]:
-    """Return the token counts to capture by default: powers of two and their halves between, up to ``most``.
+    """Return the default token counts: powers of two and the means between them, up to ``most``.
 
-    So no batch of 4 tokens or more has more than half as many padding tokens as it has tokens.
+    So the padding of a batch of 4 tokens or more is at most half of its tokens.
     """
     counts = {count for power in range(2, most.bit_length()) for count in (1 << power, 3 << power - 1)}
     return sorted(count for count in counts | {most} if count <= most)

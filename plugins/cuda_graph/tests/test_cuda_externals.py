@@ -241,7 +241,7 @@ class NoSlot(FlashInferBackend):
 
 def test_a_strict_lane_finds_metadata_outside_the_slots() -> None:
     """A strict lane refuses metadata that the graph reads outside all slots, as on the tape."""
-    with pytest.raises(CaptureError, match=r"metadata\.qo_indptr, which is no slot's memory"):
+    with pytest.raises(CaptureError, match=r"metadata\.qo_indptr, which is not in the memory of a slot"):
         LaneRig(backend=NoSlot, driver=CudaDriver(CPU, strict=True))
     assert LaneRig(driver=CudaDriver(CPU, strict=True)).lane.captured.get(SHAPE) is not None
 

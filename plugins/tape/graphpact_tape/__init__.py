@@ -2,31 +2,32 @@
 
     tape        the driver, fast and strict
     recorder    records dispatched operations for replay
-    compiled    refuses compiled code, which a recorder cannot see
-    operators   what a call of an operator does: writes, work, Python implementations
-    collectives the collectives that a tape repeats
-    threads     refuses work that a region has other threads do
-    raw         refuses access of the host to memory itself
-    entrances   replaces functions of other modules for these three, while a region is recorded
-    draws       refuses what changes a generator, other than draws
+    compiled    refuses compiled code, whose work a recorder cannot see
+    operators   finds what a call of an operator does: writes, work, Python implementations
+    collectives runs the collectives that a tape can repeat
+    threads     refuses work that a region gives to other threads
+    raw         refuses direct access of the host to memory
+    entrances   replaces functions of other modules while a region is recorded, for compiled, threads and raw
+    draws       refuses changes of a random generator other than draws
     nodes       runs a recorded call again
-    outs        operations whose out-variants compute the same bits
-    code        straight-line code of a fast tape
-    rewrites    cheaper nodes that write the same bits
-    reuse       memory that intermediates of a fast tape share
-    trace       the operations of a run, compared with those of another
+    outs        lists operations whose out-variants compute the same bits
+    code        generates straight-line code for a fast tape
+    rewrites    replaces nodes by cheaper ones that write the same bits
+    reuse       lets intermediates of a fast tape share memory
+    trace       compares the operations of two runs
     strict      the strict tape: every replay runs over poison
-    tasks       recorded operators whose host arguments are updated
-    order       streams, events and copies, with a check for missing waits
+    tasks       recorded operators whose arguments are updated before each replay
+    order       streams, events and copies, with checks for missing waits
     host        distinguishes host tensors from device tensors, and refuses host reads
-    memories    copies between host and device as two memories, where a machine has one
-    poison      values for memory that no step may read
-    trees       the tensors in arguments and results
-    guard       the strict guard of a lane's hooks and steps
+    memories    makes host and device two memories on a machine that has one
+    poison      values that mark memory which no step may read
+    trees       finds the tensors in arguments and results
+    strict_observer   the observer of a strict lane's hooks and steps
 
-A library for other drivers, the engine and the suite too: its public names may be imported from here.
+Other drivers, the engine and the suite also use this package as a library. They may import its public names
+from here.
 
-Does not: import more than torch and the core.
+Does not: import anything except torch and the core.
 """
 
 from graphpact_tape.host import HostMemory, HostReadGuard, WeakTensor

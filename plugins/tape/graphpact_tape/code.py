@@ -1,19 +1,20 @@
 """Straight-line code: how a fast tape becomes one Python function.
 
-A replay in a loop looks up each operation, unpacks its arguments, and parses them against a schema in text
-form. The generated function has one statement for each step instead, with every object bound to a name:
+A replay that loops over the recorded operations looks up each operation, unpacks its arguments, and parses
+them against the schema. The generated function has one statement for each step instead, with every object
+bound to a name:
 
     mm(t7, t8, out=t9)
     t11.index_copy_(0, t12, t13)
 
-The steps of a recording become the statements in four turns. Each keeps every result of the loop, bit for
+Four passes make the statements from the steps of a recording. Each pass keeps the results of the loop bit for
 bit; ``plugins/tape/tests/test_code.py`` compares them.
 
 1. `graphpact_tape.nodes` chooses the operation that repeats a recorded call into its memory.
 2. `graphpact_tape.rewrites` replaces steps by cheaper ones.
-3. `graphpact_tape.reuse` gives intermediates memory of others that are no longer needed.
-4. An operation is called through torch's own binding (``torch.mul``), whose parser is compiled for that
-   operation, if a trial call dispatches exactly that operation with those arguments. Else it is called
+3. `graphpact_tape.reuse` gives intermediates the memory of other ones that are no longer needed.
+4. An operation is called through torch's binding (``torch.mul``), whose parser is compiled for that
+   operation, if a trial call dispatches exactly that operation with those arguments. Otherwise it is called
    through its overload.
 
 Does not: change what a kernel computes, fuse kernels, or run on another thread.
@@ -35,7 +36,7 @@ _aten = torch.ops.aten
 
 _NAMESPACES = ("_VariableFunctions", "_nn", "_linalg", "_special")
 _BINDINGS = tuple(getattr(torch._C, name) for name in _NAMESPACES)  # noqa: SLF001  no public names
-"""The functions of torch, without what Python wraps around some of them."""
+"""The functions of torch, without the Python wrappers that some of them have."""
 
 _LITERALS = (bool, int, str, type(None))
 
@@ -44,11 +45,11 @@ class Code:
     """The generated function of a tape.
 
     Args:
-        nodes: The nodes of a tape, with overloads as operations, and its eager calls.
+        nodes: The nodes of a tape, whose operations are overloads, and its eager calls.
 
     Attributes:
-        source: Its text.
-        names: The objects by their names in the text.
+        source: The source code of the function.
+        names: The objects by their names in the source code.
         run: The function. It takes and returns nothing.
     """
 
@@ -65,7 +66,7 @@ class Code:
         )
         self.names = names.values
         made: dict[str, Any] = {}
-        exec(compile(self.source, "<tape>", "exec"), made)  # noqa: S102  the text is made here
+        exec(compile(self.source, "<tape>", "exec"), made)  # noqa: S102  the code is generated here
         self.run: Callable[[], None] = made["bind"](torch.inference_mode, *names.values.values())
 
 
@@ -81,14 +82,14 @@ class _Names:
         self._known: dict[int, str] = {}
 
     def of(self, value: Any, prefix: str) -> str:
-        """Return the name of an object: always the same for the same object."""
+        """Return the name of an object, always the same name for the same object."""
         if id(value) not in self._known:
             name = self._known[id(value)] = f"{prefix}{len(self.values)}"
             self.values[name] = value
         return self._known[id(value)]
 
     def argument(self, value: Any) -> str:
-        """Return the text of an argument."""
+        """Return the source code of an argument."""
         if isinstance(value, torch.Tensor):
             return self.of(value, "t")
         if type(value) in _LITERALS or (type(value) is float and math.isfinite(value)):
@@ -96,7 +97,7 @@ class _Names:
         return self.of(value, "c")
 
     def arguments(self, args: Iterable[Any], kwargs: dict[str, Any]) -> str:
-        """Return the text of the arguments of a call."""
+        """Return the source code of the arguments of a call."""
         named = (f"{name}={self.argument(value)}" for name, value in kwargs.items())
         return ", ".join([*map(self.argument, args), *named])
 
@@ -112,7 +113,9 @@ def _statement(node: Node, names: _Names, trial: "_Trial") -> str:
         if method is not None and trial.dispatches(node, lambda: method(*args[1:], **kwargs)):
             return f"{names.argument(args[0])}.{name}({names.arguments(args[1:], kwargs)})"
     given = {key: value for key, value in kwargs.items() if key not in outputs}
-    if outputs and tensors_of((args, given)):  # else a mode that sets the default device would change it
+    if outputs and tensors_of(
+        (args, given)
+    ):  # otherwise a mode that sets the default device would change the call
         into = tuple(kwargs[key] for key in outputs)
         called = {**given, "out": into[0] if len(into) == 1 else into}
         for namespace in _BINDINGS:
@@ -123,7 +126,7 @@ def _statement(node: Node, names: _Names, trial: "_Trial") -> str:
 
 
 class _Trial(DispatchMode):
-    """A dispatch mode that runs nothing, and compares what a call dispatches with an operation."""
+    """A dispatch mode that runs nothing and compares the dispatched operation with an expected one."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -139,7 +142,7 @@ class _Trial(DispatchMode):
             ValueError,
             IndexError,
             RuntimeError,
-        ):  # this binding does not take these arguments
+        ):  # this binding does not accept these arguments
             return False
         found = [_normal(each) for each in self._dispatched]
         self._dispatched.clear()
@@ -153,7 +156,7 @@ class _Trial(DispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         self._dispatched.append((func, args, kwargs or {}))
-        marked = [  # what it returns, by its schema
+        marked = [  # the number of results in its schema
             tensors_of(args[at] if at < len(args) else (kwargs or {}).get(a.name))
             for at, a in enumerate(func._schema.arguments)  # noqa: SLF001  no public way
             if a.alias_info is not None and a.alias_info.is_write
@@ -163,7 +166,7 @@ class _Trial(DispatchMode):
 
 
 def _normal(node: Node) -> list[Any]:
-    """Return a node as its operation and the leaves of its arguments, those with a default value too."""
+    """Return the operation of a node and the leaves of its arguments, including default values."""
     op, args, kwargs = node
     if not isinstance(op, torch._ops.OpOverload):  # noqa: SLF001  no public name
         return [op]

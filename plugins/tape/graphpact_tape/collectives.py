@@ -1,15 +1,16 @@
-"""Collectives of ``torch.distributed`` in a region: which ones a tape repeats, what they write, how it waits.
+"""Collectives of ``torch.distributed`` in a region: which ones a tape repeats, and what they write.
 
-Their schemas tell little: those of ``c10d`` declare no write and return an object to wait for; those of
-``_c10d_functional`` return memory that is complete only after a wait, which is another call. A replay issues
-each collective in recorded order, on the recorded tensors and in the recorded group, and waits for it at
-once. So all ranks have to replay graphs with the same collectives, in the same order.
+The schemas of collectives contain little information. Those of ``c10d`` declare no write and return an object
+to wait for. Those of ``_c10d_functional`` return memory that is complete only after a wait, which is a
+separate call. A replay issues each collective in recorded order, on the recorded tensors and in the recorded
+group, and waits for it at once. Therefore all ranks have to replay graphs with the same collectives in the
+same order.
 
-Point-to-point transfers and barriers are refused. A wait for a receive at once may wait for a send that this
-rank makes later, and a barrier makes the host wait.
+Point-to-point transfers and barriers are refused. If a replay waits for a receive at once, the peer may in
+turn wait for a send that this rank makes later. A barrier makes the host wait.
 
-Does not: choose a backend, or check that the ranks agree: one that does not take part makes the others wait
-until their group's timeout.
+Does not: choose a backend, or check that the ranks agree. If a rank does not take part, the others wait until
+the timeout of the group.
 """
 
 from typing import Any
@@ -52,13 +53,13 @@ WRITTEN: dict[str, tuple[str, ...]] = {
     "_c10d_functional::reduce_scatter_tensor_coalesced": (),
     "_c10d_functional::reduce_scatter_tensor_out": ("out",),
 }
-"""The collectives that a tape repeats, with the names of the arguments that each writes.
+"""The collectives that a tape repeats, and the names of the arguments that each one writes.
 
-Source: the schemas of torch 2.11 to 2.13, and `ProcessGroup` for what they do not say.
+Source: the schemas of torch 2.11 to 2.13, and the methods of `ProcessGroup` where the schemas say nothing.
 """
 
 WAITS = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
-"""Waits for functional collectives. A replay has waited already: it repeats neither."""
+"""The waits for functional collectives. A replay does not repeat them, because it has waited already."""
 
 _NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
 
@@ -69,15 +70,15 @@ def is_collective(func: Any) -> bool:
 
 
 def is_repeated(func: Any) -> bool:
-    """Return whether a tape can repeat the collective ``func``, or need not."""
+    """Return whether a tape can repeat the collective ``func``, or does not have to."""
     return func.name() in WRITTEN or func.name() in WAITS
 
 
 def run_and_wait(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Issue the collective ``func``, wait for it, and return its result.
 
-    The object to wait for is replaced by one that is done: some backends copy results in each call of its
-    ``wait``, with operations that would be recorded as the caller's.
+    The object to wait for is replaced by one that is done already, because some backends copy results in each
+    call of its ``wait``, by operations that would be recorded as the caller's.
     """
     result = func(*args, **kwargs)
     if func.namespace != "c10d":
@@ -97,7 +98,7 @@ def repeat_collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run and wait for the collective ``func`` in a replay, and return its result.
 
     Raises:
-        ReplayError: The transport failed, as when a peer is gone.
+        ReplayError: The transport failed, for instance because a peer has ended.
     """
     try:
         return run_and_wait(func, *args, **kwargs)
@@ -111,7 +112,7 @@ def repeat_collective(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def described(leaf: Any) -> Any:
-    """Return what a trace keeps of an argument: of a group and of a reduction the name, else the argument."""
+    """Return what a trace stores for an argument: itself, or the name of a group or reduction."""
     if not isinstance(leaf, torch.ScriptObject):
         return leaf
     kind = leaf._type().name()  # type: ignore[attr-defined]  # noqa: SLF001  no public way

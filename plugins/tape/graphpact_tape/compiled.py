@@ -1,14 +1,14 @@
 """Refuse compiled code while a region is recorded.
 
-Code that torch.compile, inductor or AOTInductor made launches its kernels below torch's dispatcher. A
-recorder does not see them, so every replay would lack their work. Torch has no hook for calls of such code:
-the functions of torch through which they pass are replaced while a region is recorded.
+Code made by torch.compile, inductor or AOTInductor launches its kernels below torch's dispatcher. A recorder
+does not see these kernels, so every replay would lack their work. Torch has no hook for calls of such code.
+Therefore the functions of torch through which all these calls pass are replaced while a region is recorded.
 
-Where torch compiles nothing, nothing is refused: ``torch.compiler.disable``, the stance ``force_eager``.
-TorchScript dispatches its operators, so it is recorded.
+If torch does not compile, because of ``torch.compiler.disable`` or the stance ``force_eager``, nothing is
+refused. TorchScript dispatches its operators, so it is recorded.
 
-Does not: import a compiler; see one that the region is the first to import, which the warm-up prevents; see
-kernels that Python launches by itself, such as a Triton kernel.
+Does not: import a compiler; see a compiler that the region is the first to import, which the warm-up
+prevents; see kernels that Python launches directly, such as a Triton kernel.
 """
 
 import contextlib
@@ -38,7 +38,7 @@ _Refuse: TypeAlias = Callable[[str], Exception]
 def compiled_code_refused(guard: HostReadGuard) -> Iterator[None]:
     """Refuse calls of compiled code inside the context, except while ``guard`` is paused.
 
-    Calls of other threads run.
+    Calls in other threads are not refused.
     """
 
     def refusal(name: str) -> Exception:
@@ -51,7 +51,7 @@ def compiled_code_refused(guard: HostReadGuard) -> Iterator[None]:
 def _entrances(is_recorded: _Check, refusal: _Refuse) -> Iterator[Entrance]:
     """Yield each function through which compiled code is called.
 
-    A module that was not imported has made no code.
+    Modules that were not imported are skipped, because they cannot have compiled any code.
     """
 
     def calls(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -75,7 +75,7 @@ def _entrances(is_recorded: _Check, refusal: _Refuse) -> Iterator[Entrance]:
 
 
 def _refusing_calls(call: Callable[..., Any], is_recorded: _Check, refusal: _Refuse) -> Callable[..., Any]:
-    """Return ``call``, a method that runs code of inductor, with the refusal before it."""
+    """Return a replacement of ``call``, a method that runs inductor's code, which refuses first."""
 
     def checked(*args: Any, **kwargs: Any) -> Any:
         if is_recorded():
@@ -86,10 +86,10 @@ def _refusing_calls(call: Callable[..., Any], is_recorded: _Check, refusal: _Ref
 
 
 def _refusing_frames(choose: Callable[..., Any], is_recorded: _Check, refusal: _Refuse) -> Callable[..., Any]:
-    """Return ``choose``, which gives dynamo its callback for a compiled function's frames, with the refusal.
+    """Return a replacement of ``choose``, which gives dynamo its callback for frames; the callback refuses.
 
-    No callback (None or False) means that nothing is compiled. It is the callback that refuses, because torch
-    restores its settings after an error there.
+    If there is no callback (None or False), nothing is compiled. The refusal is in the callback, because
+    torch restores its settings after an error in a callback.
     """
 
     def checked(callback: Any) -> Any:

@@ -1,11 +1,11 @@
-"""`Draws`: holds a region to drawing random numbers from the default generator of the driver's device.
+"""`Draws`: makes sure that a region uses only the default random generator, and only by drawing from it.
 
-A replay repeats the draws that were recorded, from the state that the generator has then. It does not repeat
-what Python does to a generator: a seed, a restored state (``fork_rng``, checkpointing), a new generator.
-Torch has no hook for these, so the state of the generator is compared around each draw: between two draws it
-must not change. While the region runs, the generator has a seed that no caller gives it.
+A replay repeats the recorded draws, beginning with the generator's state at that time. It does not repeat
+what Python does to a generator: setting a seed, restoring a state (``fork_rng``, checkpointing), making a new
+generator. Torch has no hook for these actions, so the state of the generator is compared around each draw: it
+must not change between two draws. While the region runs, the generator has a seed that no caller would set.
 
-Does not: see numbers that are drawn by no torch generator, as by ``random`` and numpy: they are host numbers.
+Does not: see random numbers of other libraries, such as ``random`` and numpy; they are host numbers.
 """
 
 import contextlib
@@ -22,9 +22,11 @@ from graphpact_tape.tasks import RecordedTask
 __tracebackhide__ = True
 
 _UNOWNED_SEED = 0x6772_6170_6870_6163
-"""Seed of the generator while a region runs; if it is another one afterwards, the region set it."""
+"""The seed of the generator while a region runs. If the seed is different afterwards, the region changed
+it.
+"""
 
-_HINT = "a replay repeats draws alone: seed, fork or restore the generator outside of the region"
+_HINT = "a replay only repeats draws: seed, fork or restore the generator outside of the region"
 
 
 def default_generator(device: torch.device) -> torch.Generator:
@@ -38,7 +40,7 @@ class Draws:
     """The draws of one region.
 
     Args:
-        guard: Makes the errors.
+        guard: Creates the errors.
         device: The device of the driver.
     """
 
@@ -50,17 +52,17 @@ class Draws:
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Watch the draws of the region that runs in this context, and undo them.
+        """Check the draws of the region that runs in this context, and undo them at the end.
 
         Raises:
-            CaptureError: At its end the generator is in another state than its draws left it in.
+            CaptureError: At the end the generator is not in the state in which the last draw left it.
         """
         before = self._generator.get_state()
         self._generator.manual_seed(_UNOWNED_SEED)
         self.accept()
         try:
             yield
-            # Without a draw, other threads may have drawn; a seed is the region's.
+            # Without a draw in the region, other threads may have drawn; but only the region sets a seed.
             is_kept = (
                 self._generator.initial_seed() == _UNOWNED_SEED
                 if self._last is None
@@ -72,7 +74,7 @@ class Draws:
             self._generator.set_state(before)
 
     def accept(self) -> None:
-        """Take the present state for the one that the last draw left: eager calls may change it."""
+        """Accept the present state of the generator, because eager calls may change it."""
         self._left = self._generator.get_state()
 
     def check_generator(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -81,7 +83,7 @@ class Draws:
             if isinstance(leaf, torch.Generator) and _identity(leaf) != _identity(self._generator):
                 raise self._guard.refusal(
                     f"{func} draws from a generator other than the default",
-                    "use the device's default generator: a graph advances no other",
+                    "use the device's default generator: a graph does not advance any other generator",
                     "GP18",
                 )
 
@@ -89,14 +91,14 @@ class Draws:
         """Run ``func``, work of the host or the device, and return its result.
 
         Raises:
-            CaptureError: It draws after the state of the generator was changed.
+            CaptureError: ``func`` draws after the state of the generator was changed.
         """
         if not _may_draw(func):
             return func(*args, **kwargs)
         before = self._generator.get_state()
         result = func(*args, **kwargs)
         after = self._generator.get_state()
-        if not torch.equal(before, after):  # it drew
+        if not torch.equal(before, after):  # ``func`` drew
             if not torch.equal(before, self._left):
                 raise self._refusal(f"before {func} draws from it")
             self._left, self._last = after, Line()
@@ -105,19 +107,19 @@ class Draws:
     def _refusal(self, when: str) -> Exception:
         since = "" if self._last is None else f" after the draw at {self._last}"
         return self._guard.refusal(
-            f"the state of the random generator is changed{since}, {when}, and not by a draw of the region,",
+            f"the state of the random generator is changed{since}, {when}, but not by a draw of the region,",
             _HINT,
             "GP18",
         )
 
 
 def _identity(generator: Any) -> int:
-    """Return what Python's objects for one generator have in common."""
+    """Return the identity of a generator, which is equal for all its Python objects."""
     return int(generator._cdata)  # noqa: SLF001  no public name
 
 
 @cache
 def _may_draw(func: Any) -> bool:
-    """Return whether ``func`` may draw from a generator: torch has a tag for its own operations alone."""
+    """Return whether ``func`` may draw from a generator. Only torch's operations have a tag for this."""
     is_torchs = not isinstance(func, RecordedTask) and func.namespace == "aten"
     return not is_torchs or torch.Tag.nondeterministic_seeded in func.tags

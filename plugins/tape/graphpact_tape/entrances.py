@@ -1,9 +1,9 @@
 """`replaced`: replaces functions of other modules while a region is recorded.
 
-Torch has no hook for some of what a region may do: call compiled code, start a thread, export memory. The
-functions through which it passes are replaced for that time. Other threads call them too.
+Torch has no hook for some actions of a region: calling compiled code, starting a thread, exporting memory.
+The functions that perform these actions are replaced for that time. Other threads call the replacements too.
 
-Does not: reach a function that the caller holds by a name of its own.
+Does not: replace a function to which the caller already has a reference.
 """
 
 import contextlib
@@ -16,7 +16,7 @@ from graphpact_tape.host import HostReadGuard
 __tracebackhide__ = True
 
 Entrance: TypeAlias = tuple[Any, str, Callable[[Callable[..., Any]], Callable[..., Any]]]
-"""The owner of a function, its name there, and what makes its replacement of it."""
+"""The owner of a function, the function's name there, and a callable that makes the replacement from it."""
 
 
 @contextlib.contextmanager
@@ -34,6 +34,6 @@ def replaced(entrances: Iterable[Entrance]) -> Iterator[None]:
 
 
 def recording(guard: HostReadGuard) -> Callable[[], bool]:
-    """Return a function that tells whether this thread calls it and ``guard`` is not paused."""
+    """Return a function that returns whether this thread calls it while ``guard`` is not paused."""
     thread = threading.get_ident()
     return lambda: not guard.paused and threading.get_ident() == thread

@@ -1,19 +1,19 @@
 """Distinguish host tensors from device tensors on a CPU, and refuse host reads of device tensors.
 
 On a CPU both have the same ``device``, so torch cannot distinguish them. This module does it by origin: host
-tensors are declared, or computed from host tensors alone. All others are device tensors. Reading them on the
-host is refused, because on a GPU it would stall the host or break a capture.
+tensors are declared, or computed only from host tensors. All others are device tensors. Reading a device
+tensor on the host is refused, because on a GPU it would stall the host or break a capture.
 
-With ``strict``, tensors that a GPU program would have on the host are host tensors too: made without
-``device=``, from Python objects, or by numpy. Operations that mix host and device tensors are then refused:
-a copy from host memory, an index on the host.
+With ``strict``, tensors that a GPU program would have on the host are host tensors too: those made without
+``device=``, from Python objects, or by numpy. Operations that mix host and device tensors are then refused,
+such as a copy from host memory, or an index on the host.
 
 Most host reads reach the dispatcher (``_local_scalar_dense``), where a `TorchDispatchMode` sees them. On a
 CPU some do not, such as ``tolist`` and ``numpy``, so a `TorchFunctionMode` is needed as well.
 
-Only plain tensors are followed, those with one strided memory. Tensors of other kinds are refused: sparse,
-nested, mkldnn, quantized. A subclass that dispatches operations on its parts, such as a jagged tensor, is
-followed through its parts.
+Only plain tensors are supported, which have one strided memory. Other kinds are refused: sparse, nested,
+mkldnn and quantized tensors. If a subclass dispatches operations on its parts, as a jagged tensor does, the
+parts are tracked.
 
 Does not: record anything, or see a read that bypasses torch (a raw pointer); see `graphpact_tape.raw`.
 """
@@ -44,7 +44,7 @@ __tracebackhide__ = True
 _aten = torch.ops.aten
 _functorch = torch._C._functorch  # noqa: SLF001  no public names
 
-# These read a tensor's memory on the host. On a CPU they do not reach the dispatcher.
+# These functions read a tensor's memory on the host. On a CPU they do not reach the dispatcher.
 READS = {
     torch.Tensor.tolist: "Tensor.tolist()",
     torch.Tensor.numpy: "Tensor.numpy()",
@@ -57,7 +57,7 @@ READS = {
 }
 """Functions that read a tensor on the host and dispatch nothing, with their names for messages."""
 
-# These give the address of a tensor's memory, or an object that has it.
+# These functions return the address of a tensor's memory, or an object that contains it.
 _ADDRESSES = frozenset(
     {
         torch.Tensor.data_ptr,
@@ -72,14 +72,14 @@ _COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001  no 
 # These reach the dispatcher, but torch has no tag for them: bool(tensor), a split by a tensor.
 _UNTAGGED_READS = frozenset({_aten.is_nonzero.default, _aten.tensor_split.tensor_indices_or_sections})
 
-# These are said to call other operations alone. On a CPU they use memory themselves too, to check an argument
-# or to compute.
+# Torch declares that these only call other operations. On a CPU they also use memory themselves, to check an
+# argument or to compute.
 _WHOLE = frozenset({_aten.one_hot.default, _aten._sobol_engine_draw.default})  # noqa: SLF001  no public name
 
 _INDEX_PUTS = frozenset({_aten.index_put_.default, _aten.index_put.default})
 _MASKED_FILLS = frozenset({_aten.masked_fill_.Tensor, _aten.masked_fill.Tensor})
 
-# These make a tensor on the host unless ``device=`` is given.
+# These functions make a tensor on the host unless ``device=`` is given.
 _FACTORIES = frozenset(
     getattr(torch, name)
     for name in (
@@ -105,7 +105,7 @@ _FROM_MEMORY = frozenset({torch.from_numpy, torch.frombuffer, torch.from_file})
 
 
 def kind_of(tensor: torch.Tensor) -> str | None:
-    """Return what a tensor is that is not plain, in words, or None."""
+    """Return a description of a tensor that is not plain; None if it is plain."""
     if tensor.layout is not torch.strided:
         return f"a tensor of the layout {tensor.layout}"
     if tensor.is_quantized:
@@ -117,19 +117,19 @@ def kind_of(tensor: torch.Tensor) -> str | None:
 
 
 def plain_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return the plain tensor that functions of ``torch.func`` wrapped as ``tensor``, itself, or None."""
+    """Return ``tensor`` without wrappers of ``torch.func``; None if that is not a plain tensor."""
     while _functorch.is_functorch_wrapped_tensor(tensor):
         tensor = _functorch.get_unwrapped(tensor)
     return tensor if kind_of(tensor) is None else None
 
 
 def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `plain_of` each tensor, without those that have none."""
+    """Return `plain_of` for each tensor, leaving out None."""
     return [plain for plain in map(plain_of, tensors) if plain is not None]
 
 
 class WeakTensor:
-    """A weak reference to a tensor's memory, with the layout that makes the tensor again."""
+    """A weak reference to a tensor's memory, with the layout that is needed to make the tensor again."""
 
     __slots__ = ("_device", "_dtype", "_flips", "_layout", "storage")
 
@@ -140,7 +140,7 @@ class WeakTensor:
         self._flips = tensor.is_conj(), tensor.is_neg()
 
     def revive(self) -> torch.Tensor | None:
-        """Return the tensor, or None where its memory was freed."""
+        """Return the tensor, or None if its memory was freed."""
         make = torch.UntypedStorage._new_with_weak_ptr  # noqa: SLF001  no public name
         storage: torch.UntypedStorage | None = make(self.storage.cdata)
         if storage is None:
@@ -153,7 +153,7 @@ class WeakTensor:
 
 
 class HostMemory:
-    """The set of host memory: a tensor is ``in`` it if it is a host tensor.
+    """The set of host memory. A tensor is ``in`` the set if it is a host tensor.
 
     Args:
         declared: Tensors that are declared to be on the host.
@@ -162,7 +162,7 @@ class HostMemory:
 
     def __init__(self, declared: Iterable[torch.Tensor] = (), *, strict: bool = False) -> None:
         self.strict = strict
-        self.depth = 0  # nesting of calls that make host tensors
+        self.depth = 0  # depth of nested calls that make host tensors
         self.call: Any = ()  # the arguments of the current call
         # Byte ranges of storages: on a CPU, one storage may hold host and device tensors. The weak references
         # keep a storage's id from being reused.
@@ -186,7 +186,7 @@ class HostMemory:
         self._pinned |= {storage_id(t): StorageWeakRef(t.untyped_storage()) for t in tensors}
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` lies in memory that was declared as pinned."""
+        """Return whether ``tensor`` is in memory that was declared as pinned."""
         return storage_id(tensor) in self._pinned
 
     def prune(self) -> None:
@@ -195,7 +195,7 @@ class HostMemory:
         self._host = {key: known for key, known in self._host.items() if not known[0].expired()}
 
     def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether host tensors lie in ``storage``."""
+        """Return whether ``storage`` contains host tensors."""
         return storage._cdata in self._host  # noqa: SLF001  no public name
 
     def __contains__(self, tensor: torch.Tensor) -> bool:
@@ -213,7 +213,7 @@ class HostMemory:
         """Return whether ``tensor`` is a host number, which a kernel takes by value."""
         if tensor.dim():
             return False
-        # torch made it from a Python number if it is not among the caller's arguments.
+        # If it is not among the caller's arguments, torch made it from a Python number.
         given = plain_tensors(tensors_of(self.call))
         return tensor in self or storage_id(tensor) not in set(map(storage_id, given))
 
@@ -224,8 +224,8 @@ def has_default_device() -> bool:
 
 
 def reads_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether ``func`` reads a tensor's contents on the host, for a number or for a shape."""
-    if func is _aten.index.Tensor:  # its length depends on contents only for a mask
+    """Return whether ``func`` reads a tensor's contents on the host, to get a number or a shape."""
+    if func is _aten.index.Tensor:  # the length of the result depends on contents only for a mask
         return _has_mask(args[1])
     if func is _aten.repeat_interleave.Tensor:
         return kwargs.get("output_size") is None
@@ -236,7 +236,7 @@ def reads_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> b
 
 @cache
 def _always_reads(func: Any) -> bool:
-    """Return whether ``func`` reads contents on the host for any arguments."""
+    """Return whether ``func`` reads contents on the host whatever its arguments are."""
     return (
         torch.Tag.data_dependent_output in func.tags
         or torch.Tag.dynamic_output_shape in func.tags
@@ -249,12 +249,12 @@ def _has_mask(indices: Any) -> bool:
 
 
 def _is_placed(kwargs: dict[str, Any]) -> bool:
-    """Return whether a call has a device for the tensor that it makes."""
+    """Return whether the call gives a device for the tensor that it makes."""
     return kwargs.get("device") is not None or has_default_device()
 
 
 def _is_made_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call makes a tensor on the host, from no device tensor."""
+    """Return whether a call makes a tensor on the host without a device tensor as argument."""
     return func in _FROM_MEMORY or (
         (func in _FACTORIES or func in FROM_PYTHON)
         and not _is_placed(kwargs)
@@ -271,7 +271,7 @@ def pins(func: Any, kwargs: dict[str, Any]) -> bool:
 def call_of_pinned(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return a call that `pins` as this machine can make it: without an accelerator nothing is pinned."""
+    """Return a call that `pins` in a form that works here: without an accelerator it does not pin."""
     if torch.accelerator.is_available():
         return func, args, kwargs
     if func is torch.Tensor.pin_memory:
@@ -280,7 +280,7 @@ def call_of_pinned(
 
 
 class HostReadGuard(TorchFunctionMode):
-    """A function mode that refuses host reads and host-device copies which do not reach the dispatcher.
+    """A function mode that refuses host reads and host-device copies that do not reach the dispatcher.
 
     Args:
         host: The host memory, which may be read.
@@ -289,10 +289,11 @@ class HostReadGuard(TorchFunctionMode):
 
     Attributes:
         refused: The first error that was raised, in case the caller caught it.
-        paused: Whether all calls are allowed, as inside an eager call.
-        copying: Whether a copy from host memory is allowed: the driver makes one itself.
-        addressed: The storages whose address the caller asked for, by `storage_id`, each with the first line.
-        may_pin: Whether pinned memory may be made, as outside a capture.
+        paused: Whether all calls are allowed, for instance inside an eager call.
+        copying: Whether a copy from host memory is allowed, because the driver itself makes one.
+        addressed: The storages whose address the caller asked for, by `storage_id`, each with the first line
+            that did.
+        may_pin: Whether pinned memory may be made, which is allowed outside a capture.
     """
 
     def __init__(self, host: HostMemory, when: str, error: type[ContractError]) -> None:
@@ -304,7 +305,7 @@ class HostReadGuard(TorchFunctionMode):
         self.refused: ContractError | None = None
         self.paused = False
         self.copying = False
-        self._operators: list[str] = []  # those with a Python implementation that run now
+        self._operators: list[str] = []  # operators with a Python implementation that run now
         self.may_pin = False
 
     def __torch_function__(
@@ -378,7 +379,7 @@ class HostReadGuard(TorchFunctionMode):
         if device is None:
             device = next((a for a in args[1:] if isinstance(a, (str, torch.device))), None)
         if args[0] not in self.host:
-            if device == "cpu":  # a torch.device may be the lane's own device, which may be a CPU
+            if device == "cpu":  # a torch.device may be the device of the lane, which may be a CPU
                 raise self.host_read('Tensor.to("cpu")')
         elif isinstance(device, torch.device) or device not in (None, "cpu"):
             raise self.refusal(
@@ -388,7 +389,7 @@ class HostReadGuard(TorchFunctionMode):
 
     def _note_address(self, tensor: torch.Tensor, caller: FrameType) -> None:
         plain = plain_of(tensor)
-        # A module of a driver asks which memory it is, not where.
+        # A driver's module needs the address only to identify the memory.
         if plain is not None and caller.f_globals.get("__tracebackhide__") is not True:
             self.addressed.setdefault(storage_id(plain), (plain.untyped_storage(), Line()))
 
@@ -398,7 +399,7 @@ class HostReadGuard(TorchFunctionMode):
             raise self.host_read("an assignment by a mask")
 
     def refusal(self, what: str, hint: str, rule: str = "GP20") -> ContractError:
-        """Return the error for an action ``what`` of the caller's line."""
+        """Return the error for the action ``what`` at the caller's line."""
         error = self.error(f"{what} {self.when}, at {Line()}", hint=hint, rule=rule)
         self.refused = self.refused or error
         return error
@@ -418,7 +419,7 @@ class HostReadGuard(TorchFunctionMode):
 
     @contextlib.contextmanager
     def inside(self, func: Any) -> Iterator[None]:
-        """Be active in the Python implementation of ``func``; torch leaves modes to call an operator."""
+        """Keep this mode active in the Python implementation of ``func``, which torch calls without modes."""
         self._operators.append(str(func))
         try:
             with self:
@@ -432,21 +433,22 @@ class DispatchMode(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: with True, torch imports its compiler to disable it here, which takes seconds."""
+        """Return False. With True, torch would import its compiler here, which takes seconds."""
         return False
 
 
 class Watcher(DispatchMode, abc.ABC):
-    """A dispatch mode that refuses host reads and host-device copies, and `perform`s all other device work.
+    """A dispatch mode that refuses host reads and host-device copies, and calls `perform` for other work.
 
-    An operator with a Python implementation is a part of the program, as the function that calls it: the
-    operations that it calls are performed. One that is declared to stand for a kernel is performed itself.
+    An operator with a Python implementation is a part of the program, like the function that calls it: the
+    operations that it calls are performed. If it is declared to represent a kernel, the operator itself is
+    performed.
 
     Args:
         guard: The function mode that is active together with it.
     """
 
-    supports_higher_order_operators = True  # it refuses them
+    supports_higher_order_operators = True  # the guard refuses them
 
     def __init__(self, guard: HostReadGuard) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -457,7 +459,7 @@ class Watcher(DispatchMode, abc.ABC):
     def perform(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
     ) -> Any:
-        """Run one operation of device work, with the tensors among its arguments; it is not composite."""
+        """Run one operation of device work, which is not composite. ``given`` are its tensor arguments."""
 
     def __torch_dispatch__(
         self,
@@ -470,8 +472,8 @@ class Watcher(DispatchMode, abc.ABC):
         # torch.tensor() ends with a detach_.
         if self.guard.paused or func is _aten.detach_.default:
             return func(*args, **kwargs)
-        if any(kind is not torch.Tensor for kind in types):  # ``x.data`` names the class itself
-            return NotImplemented  # a subclass calls operations on its parts, which come here
+        if any(kind is not torch.Tensor for kind in types):  # for ``x.data`` torch passes the class itself
+            return NotImplemented  # a subclass calls operations on its parts, which are dispatched here
         given = tensors_of((args, kwargs))
         self._check_call(func, given)
         on_host = [t for t in given if t in self.host]
@@ -482,7 +484,7 @@ class Watcher(DispatchMode, abc.ABC):
         if reads_on_host(func, args, kwargs):
             raise self.guard.host_read(str(func))
         if _is_composite(func):
-            # Decompose it; the parts are dispatched here again.
+            # Decompose it; the operations that it calls are dispatched here again.
             with self:
                 return func._op_dk(_COMPOSITE, *args, **kwargs)  # noqa: SLF001  no public name
         implementation = python_implementation(func, given)
@@ -506,12 +508,12 @@ class Watcher(DispatchMode, abc.ABC):
         if isinstance(func, HigherOrderOperator):
             raise self.guard.refusal(
                 f"{func.name()} is called, an operator that takes functions,",
-                "call in the region the function that it would call",
+                "call that function directly in the region",
             )
         self.check_kinds(func, "takes", given)
 
     def _check_addresses(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Refuse an operator in Python that is given an address: what it reads there is not seen."""
+        """Refuse an operator in Python that is given an address, because its reads there are not seen."""
         numbers = [leaf for leaf in leaves_of((args, kwargs)) if type(leaf) is int]
         for memory, line in self.guard.addressed.values() if numbers else ():
             begin = memory.data_ptr()
@@ -523,7 +525,7 @@ class Watcher(DispatchMode, abc.ABC):
                 )
 
     def check_kinds(self, what: object, does: str, tensors: Iterable[torch.Tensor]) -> None:
-        """Refuse tensors of a kind that is not followed, such as ``what`` takes or makes."""
+        """Refuse tensors of unsupported kinds, which ``what`` takes or makes."""
         for tensor in tensors:
             kind = kind_of(tensor)
             if kind is not None:
@@ -543,7 +545,7 @@ class Watcher(DispatchMode, abc.ABC):
     def _check_index_put(self, func: Any, args: tuple[Any, ...]) -> None:
         is_number = self.host.is_number(args[2])
         if _has_mask(args[1]):
-            # With a number torch runs masked_fill. With a tensor it needs the count of true elements.
+            # For a number torch runs masked_fill. For a tensor it needs the number of true elements.
             if not is_number:
                 raise self.guard.host_read(f"{func} by a mask")
         elif is_number and self.host.strict:
@@ -560,18 +562,18 @@ class Watcher(DispatchMode, abc.ABC):
         count: int,
         on_host: list[torch.Tensor],
     ) -> None:
-        """Refuse device work that copies to the host, or from the host without `GraphDriver.copy_async`.
+        """Refuse device work that copies to the host, or from it other than by `GraphDriver.copy_async`.
 
         Args:
             func: The operation.
             args: Its arguments.
             kwargs: Its arguments by name.
-            count: How many tensors are among them.
-            on_host: Those that are host tensors; at least one.
+            count: The number of tensors among them.
+            on_host: The host tensors among them, at least one.
         """
         if func is _aten._foreach_copy_.default:
             for pair in zip(*args[:2], strict=True):
-                # A single number that is expanded to many rows is passed by value.
+                # A single number is passed by value, even if it is expanded to many rows.
                 if pair[1].untyped_storage().nbytes() != pair[1].element_size():
                     mine = [t for t in pair if t in self.host]
                     if mine:
@@ -594,7 +596,7 @@ class Watcher(DispatchMode, abc.ABC):
 
 @cache
 def _is_composite(func: Any) -> bool:
-    """Return whether ``func`` only calls other operations; without autograd torch does not decompose it."""
+    """Return whether ``func`` only calls other operations, although torch does not decompose it here."""
     if func in _WHOLE:
         return False
     return not func._schema.is_mutable and torch._C._dispatch_has_kernel_for_dispatch_key(  # noqa: SLF001
@@ -604,7 +606,7 @@ def _is_composite(func: Any) -> bool:
 
 @contextlib.contextmanager
 def modes_left(function_mode: TorchFunctionMode, dispatch_mode: TorchDispatchMode) -> Iterator[None]:
-    """Leave both modes, and the modes that were entered inside them, for the duration of the context."""
+    """Deactivate both modes, and the modes that were entered inside them, during the context."""
     with (
         _left(TorchFunctionMode, function_mode, _get_current_function_mode_stack()),
         _left(TorchDispatchMode, dispatch_mode, _get_current_dispatch_mode_stack()),
@@ -614,8 +616,8 @@ def modes_left(function_mode: TorchFunctionMode, dispatch_mode: TorchDispatchMod
 
 @contextlib.contextmanager
 def _left(kind: Any, mode: Any, stack: list[Any]) -> Iterator[None]:
-    """Leave ``mode`` and what is above it in its stack, by the methods of ``kind``: no subclass acts."""
-    inside = stack[stack.index(mode) :] if mode in stack else []  # not in the stack while it runs itself
+    """Leave ``mode`` and the modes above it in the stack; use ``kind``'s methods, not those of subclasses."""
+    inside = stack[stack.index(mode) :] if mode in stack else []  # a mode is not in the stack while it runs
     for each in reversed(inside):
         kind.__exit__(each, None, None, None)
     try:

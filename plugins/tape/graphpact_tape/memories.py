@@ -1,17 +1,18 @@
-"""`two_memories`: host and device as two memories, on a machine that has one; nothing is refused.
+"""`two_memories`: makes host and device two memories on a machine that has one, without refusing anything.
 
-There torch returns the tensor itself from ``cpu()`` and from ``to(device)``, so that what a program keeps of
-a step changes with the next one, and it makes no pinned memory. Inside the context it is as with a GPU:
+On such a machine torch returns the same tensor from ``cpu()`` and ``to(device)``, so that tensors that a
+program keeps from one step change in the next one, and torch makes no pinned memory. Inside the context,
+calls behave as on a machine with a GPU:
 
     a copy to the other memory      is new memory
     pinned memory                   is made, and is host memory
     made without ``device=``, or computed from host tensors alone, or copied to the host      is host memory
 
-A device may have a name of its own, ``cpu:0``: then ``cpu`` is the host, tensors of the device say so by
-their ``device``, and a tensor made with it is the device's.
+The device may be called ``cpu:0``. Then ``cpu`` is the host, tensors on the device have ``cpu:0`` as their
+``device``, and a tensor made with ``cpu:0`` is on the device.
 
-Does not: refuse a host read (see `graphpact_tape.host`), or an operation that mixes both memories; or see
-what `torch.frombuffer` and `torch.from_dlpack` make.
+Does not: refuse a host read (see `graphpact_tape.host`), or an operation that mixes both memories; or track
+tensors that `torch.frombuffer` and `torch.from_dlpack` make.
 """
 
 import contextlib
@@ -32,18 +33,18 @@ from graphpact_tape.host import (
 )
 from graphpact_tape.trees import tensors_of
 
-__tracebackhide__ = True  # its frames lie between the author's and torch's
+__tracebackhide__ = True  # its frames are between the author's and torch's
 
 HOST = torch.device("cpu")
 
 
 @contextlib.contextmanager
 def two_memories(host: HostMemory, device: torch.device) -> Iterator[None]:
-    """Copy between two memories in the context, and add to ``host`` what is on the host.
+    """Copy between two memories in the context, and add tensors that are made on the host to ``host``.
 
     Args:
         host: The host memory.
-        device: The device; all memory that is not in ``host`` is the device's.
+        device: The device. All memory that is not in ``host`` is device memory.
     """
     work = _HostWork(host)
     with _Copies(host, device, work), work:
@@ -51,7 +52,7 @@ def two_memories(host: HostMemory, device: torch.device) -> Iterator[None]:
 
 
 class _Copies(TorchFunctionMode):
-    """Makes the copies that torch leaves out where both memories are one."""
+    """Makes the copies that torch skips because both memories are one."""
 
     def __init__(self, host: HostMemory, device: torch.device, work: "_HostWork") -> None:
         super().__init__()
@@ -81,7 +82,7 @@ class _Copies(TorchFunctionMode):
             return self._copied(func, *_on_this_machine(args, kwargs), to_host=to_host)
 
     def _copied(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], *, to_host: bool) -> Any:
-        """Call ``func``, whose result is of the host or the device, in new memory if it was elsewhere."""
+        """Call ``func``, which moves a tensor; return new memory if the tensor was in the other memory."""
         host = self._host
         source = args[0] if args and isinstance(args[0], torch.Tensor) else None
         is_foreign = func in FROM_PYTHON if source is None else (source in host) is not to_host
@@ -97,7 +98,7 @@ class _Copies(TorchFunctionMode):
     def _pinned(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func is torch.Tensor.pin_memory:
             if args[0] not in self._host:
-                raise RuntimeError("cannot pin a tensor of the device: only host tensors can be pinned")
+                raise RuntimeError("cannot pin a device tensor: only host tensors can be pinned")
             if self._host.is_pinned(args[0]):
                 return args[0]
         func, args, kwargs = call_of_pinned(func, args, kwargs)
@@ -106,10 +107,9 @@ class _Copies(TorchFunctionMode):
         return result
 
     def _is_host(self, asked: Any, *, moves: bool) -> bool:
-        """Return whether a device that was asked for is the host.
+        """Return whether ``asked``, a requested device, is the host.
 
-        The name ``cpu`` is also that of a device without a name of its own: then only a copy to it is one to
-        the host.
+        If the device is called ``cpu`` too, only a copy to ``cpu`` is a copy to the host.
         """
         if isinstance(asked, torch.Tensor):
             return asked in self._host
@@ -120,7 +120,7 @@ class _Copies(TorchFunctionMode):
 
 
 def _device_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Return the device that a call asks for: a name, a device, or a tensor of it; None for none."""
+    """Return the device that a call requests: a name, a device, or a tensor on it; None without one."""
     if func is torch.Tensor.cpu:
         return "cpu"
     if func is torch.Tensor.to:
@@ -131,7 +131,7 @@ def _device_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _on_this_machine(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return arguments in which each name of a CPU is the one that tensors of this machine have."""
+    """Return arguments in which each name of a CPU is replaced by the name that torch uses here."""
 
     def known(value: Any) -> Any:
         is_named = isinstance(value, torch.device) or (isinstance(value, str) and value.startswith("cpu"))
@@ -141,7 +141,7 @@ def _on_this_machine(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tup
 
 
 class _HostWork(DispatchMode):
-    """Adds to the host memory what is made of host tensors alone, of Python objects, or of nothing."""
+    """Adds tensors to the host memory that are made from host tensors only, Python objects, or nothing."""
 
     def __init__(self, host: HostMemory) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -150,7 +150,7 @@ class _HostWork(DispatchMode):
 
     @contextlib.contextmanager
     def ignored(self) -> Iterator[None]:
-        """Add nothing in the context: it copies to a memory that is known."""
+        """Add nothing in the context, in which copies go to a known memory."""
         self._is_ignored = True
         try:
             yield

@@ -1,11 +1,11 @@
-"""Nodes: run a recorded call again, into the memory of its recorded results.
+"""Nodes, which run a recorded call again and write into the memory of its recorded results.
 
 - An operation that writes its arguments is run unchanged.
-- A copy (``clone``, ``_to_copy``) is run as ``copy_``: its out-variant copies twice.
-- An operation that makes new tensors is run as its out-variant, into the recorded tensors, if that is known
-  to compute the same bits: see `graphpact_tape.outs`. Else the operation is run and its results are copied
-  into the recorded tensors.
-- A collective is run, and waited for.
+- A copy (``clone``, ``_to_copy``) is run as ``copy_``, because its out-variant copies twice.
+- An operation that makes new tensors is run as its out-variant, which writes into the recorded tensors, if
+  the out-variant is known to compute the same bits: see `graphpact_tape.outs`. Otherwise the operation is run
+  and its results are copied into the recorded tensors.
+- A collective is run, and the replay waits for it.
 
 Does not: record, or decide which calls a replay has to run; `graphpact_tape.recorder` does.
 """
@@ -34,7 +34,7 @@ _aten = torch.ops.aten
 
 _COPIES = frozenset({_aten.clone.default, _aten._to_copy.default})  # noqa: SLF001  no public name
 
-# Options that an out-variant does not take: its output already has them.
+# Options that an out-variant does not take, because its output already has them.
 _OUTPUT_OPTIONS = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 
@@ -45,7 +45,7 @@ def make_node(call: RecordedCall) -> Node:
 
 
 def repeat(call: RecordedCall) -> Node:
-    """Return the node of `make_node`, with the overload of the operation that it calls.
+    """Return the node of `make_node`, but with an overload as operation.
 
     The operation is an overload, a `RecordedTask` or a `RunAndCopy`.
     """
@@ -68,10 +68,10 @@ def repeat(call: RecordedCall) -> Node:
 
 @cache
 def out_variant(func: Any) -> tuple[Any, list[str], set[str]]:
-    """Return the out-variant of ``func``, the names of its output arguments, and of all.
+    """Return the out-variant of ``func``, the names of its output arguments, and all argument names.
 
     Raises:
-        LookupError: It has none.
+        LookupError: There is no out-variant.
     """
     wanted = {a.name: str(a.type) for a in func._schema.arguments}  # noqa: SLF001  no public way
     bare = {n: t for n, t in wanted.items() if n not in _OUTPUT_OPTIONS}
@@ -87,7 +87,7 @@ def out_variant(func: Any) -> tuple[Any, list[str], set[str]]:
                 rest[a.name] = str(a.type)
         if len(outs) == len(func._schema.returns) and outs and rest in (wanted, bare):  # noqa: SLF001
             return candidate, outs, {a.name for a in candidate._schema.arguments}  # noqa: SLF001
-    raise LookupError(f"{func} has no out-variant with its arguments")
+    raise LookupError(f"{func} has no out-variant with the same arguments")
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +96,8 @@ class RunAndCopy:
 
     Args:
         op: The operation.
-        outputs: As `RecordedCall.made`: None for a result in the memory of an argument.
-        name: Its name, for messages.
+        outputs: See `RecordedCall.made`; None for a result in the memory of an argument.
+        name: The name of the operation, for messages.
     """
 
     op: Callable[..., Any]
@@ -112,7 +112,7 @@ class RunAndCopy:
                 write(target, new)
             elif storage_id(new) not in {storage_id(t) for t in tensors_of((args, kwargs))}:
                 raise ReplayError(
-                    f"{self.name} returned an argument at capture and new memory now",
-                    hint="an operator of a graph returns new memory always, or never",
+                    f"{self.name} returned an argument at capture, but returns new memory now",
+                    hint="an operator in a graph must always return new memory, or never",
                     rule="GP01",
                 )

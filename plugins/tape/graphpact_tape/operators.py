@@ -1,8 +1,9 @@
-"""What a call of an operator does: which memory it writes, whether it does any work, and where its code is.
+"""Find what a call of an operator does: which memory it writes, whether it does any work, where its code is.
 
-A schema says it for the operators of torch, with a few exceptions that are listed here. Those of other
-libraries may lack the mark of a write: torch does not check it. So a call counts as work unless it is known
-to do none, and a strict recorder compares memory before and after a call of another library's operator.
+For torch's operators the schemas say it, with a few exceptions that are listed here. Schemas of other
+libraries may not mark a write, because torch does not check this. Therefore a call counts as work unless it
+is known to do none, and a strict recorder compares memory before and after a call of another library's
+operator.
 
 Does not: run or record a call.
 """
@@ -37,18 +38,19 @@ UNINITIALISED = frozenset(
 """Operations that return uninitialised memory; a replay need not run them."""
 
 _COMPLETE = frozenset({"_dtensor", "aten", "graphpact", "graphpact_compiled", "prim", "prims", "profiler"})
-"""Namespaces whose schemas say what is written, but for `_HIDDEN_WRITES`: torch's, and those of graphpact's
-kernels, which ``test_kernel_schemas.py`` compares with what they write."""
+"""Namespaces whose schemas mark all writes except `_HIDDEN_WRITES`: torch's, and those of graphpact's
+kernels, which ``test_kernel_schemas.py`` compares with the actual writes.
+"""
 
 _HIDDEN_WRITES = {
     _aten.native_batch_norm: ("running_mean", "running_var"),
     _aten.cudnn_batch_norm: ("running_mean", "running_var"),
     _aten.miopen_batch_norm: ("running_mean", "running_var"),
 }
-"""Operations of torch that write arguments which their schemas do not mark, with the names of these."""
+"""Operations of torch that write arguments without a mark in the schema, and the names of these arguments."""
 
 _ANY_DEVICE = ("CompositeExplicitAutograd", "CompositeImplicitAutograd")
-"""Dispatch keys of implementations that serve every device without one of its own."""
+"""Dispatch keys of implementations that are used for every device without a specific implementation."""
 
 _VIEWS_WITHOUT_A_MARK = frozenset(
     {
@@ -58,7 +60,7 @@ _VIEWS_WITHOUT_A_MARK = frozenset(
         _aten.unsafe_split_with_sizes.default,
     }
 )
-"""Views of torch whose schemas do not say that the result shares memory with an argument."""
+"""Views of torch whose schemas do not mark that the result shares memory with an argument."""
 
 
 _BITS = {
@@ -67,14 +69,14 @@ _BITS = {
     torch.float32: torch.int32,
     torch.float64: torch.int64,
 }
-"""Integers with the bits of a floating-point dtype."""
+"""For each floating-point dtype, the integer dtype of the same size."""
 
 _LOW_BITS = 4
-"""Bits of a number that may be flipped: it stays finite, and near its value."""
+"""The bits of a number that may be flipped without making it infinite or changing it much."""
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.Tensor]:
-    """Return the tensors among the arguments that ``func`` is known to write."""
+    """Return the tensor arguments that ``func`` is known to write."""
     written: list[torch.Tensor] = []
     for at, name in _written_arguments(operator_of(func)):
         written += tensors_of(args[at] if at < len(args) else kwargs.get(name))
@@ -83,7 +85,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list
 
 @cache
 def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
-    """Return index and name of each argument that ``func`` writes."""
+    """Return the index and name of each argument that ``func`` writes."""
     hidden = WRITTEN.get(func.name(), ()) + _HIDDEN_WRITES.get(func.overloadpacket, ())
     return tuple(
         (at, a.name)
@@ -93,7 +95,7 @@ def _written_arguments(func: Any) -> tuple[tuple[int, str], ...]:
 
 
 def is_work(func: Any, *, allocates: bool) -> bool:
-    """Return whether a replay has to repeat a call of ``func``: unless it is known to do nothing.
+    """Return whether a replay has to repeat a call of ``func``, that is, unless it is known to do nothing.
 
     Args:
         func: An overload, or a `RecordedTask`.
@@ -106,7 +108,7 @@ def is_work(func: Any, *, allocates: bool) -> bool:
 
 @cache
 def _does_nothing(func: Any) -> bool:
-    """Return whether ``func`` only looks at its arguments: a view of them, or a fact about their layout."""
+    """Return whether ``func`` only returns a view of its arguments, or facts about their layout."""
     if func._schema.is_mutable:  # noqa: SLF001  no public way
         return False
     if func.namespace == "profiler" or func.name() in WAITS or func in _VIEWS_WITHOUT_A_MARK:
@@ -120,14 +122,15 @@ def _does_nothing(func: Any) -> bool:
 
 
 def may_hide_writes(func: Any) -> bool:
-    """Return whether ``func`` may write arguments that `written_by` does not know: others defined it."""
+    """Return whether ``func`` may write arguments that `written_by` does not find, as for other libraries."""
     return operator_of(func).namespace not in _COMPLETE and not is_collective(func)
 
 
 def python_implementation(func: Any, tensors: Iterable[torch.Tensor]) -> Callable[..., Any] | None:
     """Return the Python implementation that a call of ``func`` runs; None if it is compiled.
 
-    None too if the operator is declared to stand for one kernel: see `graphpact.graphs.declare_kernel`.
+    Also return None if the operator is declared to represent one kernel: see
+    `graphpact.graphs.declare_kernel`.
 
     Args:
         func: An overload.
@@ -145,13 +148,13 @@ def python_implementation(func: Any, tensors: Iterable[torch.Tensor]) -> Callabl
 
 
 class Contents:
-    """The contents of some memory, to find what a call writes in it.
+    """The contents of some memory, stored to find what a call writes there.
 
     Args:
-        tensors: Tensors; the whole storage of each is watched.
-        disturb: Whether one low bit of finite floating-point numbers is flipped until `written`, another one
-            in each storage. So a call is seen too that writes what is there already, or copies one storage to
-            another: a warm-up on the same inputs did so before.
+        tensors: The tensors whose whole storages are compared.
+        disturb: Whether to flip one low bit of finite floating-point numbers until `written` is called, a
+            different bit in each storage. This also finds calls that write values which are there already, or
+            copy one storage to another, as after a warm-up on the same inputs.
     """
 
     def __init__(self, tensors: Iterable[torch.Tensor], *, disturb: bool) -> None:
@@ -169,9 +172,9 @@ class Contents:
             self._memory[storage_id(tensor)] = memory, before, memory.clone()
 
     def written(self) -> dict[int, torch.Tensor]:
-        """Return the former contents, as bytes, of each storage that was written, by `storage_id`.
+        """Return the previous contents, as bytes, of each storage that was written, by `storage_id`.
 
-        Memory that was not written has its former contents again.
+        Restore the previous contents of memory that was not written.
         """
         found: dict[int, torch.Tensor] = {}
         for storage, (memory, before, disturbed) in self._memory.items():

@@ -1,13 +1,13 @@
-"""`Order`: streams, events and asynchronous copies on a CPU, with a check for missing waits.
+"""`Order`: streams, events and asynchronous copies on a CPU, with checks for missing waits.
 
-Each stream has a vector clock: the work of every stream that its next work waits for. So has the host: work
-that it submits comes after all work that it waited for. Work on memory is compared with earlier work on the
-same memory. If one of the two writes, and neither waits for the other, a device may run them in either order.
-The tape raises an error at once, and its own order of the two does not matter, so a missing wait is always
-detected.
+Each stream has a vector clock: the work of every stream that its next work waits for. The host also has one,
+because work that it submits comes after all work that it waited for. Work on memory is compared with earlier
+work on the same memory. If one of the two writes, and neither waits for the other, a device may run them in
+either order, and the tape raises an error at once. The order in which the tape itself runs them does not
+matter, so a missing wait is always detected.
 
-An asynchronous copy from host memory is carried out as late as a device may: when work that waits for it
-begins. The host memory must not change until the host has waited for the copy.
+An asynchronous copy from host memory is carried out as late as a device might do it: when work that waits for
+it begins. The host memory must not change until the host has waited for the copy.
 
 Does not: change the order of work.
 """
@@ -34,7 +34,7 @@ from graphpact_tape.trees import tensors_of
 __tracebackhide__ = True
 
 _Clock = dict[int, int]
-_PRUNE_ABOVE = 1024  # tracked storages; above it, freed ones are dropped
+_PRUNE_ABOVE = 1024  # largest number of tracked storages; above it, freed ones are removed
 _VERB = {False: "reads", True: "writes"}
 
 
@@ -58,18 +58,18 @@ class TapeStream(Stream):
 
     @property
     def count(self) -> int:
-        """How many pieces of work the stream was given."""
+        """The number of pieces of work that were submitted to the stream."""
         return self.clock[self.number]
 
     def wait_event(self, event: Event) -> None:
         """Make later work of this stream wait for the work that ``event`` marks."""
-        assert isinstance(event, TapeEvent)  # noqa: S101  streams take events of their own driver
+        assert isinstance(event, TapeEvent)  # noqa: S101  a stream takes only events of its driver
         self._order.check_event(event)
         for number, count in event.clock.items():
             self.clock[number] = max(self.clock.get(number, 0), count)
 
     def wait_stream(self, stream: Stream) -> None:
-        """Make later work of this stream wait for all work that ``stream`` was given so far."""
+        """Make later work of this stream wait for all work submitted so far to ``stream``."""
         event = self._order.event()
         event.record(stream)
         self.wait_event(event)
@@ -90,7 +90,7 @@ class TapeEvent(Event):
         self._order = order
 
     def record(self, stream: Stream | None = None) -> None:
-        """Mark the work that ``stream`` was given so far."""
+        """Mark the work submitted so far to ``stream``."""
         stream = stream or self._order.current
         assert isinstance(stream, TapeStream)  # noqa: S101  as above
         self.clock, self.capture = dict(stream.clock), self._order.capture
@@ -116,9 +116,9 @@ class _Copy:
     """A copy from host memory that the host has not waited for.
 
     Args:
-        source: The tensor to read; held weakly, as a device does.
-        target: The tensor to write when the copy is carried out; None if it was carried out already.
-        stream: The stream that the copy was given to.
+        source: The tensor to read. It is held weakly, as on a device.
+        target: The tensor to write when the copy is carried out; None if this was done already.
+        stream: The stream to which the copy was submitted.
         line: The caller's line.
     """
 
@@ -137,56 +137,58 @@ class _Copy:
         return clock.get(self._stream, 0) >= self._count
 
     def reads(self, tensor: torch.Tensor) -> bool:
-        """Return whether the source and ``tensor`` have memory in common."""
+        """Return whether the source and ``tensor`` share memory."""
         (first, last), (begin, end) = self._extent, extent_of(tensor)
         return self._source.storage.cdata == storage_id(tensor) and first < end and begin < last
 
     def check(self, name_of: Callable[[torch.Tensor], str | None]) -> None:
-        """Raise if the contents of the source changed since the copy began."""
+        """Raise `ReplayError` if the contents of the source changed since the copy began."""
         source = self._source.revive()
-        # torch's allocator does not reuse freed pinned memory before the copy is done.
+        # Freed memory is valid: torch's allocator does not reuse pinned memory before the copy is done.
         if source is None or torch.equal(_bytes(source), _bytes(self._snapshot)):
             return
         name = name_of(source) or f"of {source.dtype} {tuple(source.shape)}"
         raise ReplayError(
             f"host memory {name} was rewritten while a copy from it was in flight; the copy began at"
             f" {self.line}",
-            hint="record an event after copy_async() and synchronize() it before writing the memory again;"
-            " two buffers in turn need an event each",
+            hint=(
+                "record an event after copy_async() and synchronize() it before writing the memory again; "
+                "if two buffers are used in turn, each needs an event"
+            ),
             rule="GP16",
         )
 
     def carry_out(self) -> None:
         if self._target is not None:
-            self._target.copy_(self._snapshot)  # equal to the source: `check` ran before
+            self._target.copy_(self._snapshot)  # equal to the source, because `check` ran before
             self._target = None
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    # A clone, since torch takes a tensor of one element for contiguous whatever its stride is.
+    # A clone, because torch treats a tensor of one element as contiguous whatever its stride is.
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
 
 
 class Order:
-    """The streams of one driver, the work that they were given, and the copies in flight.
+    """The streams of one driver, the work submitted to them, and the copies in flight.
 
     Attributes:
         capture: The number of the current capture, 0 outside a capture.
         is_broken: Whether an eager call runs between two segments of the capture.
         name_of: Returns the name of a tensor for messages, or None.
-        unwatched: Returns a context for work of this class itself, in which the guard allows all calls.
-        settle: Called before the host waits, with the work that it waits for by stream, or None for all.
+        unwatched: Returns a context for work of this class, in which the guard allows all calls.
+        settle: Called before the host waits, with the work to wait for by stream, or None for all work.
     """
 
     def __init__(self) -> None:
         self._numbers = itertools.count(1)
         self._main = TapeStream(self, 0)
-        self._of_thread = threading.local()  # each thread has a current stream of its own
+        self._of_thread = threading.local()  # each thread has its own current stream
         self._side: list[TapeStream] = []
         # The weak references keep a storage's id from being reused.
         self._accesses: dict[int, tuple[StorageWeakRef, list[_Access]]] = {}
         self._copies: list[_Copy] = []
-        self._host: _Clock = {}  # the work that the host waited for: what it submits later comes after it
+        self._host: _Clock = {}  # the work that the host waited for, before its later work
         self._begun: int | None = None  # the main stream's count at the beginning of the capture
         self.is_broken = False
         self._captures = itertools.count(1)
@@ -197,7 +199,7 @@ class Order:
 
     @property
     def current(self) -> Stream:
-        """The stream that new work of this thread goes to."""
+        """The stream to which new work of this thread goes."""
         stream: Stream = getattr(self._of_thread, "stream", self._main)
         return stream
 
@@ -218,20 +220,20 @@ class Order:
     # -- captures --------------------------------------------------------------------------------
 
     def begin_capture(self) -> None:
-        """Begin a capture, with no earlier work on any memory."""
+        """Begin a capture, in which no memory has earlier work."""
         self._accesses.clear()
         self._main.clock[0] += 1
         self._begun = self._main.count
         self.capture = next(self._captures)
 
     def end_capture(self) -> None:
-        """End the capture, successful or not, and drop its work."""
+        """End the capture, whether it succeeded or not, and discard its work."""
         self._accesses.clear()
         self._begun = None
         self.capture = 0
 
     def check_event(self, event: "TapeEvent") -> None:
-        """Raise if a capture waits for an event that it did not record."""
+        """Raise an error if a capture waits for an event that it did not record."""
         if self.capture and event.clock and event.capture != self.capture:
             raise CaptureError(
                 f"a capture waits for an event that was recorded outside it, at {Line()}",
@@ -241,11 +243,11 @@ class Order:
             )
 
     def check_joined(self) -> None:
-        """Raise if a side stream was given work that the main stream does not wait for."""
+        """Raise an error if a side stream has work that the main stream does not wait for."""
         for stream in self._side:
             if self._has_joined(stream) and self._main.clock.get(stream.number, 0) < stream.count:
                 raise CaptureError(
-                    "a side stream was given work and is not joined at the end of the region; its last"
+                    "a side stream has work and is not joined at the end of the region; its last"
                     f" work was at {stream.last_line}",
                     hint="call driver.current_stream().wait_stream(side) before the region returns",
                     rule="GP20",
@@ -264,18 +266,20 @@ class Order:
         line: Line,
         error: type[ContractError],
     ) -> None:
-        """Give the current stream work that reads ``read`` and writes ``written``.
+        """Submit work to the current stream that reads ``read`` and writes ``written``.
 
         Raises:
-            ContractError: Of the class ``error``: the work conflicts with work of another stream on the same
-                memory, and neither waits for the other.
+            ContractError: An ``error``: the work conflicts with work of another stream on the same memory,
+                and neither waits for the other.
         """
         stream = self.current
         assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
         if self._begun is not None and stream is not self._main and not self._has_joined(stream):
             raise error(
                 f"{what} runs on a stream that is not part of the capture, at {line}",
-                hint="call side.wait_stream(driver.current_stream()) before the side stream is given work",
+                hint=(
+                    "call side.wait_stream(driver.current_stream()) before submitting work to the side stream"
+                ),
                 rule="GP10",
             )
         stream.clock[stream.number] += 1
@@ -298,7 +302,7 @@ class Order:
         line: Line,
         error: type[ContractError],
     ) -> None:
-        """Give the current stream the work of ``func``; an operation that only makes views is none."""
+        """Submit the work of ``func`` to the current stream, unless it only makes views."""
         known = {storage_id(t) for t in given}
         made = [t for t in tensors_of(result) if storage_id(t) not in known]
         if written or made:
@@ -339,14 +343,14 @@ class Order:
         earlier.append(_Access(stream.number, stream.count, begin, end, writes, view, what, line))
 
     def point(self, what: str) -> Point:
-        """Give the current stream work that uses no memory, and return it."""
+        """Submit work that uses no memory to the current stream, and return it."""
         stream, line = self.current, Line()
         assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
         self.work(what, (), (), line, ReplayError)
         return Point(stream.number, stream.count, what, line)
 
     def comes_after(self, point: Point) -> bool:
-        """Return whether the current stream's next work waits for a piece of work."""
+        """Return whether the current stream's next work waits for ``point``."""
         stream = self.current
         assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
         return max(stream.clock.get(point.stream, 0), self._host.get(point.stream, 0)) >= point.place
@@ -354,7 +358,7 @@ class Order:
     # -- copies and waits ------------------------------------------------------------------------
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Begin a copy on the current stream; it is carried out as late as a device may."""
+        """Begin a copy on the current stream. It is carried out as late as a device might do it."""
         line = Line()
         stream = self.current
         assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
@@ -364,13 +368,13 @@ class Order:
             self._add(_Copy(source, target, stream, line))
 
     def keep_in_flight(self, source: torch.Tensor, line: Line) -> None:
-        """Treat ``source`` as read by the current stream's last work, until the host waits for that work."""
+        """Mark ``source`` as read by the current stream's last work until the host waits for that work."""
         stream = self.current
         assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
         self._add(_Copy(source, None, stream, line))
 
     def _add(self, copy: _Copy) -> None:
-        """Add a copy. It replaces earlier ones from the same memory on its stream, which finish before it."""
+        """Add a copy. It replaces earlier copies from the same memory on its stream, which finish first."""
         for earlier in self._copies:
             if earlier.place == copy.place:
                 earlier.carry_out()
@@ -386,11 +390,11 @@ class Order:
                     copy.carry_out()
 
     def synchronize(self, clock: _Clock | None = None) -> None:
-        """Make the host wait for the work before ``clock``, or for all work."""
+        """Make the host wait for the work up to ``clock``, or for all work."""
         if self._begun is not None and not self.is_broken:
             raise CaptureError(
                 f"the host waits for the device while a graph is recorded, at {Line()}",
-                hint="wait before or after the replay; inside a graph, only streams wait for each other",
+                hint="wait before or after the replay; inside a graph, only streams may wait for each other",
                 rule="GP20",
             )
         self.settle(clock)
@@ -400,7 +404,7 @@ class Order:
         self.finish_copies(clock)
 
     def finish_copies(self, clock: _Clock | None = None) -> None:
-        """Carry out the copies before ``clock``, or all: the host need not wait for them any more."""
+        """Finish the copies up to ``clock``, or all copies; the host need not wait for them any more."""
         with self.unwatched():
             self._check_copies()
             for copy in self._copies:
@@ -409,7 +413,7 @@ class Order:
         self._copies = [c for c in self._copies if not (clock is None or c.is_before(clock))]
 
     def copy_in_flight(self, source: torch.Tensor) -> Line | None:
-        """Return the line of a copy from ``source`` that the host has not waited for, or None."""
+        """Return the code line of a copy from ``source`` that the host has not waited for, or None."""
         return next((copy.line for copy in self._copies if copy.reads(source)), None)
 
     def _check_copies(self) -> None:

@@ -1,11 +1,11 @@
 """Operations of torch whose out-variant computes the same bits as the operation itself.
 
-An out-variant has the name and the arguments of the operation and writes into a given tensor. Torch does not
-promise more: ``native_batch_norm.out`` of an input that is not contiguous computes something else. So a tape
-trusts the ones listed here alone. ``test_outs.py`` compares each of them with the operation, over layouts,
-dtypes and sizes; an operation is added here together with its samples there.
+An out-variant has the name and the arguments of the operation and writes into a given tensor. Torch promises
+nothing else: ``native_batch_norm.out`` computes other values for an input that is not contiguous. Therefore a
+tape uses only the out-variants listed here. ``test_outs.py`` compares each of them with the operation, for
+several layouts, dtypes and sizes. To add an operation here, add samples for it there.
 
-Does not: list operations for which nothing is gained, as those that draw random numbers.
+Does not: list operations for which an out-variant has no advantage, such as those that draw random numbers.
 """
 
 from typing import Any

@@ -1,11 +1,11 @@
-"""Refuse access of the host to memory of device tensors that bypasses the modes of torch.
+"""Refuse host access to memory of device tensors that bypasses torch's modes.
 
-A DLPack capsule, and some methods of a storage, give memory away, read it or write it, and nothing is
-dispatched. `numpy.from_dlpack` and `torch.from_dlpack` call `Tensor.__dlpack__`, which `HostReadGuard` sees.
-What makes the capsule without it is replaced while a region is recorded. Other reads and writes of a storage
-are dispatched as ``set_``.
+A DLPack capsule and some methods of a storage export, read or write memory without dispatching an operation.
+`numpy.from_dlpack` and `torch.from_dlpack` call `Tensor.__dlpack__`, which `HostReadGuard` sees. Functions
+that make a capsule without that call are replaced while a region is recorded. Other reads and writes of a
+storage are dispatched as ``set_``.
 
-Does not: see a use of an address; `HostReadGuard` notes which memory it was taken of.
+Does not: see how an address is used; `HostReadGuard` notes the memory whose address was taken.
 """
 
 import contextlib

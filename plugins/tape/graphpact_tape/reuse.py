@@ -1,12 +1,12 @@
 """Reuse of memory inside a fast tape: tensors that are never needed at the same time share a storage.
 
-Only private memory is reused: allocated by the region, written before it is read, of no tensor that is held
-outside of the record when the capture ends, and of none whose address the region asked for. So outputs, the
-arguments and results of eager calls, and tensors that the region gave to somebody keep their addresses and
-contents, and so does memory that a kernel may find by a number.
+Only private memory is reused. It is allocated by the region and written before it is read; no tensor with
+this memory exists outside of the record when the capture ends; and the region did not request its address. So
+outputs, the arguments and results of eager calls, tensors that the region passed to other code, and memory
+that a kernel may access by an address keep their addresses and contents.
 
-A tensor moves to the begin of the other storage, at its own offset and strides. So a kernel sees the same
-alignment as before, and computes the same bits.
+A tensor keeps its offset and strides in the other storage. So a kernel sees the same alignment as before, and
+computes the same bits.
 
 Does not: reuse memory between tapes, or in strict mode, which poisons the memory of each tensor.
 """
@@ -28,7 +28,7 @@ from graphpact_tape.trees import map_tensors, tensors_of
 __tracebackhide__ = True
 
 _LARGEST_ELEMENT = 16
-"""Bytes of the largest element, a complex128."""
+"""Bytes of the largest element, which is a complex128."""
 
 
 def private_memory(recording: Recording, nodes: Sequence[Node]) -> set[int]:
@@ -38,19 +38,20 @@ def private_memory(recording: Recording, nodes: Sequence[Node]) -> set[int]:
         recording: The recording, which still holds all memory of the region.
         nodes: Its nodes and eager calls, in order.
     """
-    aliases: dict[int, set[int]] = {}  # the tensors of the recording by storage; each holds it once
+    aliases: dict[int, set[int]] = {}  # the tensors of the recording by storage; each has one reference to it
     flipped: set[int] = set()
     for call in (call for segment in recording.segments for call in segment.calls):
         for t in tensors_of((call.args, call.kwargs, call.result, call.made)):
             aliases.setdefault(storage_id(t), set()).add(id(t))
-            if t.is_conj() or t.is_neg():  # a property of the tensor, beside its layout
+            if t.is_conj() or t.is_neg():  # a property of the tensor in addition to its layout
                 flipped.add(storage_id(t))
     first: dict[int, bool] = {}  # whether the first node that uses a storage writes it
     for node in nodes:
         for storage in memory_of(node):
             first.setdefault(storage, storage in memory_written_by(node))
-    # Each tensor holds its storage, and so does `own`. Outputs, and what eager calls were given and gave, are
-    # tensors beside the aliases of the record, as are those that somebody else holds.
+    # Each tensor has a reference to its storage, and so has `own`. Outputs, and the arguments and results of
+    # eager calls, are additional tensors beside the aliases of the record, as are tensors that other code
+    # holds.
     return {
         storage
         for storage, held in aliases.items()
@@ -65,12 +66,12 @@ def private_memory(recording: Recording, nodes: Sequence[Node]) -> set[int]:
 def in_shared_memory(
     nodes: Sequence[Node], own: dict[int, torch.UntypedStorage], private: set[int]
 ) -> list[Node]:
-    """Return the nodes with tensors of private memory moved to storages that several of them share.
+    """Return the nodes with tensors in private memory moved to shared storages.
 
     Args:
         nodes: The nodes and eager calls of a tape, in order.
         own: The memory of the tape, by `storage_id`.
-        private: The storages that may be replaced by others; see `private_memory`.
+        private: The storages that may be replaced; see `private_memory`.
     """
     spans: dict[int, tuple[int, int]] = {}  # the first and the last node that uses a storage
     for at, node in enumerate(nodes):
@@ -102,9 +103,11 @@ def in_shared_memory(
 
 
 def _homes(spans: dict[int, tuple[int, int]], own: dict[int, torch.UntypedStorage]) -> dict[int, int]:
-    """Return by storage the storage to use instead; the largest find their place first."""
+    """Return the replacement of each storage. The largest storages are placed first."""
     homes: dict[int, int] = {}
-    taken: dict[int, list[tuple[int, int]]] = {}  # by home: disjoint spans, ascending
+    taken: dict[
+        int, list[tuple[int, int]]
+    ] = {}  # for each replacement, the disjoint spans in ascending order
     for storage in sorted(spans, key=lambda each: -own[each].nbytes()):
         span = spans[storage]
         for home, used in taken.items():
@@ -122,9 +125,10 @@ def _homes(spans: dict[int, tuple[int, int]], own: dict[int, torch.UntypedStorag
 
 
 def _can_hold(home: torch.UntypedStorage, storage: torch.UntypedStorage) -> bool:
-    """Return whether tensors of ``storage`` can be in ``home``, which is at least as large.
+    """Return whether tensors in ``storage`` can move to ``home``, which is at least as large.
 
-    Operations that copy the whole storage of a tensor, such as ``slice_scatter``, need whole elements in it.
+    Operations that copy the whole storage of a tensor, such as ``slice_scatter``, need a storage that
+    consists of whole elements.
     """
     element = math.gcd(storage.nbytes(), _LARGEST_ELEMENT)
     return home.device == storage.device and home.nbytes() % element == 0

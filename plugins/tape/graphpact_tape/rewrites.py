@@ -1,11 +1,11 @@
-"""Rewrites of a tape's nodes into cheaper ones that write the same bits.
+"""Replace nodes of a tape by cheaper ones that write the same bits.
 
-- A concatenation is replaced by copies into slices of its result. An operation that computes nothing but an
-  input of it computes into the slice.
-- A Python number that an elementwise operation takes becomes a tensor. Torch would make one in each call.
+- A concatenation is replaced by copies into slices of its result. If an operation only computes an input of
+  the concatenation, it writes directly into the slice.
+- A Python number in an elementwise operation becomes a tensor. Otherwise torch would make one in each call.
 - ``x ** 2`` becomes ``x * x``, as torch computes it.
 
-Does not: reorder, or change how an element is rounded.
+Does not: reorder nodes, or change how an element is rounded.
 """
 
 from collections import Counter
@@ -24,9 +24,11 @@ __tracebackhide__ = True
 _aten = torch.ops.aten
 
 _MOST_PARTS = 4
-"""Inputs of a concatenation up to which copies into slices are cheaper than its kernel."""
+"""The largest number of inputs for which copies into slices are cheaper than the kernel of a
+concatenation.
+"""
 
-# Each element is computed by itself and rounded once, so the layout of the result makes no difference.
+# Each element is computed separately and rounded once, so the layout of the result makes no difference.
 _SAME_IN_ANY_LAYOUT = frozenset(
     {_aten.neg.out, _aten.abs.out, _aten.mul.out, _aten.add.out, _aten.sub.out, _aten.div.out}
 )
@@ -36,7 +38,7 @@ _SAME_IN_ANY_LAYOUT = frozenset(
 _TAKE_NUMBERS = frozenset({_aten.add.out, _aten.sub.out, _aten.mul.out, _aten.div.out})
 _FLOATS = (torch.float32, torch.float64)
 _INTEGERS = (torch.int32, torch.int64)
-_FITS = 1 << 31  # integers below it are numbers of both
+_FITS = 1 << 31  # both dtypes represent all integers below it
 
 
 def memory_of(node: Node) -> set[int]:
@@ -45,7 +47,7 @@ def memory_of(node: Node) -> set[int]:
 
 
 def memory_written_by(node: Node) -> set[int]:
-    """Return the storages that a node writes, as far as its schema says."""
+    """Return the storages that a node writes according to its schema."""
     op, args, kwargs = node
     if isinstance(op, RunAndCopy):
         return {storage_id(t) for t in op.outputs if t is not None}
@@ -55,12 +57,12 @@ def memory_written_by(node: Node) -> set[int]:
 
 
 def rewritten(nodes: Sequence[Node], own: dict[int, torch.UntypedStorage], private: set[int]) -> list[Node]:
-    """Return nodes that write the same bits to all memory but intermediates of concatenations.
+    """Return cheaper nodes that write the same bits, except to intermediates of concatenations.
 
     Args:
-        nodes: The nodes of a tape, with overloads as operations.
-        own: The memory of the tape, by `storage_id`. The tensors that are made of numbers are added.
-        private: Storages that nothing but these nodes reads.
+        nodes: The nodes of a tape, whose operations are overloads.
+        own: The memory of the tape, by `storage_id`. Tensors that replace numbers are added to it.
+        private: Storages that only these nodes read.
     """
     numbers: dict[tuple[Any, ...], torch.Tensor] = {}
     cheaper = [_cheaper(node, numbers) for node in _in_slices(nodes, private)]
@@ -77,7 +79,7 @@ def _tensors(node: Node) -> list[torch.Tensor]:
 def _in_slices(nodes: Sequence[Node], private: set[int]) -> list[Node]:
     """Return the nodes with concatenations replaced by writes into slices of their results."""
     uses = Counter(storage for node in nodes for storage in memory_of(node))
-    made: dict[int, int] = {}  # by the tensor's identity: the index of the node that computes it
+    made: dict[int, int] = {}  # the index of the node that computes a tensor, by the tensor's identity
     replaced: dict[int, list[Node]] = {}
     seen: set[int] = set()
     for at, (op, args, kwargs) in enumerate(nodes):
@@ -108,7 +110,7 @@ def _in_slices(nodes: Sequence[Node], private: set[int]) -> list[Node]:
 
 
 def _can_be_copied(parts: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
-    """Return whether copies of ``parts`` make the concatenation ``out``, and cost less."""
+    """Return whether copies of ``parts`` give the concatenation ``out`` and cost less."""
     overlaps = storage_id(out) in {storage_id(t) for t in parts}
     return (
         len(parts) <= _MOST_PARTS
@@ -118,17 +120,20 @@ def _can_be_copied(parts: Sequence[torch.Tensor], out: torch.Tensor) -> bool:
 
 
 def _is_only_for(part: torch.Tensor, producer: Node, uses: Counter[int], private: set[int]) -> bool:
-    """Return whether ``producer`` computes all of ``part``, which one other node reads and nothing else."""
+    """Return whether ``producer`` computes all of ``part``, and only one other node reads it."""
     storage = storage_id(part)
     inputs = {storage_id(t) for t in tensors_of(producer[1])}
     return storage in private and uses[storage] == 2 and storage not in inputs
 
 
 def _cheaper(node: Node, numbers: dict[tuple[Any, ...], torch.Tensor]) -> Node:
-    """Return a node with a number as a tensor, one of ``numbers``, or a square as a product."""
+    """Return a cheaper node with the same result.
+
+    A number becomes a tensor from the cache ``numbers``, and ``x ** 2`` becomes ``x * x``.
+    """
     op, args, kwargs = node
     if op in _TAKE_NUMBERS and _is_exact(args[1], args[0], is_divisor=op is _aten.div.out):
-        key = args[1], str(args[1]), args[0].dtype, args[0].device  # the text: 0.0 == -0.0
+        key = args[1], str(args[1]), args[0].dtype, args[0].device  # the text, because 0.0 == -0.0
         if key not in numbers:
             numbers[key] = torch.tensor(args[1], dtype=args[0].dtype, device=args[0].device)
         return op, (args[0], numbers[key], *args[2:]), kwargs
@@ -138,7 +143,7 @@ def _cheaper(node: Node, numbers: dict[tuple[Any, ...], torch.Tensor]) -> Node:
 
 
 def _is_exact(number: Any, other: Any, *, is_divisor: bool) -> bool:
-    """Return whether ``number`` as a tensor of the dtype of ``other`` gives the same result."""
+    """Return whether ``number`` gives the same result as a tensor of the dtype of ``other``."""
     if not isinstance(other, torch.Tensor) or not other.dim():
         return False
     if type(number) is float:

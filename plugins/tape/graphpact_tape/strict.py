@@ -1,16 +1,17 @@
 """The strict tape: detects wrong use of graphs that a GPU does not report.
 
-- Memory that a graph allocated, its outputs too, is poisoned before each of its replays, and when another
-  graph of the driver replays.
-- External memory is held weakly, as a CUDA graph holds it. If it was freed, moved or shrank, a replay raises
-  instead of reading invalid memory.
+- Memory that a graph allocated, including its outputs, is poisoned before each of its replays, and when
+  another graph of the driver replays.
+- External memory is referenced weakly, as in a CUDA graph. If it was freed, moved or shrank, a replay raises
+  an error instead of reading invalid memory.
 - A capture refuses writes to memory that the lane did not declare, and any use of memory that another
   graph's capture allocated.
-- Writes of a capture to external memory are undone, because a capture on a GPU records and does not run.
+- Writes of a capture to external memory are undone, because a capture on a GPU records work without running
+  it.
 - Each graph is replayed twice at capture, on the same inputs. The results differ if a counter or a flag is
   not reset inside the graph. Eager calls between its segments run in both replays.
 - Streams and asynchronous copies are checked for missing waits: see `graphpact_tape.order`.
-- Tasks are each updated once before a replay: see `graphpact_tape.tasks`.
+- Each task must be updated once before a replay: see `graphpact_tape.tasks`.
 
 Does not: know the correct contents of a tensor; verification compares contents.
 """
@@ -59,7 +60,7 @@ __tracebackhide__ = True
 
 
 class _External:
-    """A weakly held external tensor, with the address and size of its storage at capture."""
+    """A weak reference to an external tensor, with the address and size of its storage at capture."""
 
     def __init__(self, tensor: torch.Tensor, name: str | None, first_use: str) -> None:
         storage = tensor.untyped_storage()
@@ -85,7 +86,7 @@ class _External:
         return tensor
 
     def gone(self, how: str, error: type[ContractError] = ReplayError) -> ContractError:
-        """Return the error for memory that the graph uses and that ``how`` describes, such as "was freed"."""
+        """Return the error for memory that the graph uses and that ``how``, such as "was freed"."""
         return error(
             f"{self.name} {how}, but the graph uses its captured address: {self.first_use}",
             hint="keep the tensor for as long as the graph, allocate it at its largest size before capture,"
@@ -95,10 +96,10 @@ class _External:
 
 
 class _Rebound(_External):
-    """A tensor that an update rebound, held weakly until the replay."""
+    """A weak reference to a tensor that an update rebound, used until the replay."""
 
     def gone(self, how: str, error: type[ContractError] = ReplayError) -> ContractError:
-        """Return the error for memory that the replay reads and that ``how`` describes."""
+        """Return the error for memory that the replay reads. ``how`` says what happened to it."""
         return error(
             f"{self.name} {how}, but the replay reads its address: {self.first_use}",
             hint="keep the tensor until the replay has run, for instance until the next update, and update"
@@ -108,25 +109,25 @@ class _Rebound(_External):
 
 
 def hold_weakly(what: str, tensor: torch.Tensor) -> _Rebound:
-    """Hold a rebound tensor of a task weakly, as a graph holds its memory."""
+    """Return a weak reference to a rebound tensor of a task, as a graph has for its memory."""
     return _Rebound(tensor, what, f"the update at {Line()} gave it")
 
 
 @dataclass(frozen=True, slots=True)
 class _Borrowed:
-    """A placeholder in the record for an external tensor, which is held weakly."""
+    """A placeholder in the record for an external tensor, to which only a weak reference exists."""
 
     which: int  # index of the external tensor
 
 
 @dataclass(slots=True)
 class _StrictNode:
-    """A call that a replay makes; its external tensors are filled in at the replay."""
+    """A call that a replay makes. The replay inserts its external tensors."""
 
     op: Callable[..., Any]
     leaves: list[Any]
     spec: pytree.TreeSpec
-    borrowed: list[tuple[int, int]]  # index among the leaves, and index of the external tensor
+    borrowed: list[tuple[int, int]]  # pairs of index among the leaves and index of the external tensor
     what: str
     line: Line
 
@@ -150,13 +151,15 @@ class _StrictNode:
         except Exception as error:
             raise PoisonError(
                 f"{self.what}, recorded at {self.line}, fails at replay: {error}",
-                hint="it was recorded with other contents of its tensors; poison is NaN, or a number near"
-                f" {poison_of(torch.int32)}",
+                hint=(
+                    "at capture its tensors had other contents; poison is NaN, or a number near "
+                    f"{poison_of(torch.int32)}"
+                ),
             ) from error
 
 
 class StrictRecorder(Recorder):
-    """A recorder that holds external memory weakly and refuses writes to memory that was not declared."""
+    """A recorder that refers to external memory weakly and refuses writes to undeclared memory."""
 
     def __init__(
         self,
@@ -183,7 +186,7 @@ class StrictRecorder(Recorder):
 
     @contextlib.contextmanager
     def recording(self) -> Iterator[None]:
-        """Check the rules that need the end of the region, and undo its writes to external memory."""
+        """Check the rules that apply at the end of the region, and undo its writes to external memory."""
         self.shared.order.begin_capture()
         try:
             yield
@@ -220,7 +223,7 @@ class StrictRecorder(Recorder):
         return result
 
     def kept(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the argument that the operation uses: a copy if a kernel takes ``tensor`` by value."""
+        """Return the argument that replaces ``tensor`` in the call: a copy if a kernel takes it by value."""
         if self.owns(tensor) or not self.host.is_number(tensor):
             return tensor
         if any(storage_id(tensor) == storage for storage, *_ in self._known):
@@ -228,13 +231,13 @@ class StrictRecorder(Recorder):
         return self.constant(tensor)
 
     def held(self, tensor: torch.Tensor) -> Any:
-        """Return an alias of ``tensor`` for the record, or a placeholder if it is external."""
+        """Return an alias of ``tensor`` for the record, or a placeholder if ``tensor`` is external."""
         if self.owns(tensor) or not tensor.numel():
             return super().held(tensor)
         return _Borrowed(self.borrow(tensor))
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run ``fn(*args)`` outside the graph and return its result; the host may wait in it."""
+        """Run ``fn(*args)`` outside the graph and return its result. The host may wait during the call."""
         self.shared.order.is_broken = True
         try:
             return super().eager_call(fn, args)
@@ -249,11 +252,11 @@ class StrictRecorder(Recorder):
             self.pool.setdefault(storage_id(t), whole(t.untyped_storage(), t.dtype, t.device))
 
     def borrow(self, tensor: torch.Tensor, first_use: str | None = None) -> int:
-        """Return the index of the external tensor ``tensor``; add it if it is new.
+        """Return the index of the external tensor ``tensor``, after adding it if it is new.
 
         Args:
             tensor: The tensor.
-            first_use: For messages; the current operation by default.
+            first_use: The first use of the tensor, for messages; by default the current operation.
         """
         place = place_in_memory(tensor)
         if place not in self._known:
@@ -269,13 +272,13 @@ class StrictRecorder(Recorder):
         written: list[torch.Tensor],
         changed: dict[int, torch.Tensor],
     ) -> list[torch.Tensor]:
-        """Return the arguments that ``func`` wrote although its schema does not say so, with the same checks.
+        """Return the arguments that ``func`` wrote without a mark in its schema, after checking these writes.
 
         Args:
-            func: The operation, which has run.
+            func: The operation, which has already run.
             given: The tensors among its arguments.
-            written: Those that it is known to write.
-            changed: The former contents of the storages that it wrote.
+            written: The tensors that it is known to write.
+            changed: The previous contents of the storages that it wrote.
         """
         known = {storage_id(t) for t in written}
         hidden = [t for t in given if storage_id(t) in changed and storage_id(t) not in known]
@@ -287,12 +290,12 @@ class StrictRecorder(Recorder):
     def _check_write(
         self, what: str, tensor: torch.Tensor, before: Mapping[int, torch.Tensor] | None = None
     ) -> None:
-        """Refuse a write to external memory that is not declared, and note how to undo one that is.
+        """Refuse a write to undeclared external memory; for declared memory, note how to undo the write.
 
         Args:
-            what: Who writes, for messages.
-            tensor: The memory.
-            before: The contents of storages before the write, as bytes, if it has happened.
+            what: The operation that writes, for messages.
+            tensor: The memory that is written.
+            before: The contents of storages before the write, as bytes, if the write has happened already.
         """
         storage = storage_id(tensor)
         self.changed.add(self.borrow(tensor))
@@ -321,7 +324,7 @@ class StrictRecorder(Recorder):
 
 
 class StrictTape(Graph):
-    """A graph of recorded operations that checks external memory, and poisons its own, at every replay."""
+    """A graph of recorded operations. Every replay checks external memory and poisons the graph's memory."""
 
     def __init__(self, recorder: StrictRecorder, recording: Recording) -> None:
         self.outputs = recording.outputs
@@ -346,7 +349,7 @@ class StrictTape(Graph):
         )
         for tensor in tensors_of(self.outputs):
             if not recorder.owns(tensor) and tensor.numel():
-                recorder.borrow(tensor, "it is returned")
+                recorder.borrow(tensor, "the function is returned")
         self.tasks = recording.tasks
         self._released = False
         self.outputs_stand = False
@@ -363,12 +366,12 @@ class StrictTape(Graph):
         self._shared.tasks.launch(self.tasks, self._submit, lambda: self._run(contextlib.nullcontext()))
 
     def rehearse(self) -> None:
-        """Replay with uninitialised memory of the eager calls poisoned, so that replays are comparable."""
+        """Replay with poison in uninitialised memory of the eager calls, so that replays are comparable."""
         self._submit()
         self._run(_PoisonedEmpty())  # type: ignore[no-untyped-call]  # torch has no annotation here
 
     def _submit(self) -> None:
-        """Order a replay after earlier work, and poison the memory that it may overwrite."""
+        """Submit a replay after earlier work, and poison the memory that it may overwrite."""
         if self._released:
             raise EngineError("a released tape was replayed", hint="capture the shape again")
         with torch.inference_mode():
@@ -396,7 +399,7 @@ class StrictTape(Graph):
         self.outputs_stand = False
 
     def given(self) -> list[torch.Tensor]:
-        """Return the external tensors among the arguments of its eager calls, which may write them."""
+        """Return the external tensors that are arguments of the graph's eager calls, which may write them."""
         calls = [node for node in self._nodes if isinstance(node, EagerCall)]
         own = self.pool.keys() | self._results.keys()
         return [t for t in plain_tensors(tensors_of([c.args for c in calls])) if storage_id(t) not in own]
@@ -415,9 +418,9 @@ class StrictTape(Graph):
         self.pool_nbytes = 0
 
     def external_tensors(self) -> list[torch.Tensor]:
-        """Return the external tensors that are alive: those of operations and outputs in other memory.
+        """Return the external tensors of operations and outputs that are still alive.
 
-        Where one is gone, a replay raises.
+        A replay raises an error if one is not alive.
         """
         alive = []
         for external in self.external:
@@ -443,7 +446,7 @@ class _PoisonedEmpty(DispatchMode):
 
 
 class _PreparationWatch(Watcher):
-    """A dispatch mode for the preparation of a replay: refuses writes to protected memory, and orders work.
+    """A dispatch mode for the preparation of a replay. It refuses writes to protected memory and orders work.
 
     Args:
         guard: The function mode that is active together with it.
@@ -482,14 +485,14 @@ class _PreparationWatch(Watcher):
             if (name := self._protected.get(storage_id(tensor))) is not None:
                 raise self.guard.refusal(
                     f"{what} {name}, which the preparation of a replay may only read,",
-                    "write slots alone: the batch, and other memory that graphs read, are read-only here; a"
-                    " slot of the role constant is written once, by its contents",
+                    "write only slots: the batch and other memory that graphs read are read-only here; a "
+                    "slot of the role constant is written once, by its contents",
                     "GP19",
                 )
 
 
 class StrictShared:
-    """The shared state of one driver's strict tapes: their pools, and the order of all work."""
+    """The state that all strict tapes of one driver share: their pools, and the order of all work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -500,7 +503,7 @@ class StrictShared:
         self.generator = default_generator(device)
         self._tapes: weakref.WeakSet[StrictTape] = weakref.WeakSet()
         self._guard: HostReadGuard | None = None
-        # Tensors that hooks made on the host stay host tensors in later preparations.
+        # Tensors that hooks made on the host are still host tensors in later preparations.
         self._host = HostMemory(strict=True)
 
     def pools(self) -> set[int]:
@@ -508,7 +511,7 @@ class StrictShared:
         return {storage for tape in self._tapes for storage in tape.pool}
 
     def keep(self, tape: StrictTape, memory: DeclaredMemory, armed: list[torch.Tensor]) -> StrictTape:
-        """Register ``tape``, check that two replays of it give the same result, and return it.
+        """Register ``tape``, check that two replays give the same result, and return ``tape``.
 
         Args:
             tape: The captured graph.
@@ -516,7 +519,7 @@ class StrictShared:
             armed: The contents of the workspaces before the first run of the region.
 
         Raises:
-            CaptureError: Its second replay differs from its first.
+            CaptureError: The second replay differs from the first one.
         """
         self._tapes.add(tape)
         if memory.refreshed:
@@ -525,7 +528,7 @@ class StrictShared:
         return tape
 
     def begin_replay(self, tape: StrictTape, external: list[torch.Tensor]) -> None:
-        """Order a replay after earlier work, and poison the pools that it may overwrite."""
+        """Submit a replay after earlier work, and poison the pools that it may overwrite."""
         self.order.carry_out()
         self.order.work(
             "a replay",
@@ -541,7 +544,7 @@ class StrictShared:
 
     @contextlib.contextmanager
     def watching(self, guard: HostReadGuard) -> Iterator[None]:
-        """Make ``guard`` the active guard for the duration of the context."""
+        """Make ``guard`` the active guard during the context."""
         self._guard = guard
         try:
             yield
@@ -555,9 +558,10 @@ class StrictShared:
         host: Iterable[torch.Tensor],
         read_only: Iterable[torch.Tensor],
     ) -> Iterator[None]:
-        """Refuse host reads of device tensors and writes to read-only memory in a preparation.
+        """Refuse host reads of device tensors and writes to read-only memory during a preparation.
 
-        Read-only are ``read_only``, and memory that graphs use and that is neither refreshed nor a workspace.
+        Read-only memory is ``read_only``, and all memory that graphs use except refreshed memory and
+        workspaces.
         """
         self._learn(memory, host)
         self.tasks.preparation += 1
@@ -580,7 +584,8 @@ class StrictShared:
     def unprepared(self, memory: DeclaredMemory, host: Iterable[torch.Tensor]) -> Iterator[None]:
         """Note which tensors are made on the host, for later preparations.
 
-        The eager work that follows is not watched, so copies of the hooks are done before it, as on a stream.
+        The eager work that follows is not checked. Copies that hooks began are finished before it, as on a
+        stream.
         """
         self._learn(memory, host)
         with two_memories(self._host, self._device):
@@ -592,7 +597,7 @@ class StrictShared:
         self._host.add([*memory.host, *host])
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor, *, capturing: bool) -> None:
-        """Copy as late as a device may; in a capture, record the copy as a part of the graph."""
+        """Copy as late as a device might do it; in a capture, record the copy as a part of the graph."""
         guard = self._guard
         if capturing and guard is not None:
             guard.host.add([source])
@@ -607,7 +612,7 @@ class StrictShared:
     def update_task(
         self, key: TaskKey, updated: Mapping[str, Any], rebound: Mapping[str, torch.Tensor]
     ) -> None:
-        """Update a task; in a preparation refuse values of device tensors, for which the host would wait."""
+        """Update a task; in a preparation, refuse device tensors as values, because the host would wait."""
         for tensor in tensors_of(dict(updated)):
             if self._guard is not None and tensor not in self._guard.host:
                 raise self._guard.host_read("an update of a task")
@@ -615,22 +620,22 @@ class StrictShared:
             self.tasks.update(key, updated, rebound)
 
     def hold(self, what: str, tensor: torch.Tensor) -> "_Rebound":
-        """Hold a rebound tensor of a task weakly.
+        """Return a weak reference to a rebound tensor of a task.
 
         Raises:
-            ReplayError: It is memory that a graph's capture allocated.
+            ReplayError: The tensor is in memory that a graph's capture allocated.
         """
         if storage_id(tensor) in self.pools():
             raise ReplayError(
                 f"{what} is rebound to memory that a graph's capture allocated, at {Line()}",
-                hint="every replay may overwrite it: copy the tensor into memory of its own",
+                hint="every replay may overwrite it: copy the tensor to other memory",
                 rule="GP15",
             )
         return hold_weakly(what, tensor)
 
     @contextlib.contextmanager
     def unwatched(self) -> Iterator[None]:
-        """Allow all calls for the duration of the context."""
+        """Allow all calls during the context."""
         guard = self._guard
         if guard is None or guard.paused:
             yield
@@ -648,13 +653,13 @@ def _check_rearmed(
     armed: list[torch.Tensor],
     generator: torch.Generator,
 ) -> None:
-    """Replay twice on the same inputs, from workspaces as before the first run, and undo both replays.
+    """Replay twice on the same inputs, with workspaces as before the first run, and undo both replays.
 
-    Inputs are the memory that the graph writes and that every step refreshes. Eager calls may write all
-    declared memory, and their arguments.
+    The inputs are memory that the graph writes and every step refreshes. Eager calls may write all declared
+    memory and their arguments.
 
     Raises:
-        CaptureError: The results differ: replays advance some state, and none resets it.
+        CaptureError: The results differ, because replays change some state and nothing resets it.
     """
     is_broken = tape.num_segments > 1
     inputs = [t for t in (*memory.refreshed, *memory.caches) if is_broken or tape.writes(t)]
@@ -687,7 +692,9 @@ def _check_rearmed(
         where = f"; a replay leaves changed: {', '.join(moved)}" if moved else ""
         raise CaptureError(
             f"a second replay on the same inputs gives another result{where}",
-            hint="reset counters and flags inside the graph, before their first use: the host set them once,"
-            " and a replay does not repeat that",
+            hint=(
+                "reset counters and flags inside the graph, before their first use: the host set them only "
+                "once, and a replay does not repeat host work"
+            ),
             rule="GP18",
         )

@@ -1,12 +1,12 @@
 """`StrictObserver`: poisons memory that a replay must not read, so that every read of it is detected.
 
-A stale row usually holds a valid address or a plausible value. A kernel that reads it by mistake gives no
-error and often the same output. A strict lane holds poison there instead. Before a replay is prepared, the
-observer poisons all slots that the preparation has to write. Rows that are still poison afterwards were not
-written in this step. Unowned memory (see `Ownership`) is poison all the time.
+A stale row usually contains a valid address or a plausible value. A kernel that reads it by mistake raises no
+error and often computes the same output. In a strict lane such a row contains poison instead. Before a replay
+is prepared, the observer poisons all slots that the preparation has to write. Rows that are still poison
+afterwards were not written in this step. Unowned memory (see `Ownership`) always contains poison.
 
-It observes captures, the hooks that prepare a replay, and the whole step. `graphpact_tape.strict` has the
-checks that the driver makes itself.
+It observes captures, the hooks that prepare a replay, and the whole step. The checks of the driver itself are
+in `graphpact_tape.strict`.
 
 Does not: know the correct contents of a tensor; verification compares contents.
 """
@@ -38,8 +38,8 @@ class StrictObserver:
     """The observer of a strict lane: ``Lane(..., driver=driver, observers=[driver.strict_observer()])``.
 
     Args:
-        driver: The lane's driver, in its strict mode.
-        ownership: Which memory outside the lane is unowned; None where that is not known.
+        driver: The lane's driver, in strict mode.
+        ownership: Knows which memory outside the lane is unowned; None if that is unknown.
     """
 
     def __init__(self, driver: GraphDriver, ownership: Ownership | None = None) -> None:
@@ -51,7 +51,7 @@ class StrictObserver:
 
     @hookimpl(wrapper=True)
     def capture(self, lane: Lane, shape: GraphShape) -> _Around:
-        """Refuse a capture that wrote a constant, and a graph that reads metadata outside of slots."""
+        """Refuse a capture that wrote a constant, or a graph that reads metadata outside of slots."""
         fixed = [slot for slot in lane.registry or () if slot.role == "constant"]
         before = [None if slot.buffer is None else slot.buffer.clone() for slot in fixed]
         captured: CapturedShape = yield
@@ -60,8 +60,10 @@ class StrictObserver:
             if slot.buffer is not None and contents is not None and not equal(slot.buffer, contents):
                 raise CaptureError(
                     f"lane {lane.name!r}: the capture of {shape} wrote {slot.label}, a constant",
-                    hint="write it by `contents` only; a value that differs by shape is a host number of the"
-                    " metadata, or an element of a constant index",
+                    hint=(
+                        "only `contents` may write it; a value that depends on the shape must be a host "
+                        "number of the metadata, or an element of a constant index"
+                    ),
                     rule="GP19",
                 )
         return captured
@@ -96,7 +98,7 @@ class StrictObserver:
             if isinstance(error, ContractError) or (
                 isinstance(error, GraphpactError) and error.__cause__ is None
             ):
-                raise  # graphpact's own error, which no other error caused
+                raise  # an error of graphpact that no other error caused
             raise PoisonError(
                 f"{hook} fails on poisoned slots: {error}{self._unwritten()}",
                 hint="a strict lane poisons slots before each step: write a row before reading it",
@@ -107,7 +109,7 @@ class StrictObserver:
 
     @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> _Around:
-        """Poison unowned memory, and verify after the step that it was not written."""
+        """Poison unowned memory, and check after the step that it was not written."""
         if self._ownership is not None:
             self._ownership.poison_free()
         before, self._prepared = lane.stats.replays, None
@@ -127,7 +129,7 @@ class StrictObserver:
         return outputs
 
     def _check_copies(self, lane: Lane, batch: ForwardBatch) -> None:
-        """Refuse a copy from a host tensor of the batch that is in flight at the end of the step."""
+        """Refuse a copy from a host tensor of the batch that is still in flight at the end of the step."""
         for name, tensor in batch.tensors().items():
             line = self._driver.copy_in_flight(tensor)
             if line is not None:
@@ -148,7 +150,7 @@ class StrictObserver:
                 raise ReplayError(
                     f"lane {lane.name!r}: the {name} are outputs of the graph of {shape}, read after the"
                     " driver replayed another graph",
-                    hint="copy outputs out before the next replay",
+                    hint="copy the outputs before the next replay",
                     rule="GP15",
                 )
         first = int(output.isnan().reshape(output.shape[0], -1).any(dim=1).nonzero()[0])
@@ -160,14 +162,14 @@ class StrictObserver:
         )
 
     def _unwritten(self) -> str:
-        """Return the part of a message that names the slot rows that are still poison; may be empty."""
+        """Return the part of a message that names the slot rows that are still poison, possibly empty."""
         rows = ", ".join(rows.text for rows in self._poisoned())
         return f"; not written in this step: {rows}" if rows else ""
 
     def _rule(self) -> str | None:
-        """Return the rule that unwritten rows break, if any: GP02 for live rows, GP03 for padding rows alone.
+        """Return the rule that unwritten rows break: GP02 for live rows, GP03 for only padding rows, or None.
 
-        Slots that were written in part decide first: a step that failed may not have reached the others.
+        Slots that were partly written take precedence, because a failed step may not have reached the others.
         """
         found = self._poisoned()
         parts = [rows for rows in found if rows.is_part] or found
@@ -188,9 +190,9 @@ class _Unwritten(NamedTuple):
     """The rows of one slot that a step did not write.
 
     Args:
-        text: The rows, for messages.
+        text: Description of the rows, for messages.
         is_part: Whether the step wrote other rows of the slot.
-        has_live: Whether live rows are among them.
+        has_live: Whether some of the rows are live rows.
     """
 
     text: str
@@ -199,15 +201,17 @@ class _Unwritten(NamedTuple):
 
 
 def _require_slots(lane: Lane, shape: GraphShape, captured: CapturedShape) -> None:
-    """Raise `CaptureError` for a tensor of the metadata that the graph reads and that lies in no slot."""
+    """Raise `CaptureError` if the graph reads a metadata tensor that is not in the memory of a slot."""
     memory = MemoryMap(lane.registry, lane.backend)
     used = {storage_id(tensor) for tensor in captured.graph.external_tensors() or ()}
     for path, leaf in walk({"metadata": captured.metadata}):
         if isinstance(leaf, torch.Tensor) and storage_id(leaf) in used and not memory.is_declared(leaf):
             raise CaptureError(
-                f"lane {lane.name!r}: {shape}: the graph reads {path}, which is no slot's memory",
-                hint="declare it in declare_slots(), a constant with role='constant', and take it from"
-                " buffers(name): reports show and strict lanes poison slots only",
+                f"lane {lane.name!r}: {shape}: the graph reads {path}, which is not in the memory of a slot",
+                hint=(
+                    "declare it in declare_slots(), with role='constant' if it is a constant, and take it "
+                    "from buffers(name): only slots are reported, and poisoned in strict lanes"
+                ),
                 rule="GP01",
             )
 
@@ -216,7 +220,7 @@ def _check_host_lengths(batch: ForwardBatch) -> None:
     """Refuse a batch whose host lengths differ from its device lengths.
 
     Raises:
-        ReplayError: Names the field, with both values.
+        ReplayError: They differ; the message names the field and gives both values.
     """
     tensors = batch.tensors()
     for name, on_host in tensors.items():
@@ -226,7 +230,10 @@ def _check_host_lengths(batch: ForwardBatch) -> None:
         if other.shape != on_host.shape or not torch.equal(other.cpu(), on_host):
             raise ReplayError(
                 f"{name} of the batch is {on_host.tolist()}, {name.removesuffix('_cpu')} is {other.tolist()}",
-                hint="kernels read one of them, plans are made from the other: set both to the same lengths",
+                hint=(
+                    "kernels read one of them, and plans are made from the other: set both to the same "
+                    "lengths"
+                ),
                 rule="GP09",
             )
 
@@ -236,9 +243,10 @@ def _are_outputs(graph: Graph, tensor: torch.Tensor) -> bool:
 
 
 def is_due(slot: GraphSlot) -> bool:
-    """Return whether every step has to write ``slot``: not for workspaces, constants and staging memory.
+    """Return whether every step has to write ``slot``, which excludes workspaces, constants and staging.
 
-    A copy from staging memory may be in flight, so the observer must not write it: its owner waits first.
+    A copy from staging memory may be in flight, so the observer must not write it. Its owner waits before
+    writing.
     """
     return slot.padding_policy is not PaddingPolicy.FILL_ONCE and slot.role != "staging"
 
@@ -247,10 +255,10 @@ def _unwritten_of(slot: BoundSlot, shape: GraphShape, batch: ForwardBatch) -> _U
     if slot.buffer is None or not is_due(slot):
         return None
     if slot.dtype.itemsize == 1 and not slot.dtype.is_floating_point:
-        return None  # in one byte, poison is also a valid value
+        return None  # in a dtype of one byte, poison is also a valid value
     poisoned = is_poison(slot.slice_for(shape.batch_size, shape.num_tokens))
     is_whole = bool(poisoned.all())
-    # A slot without an axis is a capacity: each step writes a part of it, and reads that part alone.
+    # Each step writes only a part of a slot without an axis, and reads only that part.
     if not (is_whole if slot.axis == "none" else bool(poisoned.any())):
         return None
     text = slot.label

@@ -1,13 +1,13 @@
 """The ``tape`` driver: the semantics of CUDA graphs on any device that runs eager torch, such as a CPU.
 
-A capture keeps every dispatched operation, with its tensors by identity and its numbers by value. A replay
-runs those operations, in order, on those tensors, and none of the Python between them. Like a CUDA graph, it
-does not see a new tensor, a changed host number or another branch.
+A capture stores every dispatched operation, with its tensors by identity and its numbers by value. A replay
+runs these operations in order on these tensors, without the Python between them. Like a CUDA graph, it does
+not see a new tensor, a changed host number or another branch.
 
-It has two modes. Fast mode is a quick CPU graph. Strict mode detects wrong use that a GPU would not report,
-and is slow: see `graphpact_tape.strict`.
+The driver has two modes. Fast mode is for fast replays on a CPU. Strict mode is slow, but detects wrong use
+that a GPU would not report: see `graphpact_tape.strict`.
 
-Does not: record by itself; `graphpact_tape.recorder` does.
+Does not: record operations; `graphpact_tape.recorder` does.
 """
 
 import contextlib
@@ -47,7 +47,7 @@ _WHEN = "while a graph is recorded"
 
 
 def _nothing() -> None:
-    """Order nothing: in fast mode all streams are one."""
+    """Do nothing, because in fast mode all streams are the same."""
 
 
 def _replay_of_released() -> None:
@@ -59,7 +59,7 @@ class Tape(Graph):
 
     Attributes:
         trace: Every operation that was dispatched during the capture; None unless the driver is ``traced``.
-        tasks: Its tasks; None without any.
+        tasks: The tasks of the graph; None if there are none.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -78,7 +78,7 @@ class Tape(Graph):
                 nodes += [repeat(call) for call in part.calls if call.is_work]
         private = private_memory(recording, nodes)
         nodes = rewritten(nodes, recording.own, private)
-        if recording.trace is None:  # else `line_of` says by its memory which line made a tensor
+        if recording.trace is None:  # otherwise `line_of` must find by the memory which line made a tensor
             nodes = in_shared_memory(nodes, recording.own, private)
         self._nodes = nodes
         self._code = Code(nodes)
@@ -97,7 +97,8 @@ class Tape(Graph):
         """Run every recorded operation once, in order.
 
         Raises:
-            ReplayError: A later graph has the key of its tasks, or the replay before waits for an update.
+            ReplayError: A later graph uses the same key for its tasks, or the previous replay waits for an
+            update.
         """
         if self.tasks is None or self.tasks.table is None:
             self._code.run()
@@ -105,7 +106,7 @@ class Tape(Graph):
             self.tasks.table.launch(self.tasks, _nothing, self._code.run)
 
     def release(self) -> None:
-        """Drop the operations and every tensor that only they held."""
+        """Drop the operations and all tensors that only they referenced."""
         self._nodes = [(_replay_of_released, (), {})]
         self._code = Code(self._nodes)
         self._external, self._addressed = [], []
@@ -113,26 +114,26 @@ class Tape(Graph):
         self.pool_nbytes = 0
 
     def external_tensors(self) -> list[torch.Tensor]:
-        """Return the external tensors: those of operations and outputs in memory that is not the tape's."""
+        """Return the tensors of operations and outputs in memory that the tape does not own."""
         return list(self._external)
 
     def line_of(self, tensor: torch.Tensor) -> Line | None:
-        """Return the line of the region that first used the memory of a tensor; None unless ``traced``."""
+        """Return the line of the region that first used the memory of ``tensor``; None unless ``traced``."""
         return self._lines.get(storage_id(tensor))
 
 
 class TapeDriver(RecordingDriver):
     """A driver that records tapes.
 
-    In fast mode each tape has memory of its own, and all streams are one: work is done at once, in order. In
-    strict mode the replay of a tape poisons the memory of the driver's other tapes, and a missing wait
+    In fast mode each tape has separate memory, and all streams are the same: work is done at once, in order.
+    In strict mode the replay of a tape poisons the memory of the driver's other tapes, and a missing wait
     between streams is an error.
 
     Args:
         device: See `GraphDriver`.
         strict: See `GraphDriver`.
         traced: Whether tapes keep a `trace`: every operation that their capture dispatched.
-        strict_tasks: Whether updates of tasks are checked in fast mode too, as in strict mode.
+        strict_tasks: Whether fast mode checks updates of tasks as strict mode does.
     """
 
     name: ClassVar[str] = "tape"
@@ -151,12 +152,12 @@ class TapeDriver(RecordingDriver):
         super().__init__(device, strict=strict)
         self.traced = traced
         self._shared = StrictShared(device) if strict else None
-        self._hold = hold_weakly if strict_tasks else None  # these two are of fast mode
+        self._hold = hold_weakly if strict_tasks else None  # the next two are used in fast mode
         self._tasks = TaskTable(Order() if strict_tasks else None)
 
     @classmethod
-    def unavailable(cls, device: torch.device) -> str | None:  # noqa: ARG003  it runs anywhere
-        """Return None: a tape needs eager torch alone."""
+    def unavailable(cls, device: torch.device) -> str | None:  # noqa: ARG003  it runs on any device
+        """Return None, because a tape only needs eager torch."""
         return None
 
     def declare(self, memory: DeclaredMemory) -> None:
@@ -196,7 +197,7 @@ class TapeDriver(RecordingDriver):
         rebound: Mapping[str, torch.Tensor] = NONE_REBOUND,
         waits: bool = False,
     ) -> None:
-        """Call ``op``; in a region record it as one node, whose arguments are updated."""
+        """Call ``op``; in a region, record it as one node whose arguments are updated before each replay."""
         if not self.is_capturing or self._recorder is None:
             op(*args, **updated, **rebound)
         else:
@@ -215,7 +216,7 @@ class TapeDriver(RecordingDriver):
         if self.is_capturing and self._recorder is not None:
             raise self._recorder.guard.refusal(
                 f"the task {key.layer!r} of {key.graph} is updated",
-                "update tasks while a replay is prepared: a graph does not record updates",
+                "update tasks while preparing a replay: a graph does not record updates",
                 RULE,
             )
         update = self._tasks.update if self._shared is None else self._shared.update_task
@@ -233,7 +234,7 @@ class TapeDriver(RecordingDriver):
     def preparation(
         self, host: Iterable[torch.Tensor] = (), read_only: Iterable[torch.Tensor] = ()
     ) -> Iterator[None]:
-        """In strict mode refuse host reads of device tensors, and writes to the batch and other inputs."""
+        """In strict mode, refuse host reads of device tensors, and writes to the batch and other inputs."""
         if self._shared is None:
             self._tasks.settle()
             self._tasks.preparation += 1
@@ -244,7 +245,7 @@ class TapeDriver(RecordingDriver):
 
     @contextlib.contextmanager
     def unprepared(self, host: Iterable[torch.Tensor] = ()) -> Iterator[None]:
-        """In strict mode note which tensors are made on the host; refuse nothing."""
+        """In strict mode, note which tensors are made on the host. Nothing is refused."""
         if self._shared is None:
             yield
             return
@@ -252,11 +253,11 @@ class TapeDriver(RecordingDriver):
             yield
 
     def stream(self) -> Stream:
-        """Return a new stream; in strict mode its work is checked for missing waits."""
+        """Return a new stream. In strict mode its work is checked for missing waits."""
         return super().stream() if self._shared is None else self._shared.order.stream()
 
     def current_stream(self) -> Stream:
-        """Return the stream that new work goes to."""
+        """Return the stream to which new work goes."""
         return super().current_stream() if self._shared is None else self._shared.order.current
 
     def event(self) -> Event:
@@ -264,7 +265,7 @@ class TapeDriver(RecordingDriver):
         return super().event() if self._shared is None else self._shared.order.event()
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy host memory to ``target``: at once, or in strict mode as late as a device may."""
+        """Copy host memory to ``target``, at once, or in strict mode as late as a device might do it."""
         if self._shared is None:
             target.copy_(source)
         else:
@@ -275,10 +276,10 @@ class TapeDriver(RecordingDriver):
         return None if self._shared is None else self._shared.order.copy_in_flight(source)
 
     def synchronize(self) -> None:
-        """Wait for every copy in flight, of which fast mode has none.
+        """Wait for every copy in flight. In fast mode there are none.
 
         Raises:
-            ReplayError: A replay was launched, and waits for the update of a task.
+            ReplayError: A launched replay still waits for the update of a task.
         """
         if self._shared is None:
             self._tasks.settle()

@@ -1,12 +1,13 @@
 """Tasks: recorded operators whose arguments are updated for each replay.
 
-`RecordedTask` is the recorded call, an operator to the recorder and to replays. `TaskTable` has the tasks of
-one driver's graphs, finds them by their keys, takes updates, and launches replays. In strict mode it refuses
-a replay unless each of its tasks was updated once, in captured order, by work that the replay waits for. In
-fast mode a task that was not updated keeps its arguments, as on a device.
+`RecordedTask` is the recorded call, which recorders and replays treat as an operator. `TaskTable` contains
+the tasks of one driver's graphs, finds them by their keys, accepts updates, and launches replays. In strict
+mode it refuses a replay unless each task was updated once, in captured order, by work that the replay waits
+for. In fast mode a task that was not updated keeps its arguments, as on a device.
 
-A graph may wait for updates in front of its tasks. Its replay is then launched before they came, and runs
-when the last one comes. One that never comes would block a device for good: what needs the replay raises.
+A graph may wait for updates before its tasks. Its replay may then be launched before the updates, and runs
+when the last update comes. If an update never came, a device would wait forever; here an error is raised when
+something needs the replay.
 
 Does not: know the correct arguments of a step; the conformance suite compares outputs.
 """
@@ -33,40 +34,42 @@ _NUMBERS = (bool, int, float)
 
 
 class Held(Protocol):
-    """A device tensor that a task reads by its address, held weakly."""
+    """A weak reference to a device tensor that a task reads by its address."""
 
     def revive(self) -> torch.Tensor:
         """Return the tensor; raise `ReplayError` if its memory was freed or moved."""
 
 
 Hold: TypeAlias = Callable[[str, torch.Tensor], Held]
-"""``(what, tensor)``: holds a rebound tensor of a strict tape; ``what`` names it in messages."""
+"""A function ``(what, tensor) -> Held`` for rebound tensors of a strict tape; ``what`` names one in
+messages.
+"""
 
 
 class RecordedTask:
-    """A recorded operator, called as ``task(*args)``: its other arguments are those of the last update.
+    """A recorded operator, called as ``task(*args)``. Its other arguments come from the last update.
 
-    It has the attributes of its operator that recorders and nodes read.
+    It has those attributes of its operator that recorders and nodes read.
 
     Args:
-        key: Its name.
+        key: The name of the task.
         op: A torch operator that returns no new memory.
-        updated: The arguments that updates replace by value; copied.
-        rebound: The device tensors whose address updates replace.
+        updated: The arguments that updates replace by value. They are copied.
+        rebound: The device tensors that updates replace by address.
         line: The caller's line.
         waits: Whether a replay waits for the update.
-        hold: How to hold rebound tensors; None to keep them alive.
+        hold: Makes weak references to rebound tensors; None to keep the tensors alive.
 
     Attributes:
-        captured: The updated arguments of the capture.
-        forms: The form of each updated and rebound argument, in words.
-        arguments: The arguments of the next replay; rebound tensors too, unless they are held weakly.
-        held: Rebound tensors that are held weakly.
-        updated_at: The work of the last update; None before, and in fast mode.
+        captured: The updated arguments at capture.
+        forms: A description of the form of each updated and rebound argument.
+        arguments: The arguments of the next replay, including rebound tensors unless they are in ``held``.
+        held: Weak references to rebound tensors.
+        updated_at: The work of the last update; None before the first update, and in fast mode.
         event: Marks the last update of a task that waits.
 
     Raises:
-        TypeError: ``op`` is no such operator, lacks an argument, or an argument is none of these.
+        TypeError: ``op`` is not such an operator, lacks an argument, or an argument has a wrong type.
     """
 
     def __init__(
@@ -82,7 +85,7 @@ class RecordedTask:
     ) -> None:
         op = op._opoverload if isinstance(op, CustomOpDef) else op  # noqa: SLF001  no public way
         if not isinstance(op, torch._ops.OpOverload):  # noqa: SLF001  no public name
-            raise TypeError(f"{op!r} is no torch operator")
+            raise TypeError(f"{op!r} is not a torch operator")
         self._schema: Any = op._schema  # noqa: SLF001  no public way
         if any(each.alias_info is None or not each.alias_info.is_write for each in self._schema.returns):
             raise TypeError(f"{op} returns new memory")
@@ -97,7 +100,7 @@ class RecordedTask:
         self.tags, self.overloadpacket = op.tags, op.overloadpacket
         self.captured = {name: by_value(value) for name, value in updated.items()}
         self.forms = _forms(self.captured, rebound)
-        self.arguments: dict[str, Any] = {**self.captured, **rebound}  # kept alive while it is recorded
+        self.arguments: dict[str, Any] = {**self.captured, **rebound}  # kept alive while the task is recorded
         self.held: dict[str, Held] = {}
         self.updated_at: Point | None = None
         self.event: Event | None = None
@@ -114,16 +117,16 @@ class RecordedTask:
 
     @property
     def name(self) -> str:
-        """Its key and operator, for messages."""
+        """The key and operator of the task, for messages."""
         return f"task {self.key.layer!r} of {self.key.graph} ({self.operator})"
 
     def was_recorded(self) -> None:
-        """Hold the rebound tensors of the capture as those of updates are held."""
+        """Store the rebound tensors of the capture in the same way as those of updates."""
         rebound = {name: value for name, value in self.arguments.items() if name not in self.captured}
         self.take(self.captured, rebound)
 
     def take(self, values: dict[str, Any], rebound: Mapping[str, torch.Tensor]) -> None:
-        """Use arguments in the next replay; ``values`` belong to the task, of ``rebound`` the memory."""
+        """Set the arguments of the next replay: ``values`` by value, ``rebound`` by address."""
         if not rebound:
             self.arguments = values
         elif self._hold is None:
@@ -135,7 +138,7 @@ class RecordedTask:
 
 
 def operator_of(func: Any) -> Any:
-    """Return the operator of a recorded call: of a task its own, else ``func``."""
+    """Return the operator of a recorded call: the operator of a task, otherwise ``func``."""
     return func.operator if isinstance(func, RecordedTask) else func
 
 
@@ -143,7 +146,7 @@ def by_value(value: Any) -> Any:
     """Return a copy of a host argument: a number, a list or tuple of numbers, or a host tensor.
 
     Raises:
-        TypeError: It is none of them.
+        TypeError: ``value`` has another type.
     """
     if isinstance(value, _NUMBERS):
         return value
@@ -151,22 +154,22 @@ def by_value(value: Any) -> Any:
         return type(value)(value)
     if isinstance(value, torch.Tensor) and value.device.type == "cpu":
         return value.detach().clone()
-    raise TypeError(f"{type(value).__name__} is no host number, no list of them and no host tensor")
+    raise TypeError(f"{type(value).__name__} is not a host number, a list of host numbers, or a host tensor")
 
 
 def form_of(value: Any) -> str:
-    """Return the form of a host argument in words: its type and length."""
+    """Return a description of the form of a host argument: its type and length."""
     if isinstance(value, torch.Tensor):
         return f"a tensor of {value.dtype} {tuple(value.shape)}"
     return f"{len(value)} numbers" if isinstance(value, (list, tuple)) else "a number"
 
 
 def _forms(values: Mapping[str, Any], rebound: Mapping[str, Any]) -> dict[str, str]:
-    """Return the forms of arguments. A rebound tensor may have another size: kernels take its shape."""
+    """Return the forms of arguments. They leave out the size of rebound tensors, which may change."""
     forms = {name: form_of(value) for name, value in values.items()}
     for name, tensor in rebound.items():
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{name} is rebound to a {type(tensor).__name__}, which is no tensor")
+            raise TypeError(f"{name} is rebound to a {type(tensor).__name__}, which is not a tensor")
         forms[name] = f"a tensor of {tensor.dtype} with {tensor.dim()} axes on {tensor.device.type}"
     return forms
 
@@ -177,7 +180,7 @@ class Point(NamedTuple):
     Args:
         stream: The number of the stream.
         place: Its number in the stream.
-        what: What it is, in words.
+        what: Description of the work.
         line: The caller's line.
     """
 
@@ -192,16 +195,16 @@ class Streams(Protocol):
 
     @property
     def current(self) -> Stream:
-        """The stream that new work of this thread goes to."""
+        """The stream to which new work of this thread goes."""
 
     def event(self) -> Event:
         """Return a new event."""
 
     def point(self, what: str) -> Point:
-        """Give the current stream work that uses no memory, and return it."""
+        """Submit work that uses no memory to the current stream, and return it."""
 
     def comes_after(self, point: Point) -> bool:
-        """Return whether the current stream's next work waits for a piece of work."""
+        """Return whether the current stream's next work waits for ``point``."""
 
 
 class GraphTasks:
@@ -211,11 +214,11 @@ class GraphTasks:
         graph: The key of the graph.
         tasks: The tasks by layer, in captured order.
         waits: Whether the graph waits for any update.
-        updated: The layers that were updated since the last replay. In fast mode only those that wait.
-        preparation: The number of the preparation in which one was updated last.
-        replayed: The last replay; None before, and in fast mode.
-        table: The table that has them; None for a graph of no driver.
-        taken_by: Where a later graph took the key; None while the key is this graph's own.
+        updated: The layers that were updated since the last replay; in fast mode only tasks that wait.
+        preparation: The number of the preparation in which a task was last updated.
+        replayed: The last replay; None before the first replay, and in fast mode.
+        table: The table that contains the tasks; None if the graph belongs to no driver.
+        taken_by: The line at which a later graph took over the key; None while this graph has the key.
     """
 
     def __init__(self, tasks: list[RecordedTask]) -> None:
@@ -229,27 +232,27 @@ class GraphTasks:
         self.taken_by: Line | None = None
 
     def due(self) -> RecordedTask | None:
-        """Return the task that is to be updated next; None if all of them are updated."""
+        """Return the task that must be updated next; None if all tasks are updated."""
         return next((task for layer, task in self.tasks.items() if layer not in self.updated), None)
 
     def still_waits(self) -> bool:
-        """Return whether a task that waits was not updated yet."""
+        """Return whether some task that waits was not updated yet."""
         return self.waits and any(
             task.waits and layer not in self.updated for layer, task in self.tasks.items()
         )
 
     def missed(self) -> RecordedTask | None:
-        """Return the first task that had to be updated before a launch, and was not."""
+        """Return the first task that was not updated although it must be before a launch, or None."""
         late = (task for layer, task in self.tasks.items() if layer not in self.updated)
         return next((task for task in late if not task.waits), None)
 
     def rebound(self) -> list[torch.Tensor]:
-        """Return the rebound tensors of the next replay; raise `ReplayError` if one is gone."""
+        """Return the rebound tensors of the next replay; raise `ReplayError` if one was freed or moved."""
         return [each.revive() for task in self.tasks.values() for each in task.held.values()]
 
 
 class _Launch(NamedTuple):
-    """A replay that was launched, and waits for updates."""
+    """A replay that was launched and waits for updates."""
 
     graph: GraphTasks
     run: Callable[[], None]
@@ -261,24 +264,24 @@ class TaskTable:
     """The tasks of one driver's graphs, by their keys.
 
     Args:
-        streams: Orders updates and replays in a strict driver. None in fast mode, where only keys and names
-            of arguments are checked.
+        streams: Orders updates and replays in a strict driver. It is None in fast mode, which checks only
+            keys and names of arguments.
 
     Attributes:
-        preparation: The number of the current preparation. In a later one a graph may be updated again that
-            was not replayed: a step may be prepared and not launched.
+        preparation: The number of the current preparation. A step may be prepared without being launched, so
+            a graph that was not replayed may be updated again in a later preparation.
     """
 
     def __init__(self, streams: Streams | None = None) -> None:
         self._streams = streams
         self._graphs: weakref.WeakValueDictionary[Hashable, GraphTasks] = weakref.WeakValueDictionary()
-        self._launched: _Launch | None = None  # that which waits for updates
+        self._launched: _Launch | None = None  # the launched replay that waits for updates
         self._launched_at: Line | None = None
-        self._lock = threading.RLock()  # a thread may update while another one launches
+        self._lock = threading.RLock()  # one thread may update while another one launches
         self.preparation = 0
 
     def add(self, tasks: GraphTasks | None) -> None:
-        """Find the tasks of a new graph, if it has any, by their keys, as long as the graph keeps them."""
+        """Register the tasks of a new graph, if it has any, under their keys while the graph exists."""
         if tasks is None:
             return
         earlier = self._graphs.get(tasks.graph)
@@ -295,11 +298,11 @@ class TaskTable:
         updated: Mapping[str, Any],
         rebound: Mapping[str, torch.Tensor] = NONE_REBOUND,
     ) -> None:
-        """Give a task the arguments of the next replay, or of the one that waits for them.
+        """Set the arguments of a task for the next replay, or for a launched one that waits for them.
 
         Raises:
-            ReplayError: There is no such task, or it has other arguments; in strict mode also if another task
-                is to be updated now, or a replay may still read the arguments.
+            ReplayError: There is no such task, or it has other arguments. In strict mode also if another task
+                must be updated first, or if a replay may still read the arguments.
         """
         with self._lock:
             graph, task = self._find(key)
@@ -327,17 +330,19 @@ class TaskTable:
         known = self._graphs.keys() if graph is None else graph.tasks.keys()
         which = "the graphs with tasks" if graph is None else "the tasks of this graph"
         raise ReplayError(
-            f"{key.layer!r} of {key.graph} is no task, at {Line()}; {which}:"
+            f"{key.layer!r} of {key.graph} is not a task, at {Line()}; {which}:"
             f" {', '.join(map(str, known)) or 'none'}",
-            hint="update by the key that task() got at the capture: that of the graph which is replayed"
-            " next, and of the layer",
+            hint=(
+                "use the key that task() got at the capture, with the graph that is replayed next and the "
+                "layer"
+            ),
             rule=RULE,
         )
 
     def _required_form(
         self, task: RecordedTask, updated: Mapping[str, Any], rebound: Mapping[str, Any]
     ) -> dict[str, Any]:
-        """Return copies of host arguments; refuse other names, and in strict mode another form."""
+        """Return copies of host arguments; refuse other names, and in strict mode other forms."""
         try:
             values = {name: by_value(value) for name, value in updated.items()}
             is_strict = self._streams is not None
@@ -345,7 +350,7 @@ class TaskTable:
         except TypeError as error:
             raise ReplayError(
                 f"{task.name} is updated at {Line()}: a {error}",
-                hint="pass host numbers, lists of them, or host tensors; device tensors in rebound",
+                hint="pass host numbers, lists of them, or host tensors; pass device tensors in rebound",
                 rule=RULE,
             ) from error
         same = task.captured.keys() == values.keys()
@@ -358,8 +363,10 @@ class TaskTable:
             raise ReplayError(
                 f"{task.name}, recorded at {task.line} with {_show(task.captured, of_capture)}, is updated at"
                 f" {Line()} with {_show(values, given)}",
-                hint="give each task the arguments of its own layer: of the names and lengths of the capture,"
-                " and as rebound what was rebound there",
+                hint=(
+                    "give each task the arguments of its layer, with the names and lengths of the capture, "
+                    "and rebind the same arguments as there"
+                ),
                 rule=RULE,
             )
         return values
@@ -384,16 +391,16 @@ class TaskTable:
     # -- replays ---------------------------------------------------------------------------------
 
     def launch(self, graph: GraphTasks | None, submit: Callable[[], None], run: Callable[[], None]) -> None:
-        """Replay a graph: now, or when the last update comes that it waits for.
+        """Replay a graph now, or when the last update comes for which it waits.
 
         Args:
-            graph: Its tasks; None without any.
+            graph: The tasks of the graph; None if there are none.
             submit: Orders the replay after earlier work.
-            run: Does its work.
+            run: Does the work of the replay.
 
         Raises:
-            ReplayError: A task was not updated, the replay does not wait for its update, its key is that of a
-                later graph, or an earlier replay still waits.
+            ReplayError: A task was not updated, the replay does not wait for its update, a later graph has
+                the same key, or an earlier replay still waits.
         """
         with self._lock:
             self.settle()
@@ -414,10 +421,11 @@ class TaskTable:
                 self._finish(launch)
 
     def begin_replay(self, graph: GraphTasks | None) -> None:
-        """Check that every task of a graph was updated for its replay, but those that it waits for.
+        """Check that every task of a graph was updated for its replay, except tasks that wait.
 
         Raises:
-            ReplayError: One was not, the replay does not wait for its update, or a later graph has the key.
+            ReplayError: A task was not updated, the replay does not wait for an update, or a later graph has
+                the key.
         """
         others = [g for g in self._graphs.values() if g is not graph and g.updated]
         try:
@@ -431,10 +439,11 @@ class TaskTable:
                 each.updated.clear()
 
     def settle(self, clock: Mapping[int, int] | None = None) -> None:
-        """Raise if a replay was launched and still waits for an update; forget it then.
+        """Raise `ReplayError` if a launched replay still waits for an update, and discard that replay.
 
         Args:
-            clock: The work that is waited for, by stream, if not all: a launch after it may go on waiting.
+            clock: The work that is waited for, by stream; None for all. A launch after this work may still
+            wait.
         """
         with self._lock:
             launch = self._launched
@@ -452,13 +461,15 @@ class TaskTable:
             f"{task.name}, recorded at {task.line}, was not updated for the replay that was launched at"
             f" {self._launched_at} and waits for it: a device would wait forever; {done} of the graph's"
             f" {len(graph.tasks)} tasks were updated",
-            hint="call driver.update_task() for every task right after the launch; join a thread that does so"
-            " before the outputs are used, or the driver is",
+            hint=(
+                "call driver.update_task() for every task right after the launch; if a thread does this, "
+                "join it before using the outputs or the driver"
+            ),
             rule=RULE,
         )
 
     def _finish(self, launch: _Launch) -> None:
-        """Run a launched replay, whose updates have come."""
+        """Run a launched replay after all its updates have come."""
         graph, stream = launch.graph, launch.stream
         with contextlib.nullcontext() if stream is None else stream, self._cleared_on_error(graph):
             if stream is not None:
@@ -471,7 +482,7 @@ class TaskTable:
 
     @contextlib.contextmanager
     def _cleared_on_error(self, graph: GraphTasks | None) -> Iterator[None]:
-        """Return a context that lets a graph be updated anew after an error."""
+        """Return a context after which, if an error is raised, all tasks of a graph may be updated again."""
         try:
             yield
         except BaseException:
@@ -487,8 +498,10 @@ def _require_own_key(graph: GraphTasks) -> None:
     raise ReplayError(
         f"{first.name}, recorded at {first.line}, cannot be updated: a graph that was captured later has the"
         f" same key, {graph.graph}, at {graph.taken_by}",
-        hint="give each graph a key of its own, such as its shape: a count of tokens is that of several"
-        " graphs, if they differ in requests or kind of step; release a graph that is captured again",
+        hint=(
+            "give each graph a different key, such as its shape: several graphs may have the same count of "
+            "tokens, if they differ in requests or kind of step; release a graph before it is captured again"
+        ),
         rule=RULE,
     )
 
@@ -504,8 +517,10 @@ def _require_updated(graph: GraphTasks, others: list[GraphTasks]) -> None:
         f"{task.name}, recorded at {task.line}, was not updated before this replay and keeps"
         f" {_show(values, given)}; {len(graph.updated)} of the graph's {len(graph.tasks)} tasks were"
         f" updated{instead}",
-        hint="call driver.update_task() for every task of the graph that is replayed next, under the graph's"
-        " own key, in init_metadata_replay or wherever the replay is prepared",
+        hint=(
+            "call driver.update_task() for every task of the graph that is replayed next, with that graph's "
+            "key, in init_metadata_replay or wherever the replay is prepared"
+        ),
         rule=RULE,
     )
 
@@ -517,7 +532,7 @@ def _require_after(streams: Streams, graph: GraphTasks, task: RecordedTask) -> N
 
 
 def _require_awaited(streams: Streams, graph: GraphTasks) -> None:
-    """Refuse a replay that waits neither for an update nor for its event."""
+    """Refuse a replay that waits neither for the work of an update nor for its event."""
     for task in graph.tasks.values():
         if task.updated_at is not None and not task.waits and not streams.comes_after(task.updated_at):
             what = f"a task of {graph.graph} is replayed"
@@ -528,7 +543,10 @@ def _in_use(what: str, earlier: Point, how: str, later: str) -> ReplayError:
     return ReplayError(
         f"{what}, and its arguments are in use: {earlier.what} {how} them at {earlier.line}, and {later} them"
         f" at {Line()}",
-        hint="let the stream of updates wait for the replay before, and the next replay for that stream",
+        hint=(
+            "make the stream of updates wait for the previous replay, and the next replay wait for that "
+            "stream"
+        ),
         rule=RULE,
     )
 

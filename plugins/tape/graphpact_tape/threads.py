@@ -1,16 +1,17 @@
-"""Refuse work of a region that other threads do.
+"""Refuse work that other threads do for a region.
 
-Modes of torch belong to a thread, so a recorder does not see what other threads dispatch, and every replay
-would lack it. A region has work done elsewhere in three ways, which are watched at the functions of Python:
+Torch's modes belong to one thread, so a recorder does not see operations that other threads dispatch, and
+every replay would lack them. A region can give work to other threads in three ways. The Python functions for
+them are replaced:
 
-- It starts a thread. The thread runs under modes, which see what it dispatches.
-- It gives a function to a pool of threads. The function runs under these modes, in threads of any age.
-- It gives work to a thread that was there before by other means, such as a queue, and takes the result. What
-  that thread did cannot be seen, so the wait for it is refused, or the taking if there is no need to wait.
+- It starts a thread. The thread runs under modes that see the operations that it dispatches.
+- It gives a function to a pool of threads. The function runs under these modes, in new and old threads.
+- It gives work to an existing thread by other means, such as a queue, and takes the result. The work of that
+  thread cannot be seen, so waiting for the result, or taking it without a wait, is refused.
 
-Threads that the region neither starts nor gives work are not watched: an engine's own workers, progress bars.
+Threads that the region neither starts nor gives work are not checked, such as an engine's workers.
 
-Does not: see a result that comes by a lock, by a `queue.SimpleQueue` or by polling; or see other processes.
+Does not: see a result that comes through a lock, a `queue.SimpleQueue` or polling; or see other processes.
 """
 
 import contextlib
@@ -30,12 +31,12 @@ from graphpact_tape.trees import tensors_of
 __tracebackhide__ = True
 
 _POOL_METHODS = ("apply_async", "_map_async", "imap", "imap_unordered")
-"""The methods of `multiprocessing.pool.Pool` through which all others pass; each takes a function first."""
+"""The methods of `multiprocessing.pool.Pool` that all others call. Their first argument is a function."""
 
 
 @contextlib.contextmanager
 def other_threads_refused(guard: HostReadGuard) -> Iterator[None]:
-    """Refuse work that the region of this thread has other threads do, except while ``guard`` is paused."""
+    """Refuse work that this thread's region gives to other threads, except while ``guard`` is paused."""
     elsewhere = _Elsewhere(guard)
     with replaced(elsewhere.entrances()):
         try:
@@ -45,28 +46,28 @@ def other_threads_refused(guard: HostReadGuard) -> Iterator[None]:
 
 
 class _Elsewhere:
-    """The work that a region has other threads do.
+    """The work that a region gives to other threads.
 
     Attributes:
-        guard: Keeps the first refusal. Work that is refused runs, and the capture fails at its end.
-        is_over: Whether the region has ended. Its threads may run on.
+        guard: Stores the first refusal. Refused work still runs, and the capture fails at its end.
+        is_over: Whether the region has ended. Its threads may still run.
     """
 
     def __init__(self, guard: HostReadGuard) -> None:
         self.guard = guard
         self.is_over = False
-        self._has_given = False  # a function, to another thread
-        self._has_handed = False  # something else, to a thread that waits
+        self._has_given = False  # a function was given to another thread
+        self._has_handed = False  # something else was given to a thread that waits
         self._recording = threading.get_ident()
         self._thread = threading.local()
         self._thread.is_watched = True
 
     def is_region(self) -> bool:
-        """Return whether the calling thread runs the region, or work of it."""
+        """Return whether the calling thread runs the region or work of the region."""
         return not self.is_over and not self.guard.paused and getattr(self._thread, "is_watched", False)
 
     def entrances(self) -> Iterator[Entrance]:
-        """Yield the functions by which a region has other threads do work."""
+        """Yield the functions by which a region can give work to other threads."""
         yield threading.Thread, "start", self._starting
         yield ThreadPoolExecutor, "submit", self._giving
         for name in _POOL_METHODS:
@@ -92,7 +93,7 @@ class _Elsewhere:
                     args = self._watched(args[0]), *args[1:]
                 else:
                     kwargs["func"] = self._watched(kwargs["func"])
-            with self._unwatched():  # the pool may start threads, which serve others too
+            with self._unwatched():  # the pool may start threads, which also work for others
                 return give(pool, *args, **kwargs)
 
         return given
@@ -114,14 +115,14 @@ class _Elsewhere:
 
     def _taking(self, take: Callable[..., Any]) -> Callable[..., Any]:
         def taken(source: Any, *args: Any, **kwargs: Any) -> Any:
-            if self._has_handed:  # else it is of before the region, or is waited for
+            if self._has_handed:  # otherwise the result is older than the region, or the region waits for it
                 self._check_source()
             return take(source, *args, **kwargs)
 
         return taken
 
     def _check_source(self) -> None:
-        """Refuse a result of another thread, unless the region gave out functions, which are watched."""
+        """Refuse a result of another thread, unless the region only gave functions, which are checked."""
         if threading.get_ident() == self._recording and self.is_region() and not self._has_given:
             raise self.guard.refusal(
                 "the region takes a result of another thread, whose work is not recorded,",
@@ -129,7 +130,7 @@ class _Elsewhere:
             )
 
     def _watched(self, fn: Callable[..., Any]) -> Callable[..., Any]:
-        """Return ``fn``, which refuses work of the region in the thread in which it is called."""
+        """Return a wrapper of ``fn`` that refuses work for the region in the thread that calls it."""
         self._has_given = True
 
         def run(*args: Any, **kwargs: Any) -> Any:
@@ -146,7 +147,7 @@ class _Elsewhere:
 
     @contextlib.contextmanager
     def _unwatched(self) -> Iterator[None]:
-        """Take what this thread does for no work of the region."""
+        """Treat the work of this thread as unrelated to the region during the context."""
         before = getattr(self._thread, "is_watched", False)
         self._thread.is_watched = False
         try:
@@ -155,18 +156,18 @@ class _Elsewhere:
             self._thread.is_watched = before
 
     def check(self, what: str, given: list[Any]) -> None:
-        """Note the refusal of ``what``, unless it is work on host tensors alone."""
+        """Note the refusal of ``what``, unless it uses only host tensors."""
         is_on_host = given and all(tensor in self.guard.host for tensor in given)
         if self.is_region() and not is_on_host:
             self.guard.refusal(
                 f"{what} is called in another thread, {threading.current_thread().name!r},",
-                "only work of the thread that captures is recorded: do it there; on a device, work side by"
-                " side goes to driver.stream()",
+                "only work of the thread that captures is recorded: do it there; for parallel work on a "
+                "device use driver.stream()",
             )
 
 
 class _Work(DispatchMode):
-    """Refuses what a thread dispatches for a region."""
+    """Refuses operations that a thread dispatches for a region."""
 
     def __init__(self, elsewhere: _Elsewhere) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch has no annotation here
@@ -185,7 +186,7 @@ class _Work(DispatchMode):
 
 
 class _Reads(TorchFunctionMode):
-    """Refuses host reads that a thread makes for a region and does not dispatch."""
+    """Refuses host reads that a thread makes for a region without dispatching them."""
 
     def __init__(self, elsewhere: _Elsewhere) -> None:
         super().__init__()

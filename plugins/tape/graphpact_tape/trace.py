@@ -1,4 +1,4 @@
-"""Traces: the operations that a region dispatched, without their memory, and the first in which two differ.
+"""Traces: the operations that a region dispatched, without memory, and the first difference of two traces.
 
 Two runs of a region that dispatch the same operations on the same extents, with the same numbers, run the
 same kernels. Their results are equal bit for bit if their inputs are.
@@ -19,7 +19,9 @@ from graphpact_tape.trees import leaves_of
 __tracebackhide__ = True
 
 _CUTS = ("aten.slice.", "aten.narrow.", "aten.select.")
-"""Operations that return a view of a part. A graph does not depend on the size of the whole."""
+"""Operations that return a view of a part of a tensor. A graph does not depend on the size of the whole
+tensor.
+"""
 
 
 class TracedCall(NamedTuple):
@@ -28,7 +30,7 @@ class TracedCall(NamedTuple):
     Args:
         op: Its name, with the overload.
         arguments: Its arguments, flattened: dtype, shape and stride of a tensor, the name of a process group
-            or of a reduction, else the value.
+            or reduction, otherwise the value.
         line: The caller's line.
     """
 
@@ -53,8 +55,8 @@ class TraceDifference(NamedTuple):
 
     Args:
         at: Index of the call.
-        argument: Index of the argument of it that differs; None if it is another operation, or if one of the
-            traces has ended.
+        argument: Index of the argument that differs; None if the operations differ, or if one of the traces
+            has ended.
         mine: The call of the first trace, or None if it has ended.
         theirs: The call of the second trace, or None if it has ended.
     """
@@ -68,8 +70,8 @@ class TraceDifference(NamedTuple):
 def first_difference(first: Sequence[TracedCall], second: Sequence[TracedCall]) -> TraceDifference | None:
     """Return where two traces differ, or None.
 
-    Arguments without a readable value are not compared, nor the size of a tensor of which an operation only
-    takes a part: a wrong part shows where it is used.
+    Arguments without a readable value are not compared. If an operation takes only a part of a tensor, the
+    size of the tensor is not compared either; a wrong part is found where it is used.
     """
     for at, (mine, theirs) in enumerate(zip(first, second, strict=False)):
         if mine.op != theirs.op:

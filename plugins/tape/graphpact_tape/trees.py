@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch.utils import _pytree as pytree
 
-# Arguments of operators are mostly tensors, numbers, and tuples and lists of them. Captures take a third less
-# time if these are walked here; torch's pytree walks every other type.
+# Arguments of operators are mostly tensors, numbers, and tuples and lists of them. Walking these here makes
+# captures a third faster. Torch's pytree walks all other types.
 _NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
 
 
@@ -26,7 +26,9 @@ def leaves_of(tree: Any) -> list[Any]:
         return [tree] if is_leaf else list(pytree.tree_leaves(tree))
     found: list[Any] = []
     for part in parts:
-        if isinstance(part, torch.Tensor) or type(part) in _NO_CONTAINERS:  # most are; a call costs more
+        if (
+            isinstance(part, torch.Tensor) or type(part) in _NO_CONTAINERS
+        ):  # most leaves are; a recursive call would cost more
             found.append(part)
         else:
             found += leaves_of(part)

@@ -229,8 +229,8 @@ _WAYS: Mapping[Callable[[Layers, Layers], None], str] = {
     r" weights=\[2, 2\]",
     _of_another_graph: r"task 0 of g .* was not updated .*; 0 of the graph's 2 tasks were updated; tasks of"
     r" other were updated instead",
-    _of_an_unknown_graph: r"0 of unknown is no task, at .*; the graphs with tasks: (g, other|other, g)",
-    _of_an_unknown_layer: r"7 of g is no task, at .*; the tasks of this graph: 0, 1",
+    _of_an_unknown_graph: r"0 of unknown is not a task, at .*; the graphs with tasks: (g, other|other, g)",
+    _of_an_unknown_layer: r"7 of g is not a task, at .*; the tasks of this graph: 0, 1",
     _of_another_name: r"task 0 of g .* with weights=\[1, 1, 1\], is updated at .* with lengths=\[2, 2, 2\]",
     _of_a_device_tensor: r"task 0 of g .* is updated at .*: a Tensor is no host number",
     _during_the_replay: r"task 0 of g .* is updated, and its arguments are in use: a replay of g reads them"
@@ -397,7 +397,7 @@ _ONES: dict[str, Any] = {"weights": [1] * ROWS}
             "the task 1 of h follows task 0 of g",
         ),
         ([(TaskKey("g", 0), weighed, _ONES)], "returns new memory"),
-        ([(TaskKey("g", 0), lambda *_, **__: None, _ONES)], "is no torch operator"),
+        ([(TaskKey("g", 0), lambda *_, **__: None, _ONES)], "is not a torch operator"),
         ([(TaskKey("g", 0), weigh, {**_ONES, "table": torch.zeros(1).numpy()})], "ndarray is no host number"),
     ],
 )
