@@ -33,12 +33,12 @@ def _batch(mode: ForwardMode, bs: int, tokens: int, **more: Any) -> ForwardBatch
 
 @pytest.mark.parametrize("mode", [mode for mode in ForwardMode if mode is not ForwardMode.IDLE])
 def test_right_batches_are_let_in(mode: ForwardMode) -> None:
-    """A batch of any mode whose fields agree is accepted."""
+    """In any mode, a batch with consistent fields is accepted."""
     _batch(mode, 2, 2 if mode.is_decode else 6).require_consistent()
 
 
 def test_a_tree_of_the_right_shape_is_let_in() -> None:
-    """A target verify may have a mask with a row per token and a column per draft token of its request."""
+    """A target verify may have a mask with one row per token and one column per draft token of a request."""
     mask = torch.ones(6, 3, dtype=torch.bool)
     _batch(ForwardMode.TARGET_VERIFY, 2, 6, tree_mask=mask).require_consistent()
 

@@ -1,4 +1,4 @@
-"""Tests of the lane's door, which refuses fields of a batch, and entries of `extra`, without a slot."""
+"""Tests that a lane refuses fields of a batch, and entries of `extra`, that have no slot."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -44,7 +44,7 @@ FIELDS: dict[str, Any] = {  # of three requests
 
 
 def refused(lane: Lane, batch: ForwardBatch, *names: str) -> None:
-    """Assert that ``batch`` is refused with these names of fields, before anything of it is copied."""
+    """Assert that ``batch`` is refused with these names of fields, before any of its fields is copied."""
     assert lane.registry is not None
     slot = lane.registry.get_slot("input_ids").buffer
     assert slot is not None
@@ -94,7 +94,7 @@ def test_an_embedding_of_ngrams_without_its_slots_is_refused() -> None:
 
 
 def test_a_kind_of_batch_is_looked_at_once() -> None:
-    """An admitted kind of batch is checked once for each shape; a refused kind is refused every time."""
+    """An accepted kind of batch is checked once for each shape; a refused kind is refused every time."""
     rig = LaneRig()
     record = rig.lane.captured[SHAPE_OF[4]]
     looks: list[tuple[object, ...]] = []
@@ -114,12 +114,12 @@ def test_a_kind_of_batch_is_looked_at_once() -> None:
         refused(rig.lane, bad, "encoder_lens")
     assert len(looks) == 3
     assert len(record.admitted) == 1
-    rig.lane.run(rig.batch(1))  # another shape has another record
+    rig.lane.run(rig.batch(1))  # every shape has a separate record
     assert len(looks) == 4
 
 
 def test_host_numbers_need_no_slot() -> None:
-    """Integers and tuples on the host are admitted without a slot, because no graph reads them."""
+    """Integers and tuples on the host are accepted without a slot, because no graph reads them."""
     rig = LaneRig()
     batch = replace(
         rig.batch(3, 2, 4),
@@ -133,7 +133,7 @@ def test_host_numbers_need_no_slot() -> None:
 
 @pytest.mark.parametrize("lane", ["no graphs", "not captured", "too large"])
 def test_an_eager_step_takes_every_field(lane: str) -> None:
-    """An eager step admits every field and every entry of ``extra``, and the model gets them."""
+    """An eager step accepts every field and every entry of ``extra``, and the model gets them."""
     seen: list[ForwardBatch] = []
     rig = LaneRig(runner=EagerRunner) if lane == "no graphs" else LaneRig(capture=lane == "too large")
     plain = rig.model
@@ -150,7 +150,7 @@ def test_an_eager_step_takes_every_field(lane: str) -> None:
 
 
 class Eagle(CudaGraphRunner):
-    """A runner with two fields of its own: hidden states per token and a flag per request."""
+    """A runner that adds two fields: hidden states per token and a flag per request."""
 
     def slots(self) -> Sequence[GraphSlot]:
         """Return the input slots and two more."""
@@ -181,7 +181,7 @@ class Forgets(Eagle):
     """A runner that captures without the fields for which it has slots."""
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Return the same slots, the two added ones as optional."""
+        """Return the same slots, with the two added ones as optional."""
         return [replace(slot, optional=slot.owner == "eagle") for slot in super().slots()]
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
@@ -190,7 +190,7 @@ class Forgets(Eagle):
 
 
 def with_extra(batch: ForwardBatch, size: int, value: float = 0.0) -> ForwardBatch:
-    """Return the batch with both fields, rows counted up from ``value``."""
+    """Return the batch with both fields, whose rows count up from ``value``."""
     rows = torch.arange(size, dtype=DTYPE) + value
     return replace(batch, extra={HIDDEN: rows[:, None].expand(-1, WIDTH).clone(), FLAG: rows.long()})
 
@@ -257,6 +257,6 @@ def test_a_field_that_no_capture_had_is_refused() -> None:
 
 @pytest.mark.parametrize("name", ["hidden", "input_ids"])
 def test_an_entry_of_extra_without_an_owner_is_refused(name: str) -> None:
-    """A name without a dot is refused even if a slot has it: the slot copies the field of that name."""
+    """A name without a dot is refused even if a slot has it: the slot would copy the field of that name."""
     rig = LaneRig()
     refused(rig.lane, replace(rig.batch(3, 2), extra={name: torch.zeros(2, dtype=torch.int64)}), name)

@@ -39,7 +39,7 @@ def test_every_error_has_a_code_and_a_sentence(kind: type[GraphpactError]) -> No
 
 
 def test_a_hint_is_a_line_of_its_own() -> None:
-    """A hint is on a line of its own after ``help:``; without a hint there is no such line."""
+    """A hint is on a separate line after ``help:``; without a hint there is no such line."""
     plain, hinted = GraphpactError("it broke"), GraphpactError("it broke", hint="mend it")
     assert str(plain) == "it broke"
     assert str(hinted) == "it broke\n  help: mend it"

@@ -91,7 +91,7 @@ _BY_TOKEN = {"input_ids", "positions", "out_cache_loc", "tree_mask"}
 
 
 def test_a_dummy_counts_real_tokens_where_layers_ask() -> None:
-    """If the number of live tokens has a slot, a dummy has it, on the device and on the host."""
+    """If the number of live tokens has a slot, a dummy contains it, on the device and on the host."""
     context = replace(_context(ForwardMode.DECODE, 1, 1, 1, 1), num_token_non_padded=True)
     dummy = dummy_batch(GraphShape(ForwardMode.DECODE, 4, 4), context)
     assert dummy.num_token_non_padded is not None
@@ -100,7 +100,7 @@ def test_a_dummy_counts_real_tokens_where_layers_ask() -> None:
 
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode.is_ragged])
 def test_a_dummy_of_more_tokens_than_its_requests_can_have_is_refused(mode: ForwardMode) -> None:
-    """No batch fills a shape with more tokens than its requests have positions."""
+    """A shape with more tokens than its requests have positions is refused, because no batch can fill it."""
     context = _context(mode, 2, 1, 1, 1)
     most = 2 * context.limits.max_context_len
     assert dummy_batch(GraphShape(mode, 2, most), context).num_tokens == most

@@ -181,7 +181,7 @@ class Watcher:
 
     @hookimpl(wrapper=True)
     def populate(self, batch: ForwardBatch) -> Any:
-        """Watch, with fewer arguments than the hook has."""
+        """Record the call, with fewer arguments than the hook has."""
         return (yield from self._watch("populate"))
 
     @hookimpl(wrapper=True)
@@ -283,7 +283,7 @@ def test_an_observer_that_does_nothing_changes_nothing() -> None:
 
 
 def _counted(hook: Callable[..., Any], calls: list[str]) -> Callable[..., Any]:
-    """Return ``hook`` with the same arguments and without a marker, which notes each call."""
+    """Return a wrapper of ``hook`` with the same arguments and no marker, which records each call."""
 
     @functools.wraps(hook, updated=())
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -430,7 +430,7 @@ def test_outputs_without_clear_rows_are_refused_at_capture(
 
 
 def test_there_is_one_record_of_each_captured_shape() -> None:
-    """`captured` maps each shape, read-only, to its own step, graph, pact and statistics."""
+    """`captured` is a read-only mapping from each shape to its step, graph, pact and statistics."""
     rig = LaneRig()
     captured = rig.lane.captured
     assert [shape.batch_size for shape in captured] == [4, 2, 1]
@@ -573,7 +573,7 @@ class Rebuilds(FlashInferBackend):
 
 
 class Rebinds(FlashInferBackend):
-    """A backend that replaces one tensor of the captured metadata."""
+    """A backend that replaces one tensor in the captured metadata."""
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
@@ -671,7 +671,7 @@ def test_the_pact_catches_when_planted(backend: type[FlashInferBackend], field: 
 
 
 def test_without_a_pact_the_same_bug_is_a_wrong_answer() -> None:
-    """The planted bug is real: without the pact check its replays are wrong."""
+    """The planted bug is real: without the pact check, replays are wrong."""
     rig = LaneRig(backend=Rebuilds, pact="off", metadata_in_graph=False)
     assert not rig.agrees(3, 2)
 
@@ -721,7 +721,7 @@ def test_a_failed_capture_leaves_an_eager_lane() -> None:
 @settings(derandomize=True, max_examples=30)
 @given(steps=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=4), min_size=1, max_size=5))
 def test_metadata_is_the_same_in_the_graph_as_outside(steps: list[list[int]]) -> None:
-    """Metadata work in the graph or in the hook leaves the same slots and logits, bit for bit."""
+    """Metadata work in the graph or in the hook gives the same slots and logits, bit for bit."""
     with torch.inference_mode():
         rigs = [LaneRig(metadata_in_graph=in_graph) for in_graph in (True, False)]
         assert [rig.lane.backend.records_metadata for rig in rigs] == [True, False]

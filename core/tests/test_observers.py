@@ -188,7 +188,7 @@ BAD = {
 
 
 def test_what_is_no_observer_is_rejected_with_the_reason(site: Site) -> None:
-    """A class without hooks, or with a hook that is no wrapper or unknown, is rejected; a good one loads."""
+    """A class without hooks, or with an unknown or non-wrapper hook, is rejected; a good one loads."""
     group = "graphpact.observers"
     site.add("good", OBSERVER.format(name="good"), offers={"fake_good": "Observer"}, group=group)
     for name, (source, _) in BAD.items():

@@ -34,7 +34,7 @@ class Inner:
 
 @dataclasses.dataclass
 class Meta:
-    """Metadata with every kind of leaf and container that a walk meets."""
+    """Metadata with every kind of leaf and container that a walk can find."""
 
     lengths: torch.Tensor
     inner: Inner
@@ -101,7 +101,7 @@ def _change(path: str, key: Any, value: Callable[[Meta], Any]) -> Callable[[Meta
     return lambda meta: getattr(meta, path).__setitem__(key, value(meta))
 
 
-# The change, the path that the breach names, and more words of the error.
+# The change, the path that the breach names, and more words in the error.
 _BREACHES: dict[str, tuple[Callable[[Meta], None], str, list[str]]] = {
     "a new tensor": (
         _set("lengths", lambda m: m.lengths.clone()),
@@ -321,7 +321,7 @@ def test_slots_of_plain_objects_are_walked() -> None:
 
 
 def test_a_field_that_is_not_set_at_capture_must_stay_so() -> None:
-    """A declared field without a value is no field: if a replay sets it or loses it, it is named."""
+    """If a replay sets a declared field that had no value at capture, or the reverse, the breach names it."""
     meta = Inner(torch.zeros(1), 1)
     del meta.window
     unset = Pact.of(SHAPE, None, metadata=meta)
@@ -409,7 +409,7 @@ def test_an_updated_field_may_have_any_value(fields: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize(("field", "value"), [("ends", (1, 2)), ("most", 7.0)])
 def test_an_updated_field_keeps_its_type(field: str, value: Any) -> None:
-    """Another type is a breach, and fields beside an updated one are held to their values."""
+    """Another type is a breach, and other fields must still keep their values."""
     pact = Pact.of(SHAPE, None, metadata=Updated(LENGTHS, [1, 2]))
     with pytest.raises(PactBreach) as error:
         pact.check(metadata=dataclasses.replace(Updated(LENGTHS, [1, 2]), **{field: value}))
@@ -489,7 +489,7 @@ def test_a_bounded_number_may_not_be_anything_else(
     ids=repr,
 )
 def test_what_is_no_number_cannot_be_bounded(value: Any) -> None:
-    """A bounded field that holds no number, and no list or tuple of numbers, is refused at capture."""
+    """A bounded field is refused at capture unless it is a number, or a list or tuple of numbers."""
     with pytest.raises(EngineError, match=r"metadata\.most is declared bounded\(\)") as error:
         Pact.of(SHAPE, None, metadata=_limits(most=value))
     assert str(SHAPE) in str(error.value)
@@ -497,7 +497,7 @@ def test_what_is_no_number_cannot_be_bounded(value: Any) -> None:
 
 
 def test_bounded_is_a_field_like_any_other() -> None:
-    """`bounded` keeps defaults, factories and the field's own metadata."""
+    """`bounded` keeps defaults, factories and the metadata of the field."""
     fields = {field.name: field for field in dataclasses.fields(Limits)}
     assert _limits() == Limits(LENGTHS, 512, 0.5, [4, 8], 7)
     assert fields["per_tier"].metadata["unit"] == "tokens"

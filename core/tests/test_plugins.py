@@ -96,7 +96,7 @@ def test_what_the_metadata_says_is_in_the_info(site: Site) -> None:
 
 
 def test_a_driver_has_the_name_of_its_entry_point(site: Site) -> None:
-    """A driver whose `name` is another one is rejected: its faults would be told of that one."""
+    """A driver whose `name` differs is rejected, because reports would show the name of another driver."""
     site.add("one", driver("tape"), offers={"fake_one": "Driver"}, group="graphpact.graph_drivers")
     said = reason(outcomes(PluginCatalog.scan())["fake_one"])
     assert said == "Good.name is 'tape'; reports would show the name of another driver"
@@ -117,7 +117,7 @@ def test_a_driver_has_the_name_of_its_entry_point(site: Site) -> None:
 def test_a_misspelt_group_is_told(
     site: Site, caplog: pytest.LogCaptureFixture, group: str, near: str | None
 ) -> None:
-    """A plugin in a group that nothing reads is told with the group that was meant; other groups are not."""
+    """For a plugin in an unknown group the log suggests the nearest group; unrelated groups are ignored."""
     site.add("one", GOOD, offers={"fake_one": "Runner"}, group=group)
     with caplog.at_level(logging.WARNING, "graphpact.plugins"):
         PluginCatalog.scan()
@@ -151,7 +151,7 @@ def test_another_contract_is_refused_before_import(
     assert "fake_old" not in sys.modules
 
 
-# Plugins that are broken beyond their metadata, each with a part of the reason of its rejection.
+# Plugins that are broken although their metadata is valid, each with a part of the reason for rejecting it.
 BROKEN = {
     "imports_missing": ("import fake_absent", "raised ModuleNotFoundError: No module named"),
     "syntax": ("def", "raised SyntaxError: invalid syntax (fake_syntax.py, line 1)"),
@@ -221,7 +221,7 @@ def test_every_broken_plugin_is_rejected_beside_a_good_one(site: Site) -> None:
 
 
 def test_an_observer_is_built_without_arguments(site: Site) -> None:
-    """An observer whose constructor requires arguments is rejected by name; defaults are no requirement."""
+    """An observer whose constructor requires arguments is rejected by name; defaults are allowed."""
     source = (
         GOOD
         + """
@@ -430,7 +430,7 @@ def test_a_kind_that_does_not_exist_is_an_unknown_plugin() -> None:
 
 
 def test_an_unknown_name_is_in_the_error() -> None:
-    """The error has the kind and the name that were asked for, so that a command can add its own help."""
+    """The error has the requested kind and name, so that a command can add help."""
     with pytest.raises(UnknownPluginError) as refused:
         PluginCatalog({}).select("attention_backend", "flash_infer")
     assert (refused.value.kind, refused.value.name) == ("attention_backend", "flash_infer")

@@ -1,4 +1,4 @@
-"""Tests of kernel providers: which one a backend takes, and why it does not take another."""
+"""Tests of kernel providers: which one a backend uses, and why it does not use another."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -59,7 +59,7 @@ SAID = {
 def test_the_first_that_can_run_is_chosen_and_a_named_one_never_replaced(
     reasons: dict[str, str | Exception | None], asked: str
 ) -> None:
-    """``auto`` takes the first that can run, with reasons against earlier ones; a name takes that one."""
+    """``auto`` chooses the first that can run, with reasons against earlier ones; a name chooses itself."""
 
     def provider(name: str, reason: str | Exception | None) -> type[KernelProvider]:
         def unavailable(cls: type[KernelProvider], device: torch.device) -> str | None:
@@ -98,7 +98,7 @@ def test_the_first_that_can_run_is_chosen_and_a_named_one_never_replaced(
 
 
 def test_kernels_that_do_less_than_their_backend_say_what_they_lack() -> None:
-    """A provider's own capabilities have to fit the model; otherwise ``auto`` takes the next provider."""
+    """The capabilities of a provider must fit the model; otherwise ``auto`` chooses the next provider."""
 
     class All(KernelProvider):
         name = "portable"
@@ -117,7 +117,7 @@ def test_kernels_that_do_less_than_their_backend_say_what_they_lack() -> None:
 
 @pytest.mark.parametrize("value", [False, True, 0, 1, [], b"no"])
 def test_a_reason_is_a_line_of_text_or_none(value: Any) -> None:
-    """What `unavailable` returns instead of a text or None is the reason, in words."""
+    """If `unavailable` returns neither text nor None, the reason describes what it returned."""
     said = why_unavailable(lambda _: value, CPU)
     assert said == f"unavailable() returned {value!r}, not a line of text or None"
     assert why_unavailable(lambda _: None, CPU) is None

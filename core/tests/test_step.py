@@ -29,7 +29,7 @@ def _rows(axis: Axis, requests: int, tokens: int) -> int:
 def test_rows_are_cut_by_the_declared_axis(
     padded: tuple[int, int], share: tuple[float, float], axes: list[Axis]
 ) -> None:
-    """Each output is sliced to the live rows of its own axis, without a copy; axis none is not sliced."""
+    """Each output is sliced to the live rows of its axis without a copy, except with axis none."""
     requests, tokens = padded
     live = [int(most * part) for most, part in zip(padded, share, strict=True)]
     tensors = [torch.randn(_rows(axis, requests, tokens), 2) for axis in axes]

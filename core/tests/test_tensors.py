@@ -30,7 +30,7 @@ def test_nan_is_the_same_as_nan_and_infinity_is_no_large_number() -> None:
 
 
 def test_extents_and_addresses_of_strided_tensors() -> None:
-    """An extent includes gaps between rows, an empty tensor's is empty, and views share a storage id."""
+    """An extent includes gaps between rows; that of an empty tensor is empty; views share a storage id."""
     whole = torch.zeros(6, 4)
     column = whole[1:, 2:3]
     assert extent_of(column) == (24, 24 + 4 * 4 * 4 + 4)
@@ -41,7 +41,7 @@ def test_extents_and_addresses_of_strided_tensors() -> None:
 
 
 def test_a_map_names_what_a_tensor_is() -> None:
-    """A map names slots by label, the backend's tensors by attribute, the engine's by kind, and views too."""
+    """A map names slots by label, the backend's tensors by attribute, and the engine's by kind; views too."""
     rig = LaneRig(capture=False)
     registry = rig.lane.registry
     assert registry is not None

@@ -1,4 +1,4 @@
-"""Arenas: slots whose padding rows are reset together, and slots that need a reset of their own."""
+"""Arenas: slots whose padding rows are reset together, and slots that need a separate reset."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ def _content(registry: CudaGraphBufferRegistry) -> list[list[int]]:
 
 
 def test_flat_memory_that_is_seen_as_rows_is_reset_row_by_row() -> None:
-    """If a slice_fn views flat memory as rows, only its own padding rows are reset."""
+    """If a slice_fn views flat memory as rows, only the padding rows of its slot are reset."""
     registry = _registry()
     for name in "ab":
         registry.register_slot(
@@ -52,7 +52,7 @@ def test_flat_memory_that_is_seen_as_rows_is_reset_row_by_row() -> None:
 
 
 def test_two_rows_in_one_element_may_have_no_tail() -> None:
-    """Packed rows may leave nothing to reset between a raw and a padded count."""
+    """If rows are packed, there may be nothing to reset between a raw and a padded count."""
     registry = _registry()
     registry.register_slot(make_slot(slice_fn=lambda buffer, n: buffer[: (n + 1) // 2]))
     fill(registry, 1, 2, lengths=torch.tensor([5]))
@@ -92,7 +92,7 @@ def test_extents_that_differ_are_reset_each_for_itself() -> None:
 
 
 def test_more_slots_than_an_arena_has_rows() -> None:
-    """Slots beyond the sixteenth lie in another arena, and are filled like all others."""
+    """Slots beyond the sixteenth are in another arena, and are filled like all others."""
     registry = _registry()
     names = [f"slot{number}" for number in range(35)]
     for number, name in enumerate(names):

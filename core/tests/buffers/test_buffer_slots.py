@@ -149,7 +149,7 @@ def test_the_defaults_are_the_originals() -> None:
 def test_the_order_of_arguments_is_the_originals() -> None:
     """Positional arguments have the original's order; our additions are keyword-only.
 
-    The original's last argument, ``buffer``, is no part of a declaration: use ``register_slot(bind=...)``.
+    The original's last argument, ``buffer``, is not part of a declaration: use ``register_slot(bind=...)``.
     """
     given = [f for f in fields(GraphSlot) if f.init]
     names = [f.name for f in given if not f.kw_only]
@@ -226,7 +226,7 @@ def _nothing(*_: object) -> None:
     ],
 )
 def test_what_a_slot_says_of_itself(changes: dict[str, Any], says: tuple[bool, bool, bool]) -> None:
-    """The declaration decides whether views show the slot, lanes may share it, and a reason is required."""
+    """The declaration determines if views contain the slot, lanes may share it, and a reason is required."""
     slot = _slot(**changes)
     assert (slot.is_computed, slot.is_refreshed, slot.keeps_tail) == says
 
@@ -340,7 +340,7 @@ def _rows(bs: int, _: int) -> tuple[int, ...]:
 
 @pytest.mark.parametrize("role", get_args(SlotRole))
 def test_every_role_is_a_slot_that_its_owner_fills(role: SlotRole) -> None:
-    """A metadata slot has its role, the prefix of its name is its owner, and no fill writes it."""
+    """A metadata slot has the given role, the prefix of its name as owner, and no fill writes it."""
     slot = metadata_slot("acme.rows", _rows, torch.int32, role=role, axis="bs")
     assert (slot.role, slot.owner, slot.name) == (role, "acme", "acme.rows")
     assert not slot.copy_from_fb
@@ -371,7 +371,7 @@ def test_a_workspace_is_filled_once() -> None:
 
 
 def test_staging_lies_on_the_host() -> None:
-    """A staging slot lies in host memory, whatever the registry's device."""
+    """A staging slot is in host memory, whatever the registry's device is."""
     slot = metadata_slot("acme.staging", _rows, torch.int32, role="staging", axis="bs")
     registry = CudaGraphBufferRegistry(device="meta", max_bs=4, max_num_tokens=8, lane="decode")
     buffer = registry.register_slot(slot).buffer
@@ -381,7 +381,7 @@ def test_staging_lies_on_the_host() -> None:
 
 @pytest.mark.parametrize("extra_rows", [0, 1, 2])
 def test_extra_rows_are_in_every_slice(extra_rows: int) -> None:
-    """With ``extra_rows`` a slice has that many rows more than its axis, from the start of the buffer."""
+    """With ``extra_rows`` a slice has that many more rows than its axis, and begins at the buffer's start."""
     slot = metadata_slot(
         "acme.indptr",
         lambda bs, _: (bs + extra_rows,),
@@ -419,7 +419,7 @@ def test_a_slot_with_too_few_rows_is_refused(
 
 @pytest.mark.parametrize("more", [{}, {"slice_fn": _rows, "axis": "bs"}, {"extra_rows": -1, "axis": "bs"}])
 def test_extra_rows_that_nothing_would_add_are_refused(more: dict[str, Any]) -> None:
-    """Extra rows without an axis, beside a slice_fn, or below 0 are refused where they are declared."""
+    """Extra rows without an axis, together with a slice_fn, or below 0 are refused at the declaration."""
     with pytest.raises(SlotError, match=r"acme\.rows' of acme: extra_rows=-?1"):
         metadata_slot("acme.rows", _rows, torch.int32, role="table", **({"extra_rows": 1} | more))
 
@@ -468,7 +468,7 @@ def test_contents_that_raise_name_their_slot() -> None:
 
 
 def test_contents_that_make_another_tensor_are_refused() -> None:
-    """A function that returns a tensor of its own, and leaves the buffer as it was, is a `SlotError`."""
+    """A function that returns a new tensor and does not change the buffer is a `SlotError`."""
     registry = _registry("decode")
     with pytest.raises(SlotError, match="its contents returned another tensor") as raised:
         registry.register_slot(_counted(contents=lambda new: torch.arange(len(new))))

@@ -60,7 +60,7 @@ class Spec:
     dtype: torch.dtype = torch.int64
     axis: Axis = "bs"
     layout: Literal["flat", "one more", "last axis", "wide"] = "flat"
-    height: int = 3  # of a slot whose rows are its last axis
+    height: int = 3  # width of a slot whose rows are its last axis
     how: Literal["copied", "negated", "computed", "sourced", "owner"] = "copied"
     memory: Literal["own", "adopted", "strided"] = "own"
     optional: bool = False
@@ -118,7 +118,7 @@ def specs(draw: st.DrawFn, name: str) -> Spec:
     resets = (
         PaddingPolicy.ZERO,
         PaddingPolicy.FILL_SENTINEL,
-    )  # drawn more often, since most can go wrong with them
+    )  # drawn more often, because most errors are possible with them
     policy = draw(st.sampled_from((*PaddingPolicy, *resets)))
     dtype = draw(st.sampled_from((torch.int64, torch.int64, torch.int64, *PADS)))
     axes: tuple[Axis, ...] = ("bs", "tokens", "none")
@@ -278,7 +278,7 @@ class Model:
             self.rows[:raw] = [[not v if is_bool else -v for v in row] for row in self.rows[:raw]]
 
     def poison(self, first: int) -> None:
-        """Write poison from row ``first`` on, in the model and in the memory."""
+        """Write poison from row ``first`` on, both in the model and in the memory."""
         registry, _ = self.lanes[0]
         buffer = registry.get_slot(self.spec.name).buffer
         assert buffer is not None
@@ -402,7 +402,7 @@ def _run(case: Case) -> None:
             spec, head = model.spec, heads[name]
             raw = spec.rows_of(raw_bs, raw_tokens, 3)
             if head is None and case.strict and spec.how in ("copied", "negated", "sourced"):
-                width = len(model.rows[0]) if model.rows else 1  # a lane shows no earlier rows
+                width = len(model.rows[0]) if model.rows else 1  # in a lane no earlier rows are visible
                 head = [[spec.initial] * width for _ in range(raw)]
             model.fill(head, raw, spec.rows_of(padded_bs, padded_tokens, 3))
         for model in everything:

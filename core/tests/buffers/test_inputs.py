@@ -353,7 +353,7 @@ def test_a_source_is_adopted(build: Any, flags: dict[str, Any]) -> None:
 
 @both
 def test_a_source_that_lacks_tensors(build: Any, flags: dict[str, Any]) -> None:
-    """A source that lacks tensors is refused with all missing names, and no tensor is adopted."""
+    """If a source lacks tensors, the error names all of them, and no tensor is adopted."""
     source = _source(build(**flags))
     source.positions = None
     del source.mamba_track_mask
@@ -524,7 +524,7 @@ def test_ids_of_a_tracer_keep_their_tails() -> None:
 @both
 @pytest.mark.parametrize("gathered", [False, True])
 def test_a_lane_takes_every_slot(build: Any, flags: dict[str, Any], *, gathered: bool) -> None:
-    """With every flag, and every tensor that a source may have, each slot has an owner and any due reason."""
+    """With every flag and every tensor of a source, each slot has an owner and any required reason."""
     flags = flags | {"require_gathered_buffer": gathered}
     assert build(**flags, lane="x").lane == "x"
     registry = build(**flags, lane="x", source=_source(build(**flags), **_nested()))

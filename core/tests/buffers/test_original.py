@@ -193,7 +193,7 @@ def test_each_policy(policy: PaddingPolicy, pad_value: int | None, tail: list[in
 
 
 def test_a_field_that_is_absent_is_skipped() -> None:
-    """If a field is None, missing or no tensor, its live rows are kept; padding rows are still reset."""
+    """If a field is None, missing or not a tensor, its live rows are kept; padding rows are still reset."""
     registry = _registry()
     for slot in (_lens(PaddingPolicy.ZERO), _ids()):
         buffer = registry.register_slot(slot).buffer
@@ -204,7 +204,7 @@ def test_a_field_that_is_absent_is_skipped() -> None:
     assert _buffer(registry, "input_ids").tolist() == [50] * TOKENS
     _fill(registry, SimpleNamespace())
     assert _buffer(registry, "seq_lens").tolist() == [50, 50, 0, 0, 50, 50]
-    _fill(registry, SimpleNamespace(seq_lens=[1, 2]))  # no tensor
+    _fill(registry, SimpleNamespace(seq_lens=[1, 2]))  # not a tensor
     assert _buffer(registry, "seq_lens").tolist() == [50, 50, 0, 0, 50, 50]
 
 
@@ -301,7 +301,7 @@ def _nested_slot() -> GraphSlot:
 
 
 def test_a_source_fills_as_much_as_it_has() -> None:
-    """The tensor of a source_fn, of the batch or the proxies, fills its own length; None changes nothing."""
+    """A tensor that a source_fn returns fills as many rows as it has; None changes nothing."""
     registry = _registry()
     buffer = registry.register_slot(_nested_slot()).buffer
     assert buffer is not None

@@ -22,7 +22,9 @@ from graphpact.parallel import ParallelContext, local_num_token_non_padded
 
 BUCKET, REAL, SIZE = 1024, 1018, 2
 SHARES = {0: 512, 1: 506}
-RAW_SHARE = 509  # a rank's share of the raw length; padding moves the boundary between the ranks
+RAW_SHARE = (
+    509  # the share of the raw length would be wrong, because padding moves the boundary between the ranks
+)
 EXAMPLES = settings(derandomize=True, max_examples=100)
 
 
@@ -98,7 +100,7 @@ def test_a_fill_writes_the_share(rank: int, share: int, build: str) -> None:
     ],
 )
 def test_a_count_that_is_the_batchs_own(flags: dict[str, bool], build: str) -> None:
-    """Without a gathered buffer, or with context parallelism, the count is the batch's own."""
+    """Without a gathered buffer, or with context parallelism, the count is that of the batch."""
     registry = _registry(build, **flags)
     with get_parallel().override(attn_tp_rank=1, attn_tp_size=SIZE):
         assert _filled(registry) == RAW_SHARE

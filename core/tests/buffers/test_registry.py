@@ -90,7 +90,7 @@ def test_one_declaration_has_memory_in_each_registry() -> None:
 
 
 def test_a_bound_slot_is_a_declaration_too() -> None:
-    """A bound slot of one registry can be registered in another one, and gets its own memory there."""
+    """A bound slot of one registry can be registered in another one, and gets separate memory there."""
     first, second = _registry(), _registry()
     slot = first.register_slot(make_slot())
     other = second.register_slot(slot)
@@ -167,7 +167,7 @@ def test_devices_are_compared_as_devices() -> None:
 
 
 def test_a_slot_may_lie_on_another_device() -> None:
-    """A slot's own device takes precedence over the registry's."""
+    """The device of a slot takes precedence over the device of the registry."""
     registry = CudaGraphBufferRegistry(device="meta", max_bs=4, max_num_tokens=4)
     host = registry.register_slot(make_slot("host", device=torch.device("cpu")))
     there = registry.register_slot(make_slot("there", padding_policy=P.KEEP_PAD))
@@ -207,7 +207,7 @@ def test_what_a_lane_takes() -> None:
     registry.register_slot(make_slot("whole", axis="none"))
     registry.register_slot(make_slot("kept", padding_policy=P.KEEP_PAD, reason="nobody reads it"))
     registry.register_slot(make_slot("off", padding_policy=P.KEEP_PAD, owner=None, enabled=False))
-    assert len(list(registry)) == 5  # those that are enabled
+    assert len(list(registry)) == 5  # only the enabled slots
 
 
 @pytest.mark.parametrize(
@@ -233,7 +233,7 @@ def test_a_lane_refuses_a_batch_without_a_field(fields: dict[str, Any], says: st
         assert slot.buffer is not None
         slot.buffer.fill_(7)
         fill(registry, 2, 4, first=first, **fields)
-        head = [0, 0] if lane else [7, 7]  # a lane shows no rows of an earlier batch
+        head = [0, 0] if lane else [7, 7]  # in a lane no rows of an earlier batch are visible
         assert _bytes(registry) == {"first": [1, 2, 0, 0], "lengths": [*head, 0, 0]}
 
 
@@ -593,7 +593,7 @@ def test_a_registry_of_nonsense_is_refused(changes: dict[str, Any]) -> None:
 
 
 def test_a_view_keeps_what_is_no_tensor() -> None:
-    """In a view a slot does not replace a field of its name that holds no tensor."""
+    """In a view, a slot does not replace the field of its name if that is not a tensor."""
     registry = _registry()
     registry.register_slot(make_slot("batch_size", copy_from_fb=False))
     view = registry.extract_buffer(
@@ -646,7 +646,7 @@ def test_post_fill_runs_after_all_copies() -> None:
     assert context.pp_proxy_tensors is proxies is sent
     assert slot.slice_for(4, 4).tolist() == [10, 20, 0, 0]
     registry.fill_from(batch, raw_bs=2, padded_bs=4, raw_num_tokens=2, padded_num_tokens=5)
-    assert seen[-1][2].pp_proxy_tensors is None  # not those of the fill before
+    assert seen[-1][2].pp_proxy_tensors is None  # not those of the previous fill
 
 
 def test_a_source_sees_the_counts_and_what_a_stage_sent() -> None:
@@ -741,7 +741,7 @@ def test_rows_that_are_every_second_element(monkeypatch: pytest.MonkeyPatch, whe
 
 @pytest.mark.parametrize("where", ["host", "device"])
 def test_neighbours_with_tails_of_their_own(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
-    """Slots of one arena with different padding rows are each reset in their own columns only."""
+    """Slots of one arena with different padding rows are each reset only in their columns."""
     monkeypatch.setattr(fills, "_takes_any_group", lambda _: where == "host")
     registry = _registry(max_bs=8, max_num_tokens=8)
     slots = [
@@ -958,7 +958,7 @@ def test_the_view_of_a_forward_batch() -> None:
     assert (view.batch_size, view.num_tokens, view.forward_mode) == (4, 4, ForwardMode.DECODE)
     assert view.extend_seq_lens is None
     assert view.mamba_track_indices is not None
-    assert view.mamba_track_indices.tolist() == [1, 2]  # no slot of this registry
+    assert view.mamba_track_indices.tolist() == [1, 2]  # this registry has no such slot
 
 
 # -- memory ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from compiling import (
 
 @pytest.fixture
 def interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Run recorded graphs node by node instead of compiling them, to test the recording alone."""
+    """Run recorded graphs node by node instead of compiling them, to test only the recording."""
     interpret(monkeypatch)
 
 

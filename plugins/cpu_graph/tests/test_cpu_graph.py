@@ -71,7 +71,7 @@ def test_replays_equal_eager_runs(lengths: list[int], rig: LaneRig) -> None:
 
 
 def test_the_tail_is_scratch_after_a_larger_batch(rig: LaneRig) -> None:
-    """Padding rows hold no earlier batch: they are row 0, KV slot 0, position 0, the fill length."""
+    """Padding rows contain no earlier batch: they have row 0, KV slot 0, position 0 and the fill length."""
     shape = SHAPE_OF[MAX_BS]
     view = rig.lane.captured[shape].context.view
     for lengths in ([8, 7, 6, 5], [3]):
@@ -155,7 +155,7 @@ def test_without_a_compiler_decode_runs_eagerly(
 
 
 def test_a_named_driver_is_never_given_up(without_compiler: None) -> None:
-    """A driver that the configuration names is used, or is an error at start if it is unavailable."""
+    """A driver that the configuration names is used; if it is unavailable, this is an error at start."""
     named = configure('lanes.decode.graph_driver="inductor"')
     with pytest.raises(ConfigError, match=r"lanes\.decode\.graph_driver: 'inductor': no C\+\+ comp"):
         plan_lanes(named, Catalog(), CPU)

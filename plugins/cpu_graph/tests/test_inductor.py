@@ -69,7 +69,7 @@ def compiled(compiler: None) -> tuple[Region, InductorGraph]:
 
 @pytest.mark.sweep
 def test_equal_regions_are_compiled_once(compiler: None) -> None:
-    """A region like an earlier one has its code, with its own tensors; one with another number has not."""
+    """A region like an earlier one uses its code with other tensors; one with another number does not."""
     regions = [Region() for _ in range(3)]
     regions[2].scale = 4.0
     graphs = [capture(region) for region in regions]
@@ -88,7 +88,7 @@ def test_equal_regions_are_compiled_once(compiler: None) -> None:
 
 @pytest.mark.parametrize("kind", ["compiled", "interpreted"])
 def test_a_replay_does_what_the_region_does(kind: str, request: pytest.FixtureRequest) -> None:
-    """For new contents of its inputs, a replay has the outputs and the writes of an eager run, in place."""
+    """With new contents of its inputs, a replay has the outputs and in-place writes of an eager run."""
     made = request.getfixturevalue(kind)
     region, graph = made or ((region := Region()), capture(region))
     outputs = [graph.outputs[0], *graph.outputs[1].values()]
@@ -102,7 +102,7 @@ def test_a_replay_does_what_the_region_does(kind: str, request: pytest.FixtureRe
         before = region.k.clone(), region.v.clone()
         for output in outputs:
             output.fill_(NAN if output.is_floating_point() else -7)
-        region.scale = NAN  # the replay keeps the number of the capture
+        region.scale = NAN  # the replay uses the number of the capture
         graph.replay()
         replayed = [t.clone() for t in (*outputs, region.k, region.v)]
         assert region.runs == runs
@@ -115,7 +115,7 @@ def test_a_replay_does_what_the_region_does(kind: str, request: pytest.FixtureRe
 
 
 def test_experts_compile_in_every_dtype(compiler: None) -> None:
-    """A grouped product compiles in every dtype in which torch computes it, with an eager run's layout."""
+    """A grouped product compiles for every dtype that torch supports, with the layout of an eager run."""
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
     dtypes = (torch.float32, torch.bfloat16, torch.float16)
     tokens = [torch.randn(5, 8).to(dtype) for dtype in dtypes]
@@ -251,7 +251,7 @@ def test_graphs_of_one_driver_do_not_disturb_each_other(interpreted: None) -> No
 def test_a_released_graph_is_not_replayed(interpreted: None) -> None:
     """A released graph has no outputs, no pool and no external tensors; its replay raises EngineError.
 
-    Its code, and every tensor that only it held, are freed: outputs, results between segments, weights.
+    Its code and all tensors that only it referenced are freed: outputs, results between segments, weights.
     """
     driver, inputs = InductorDriver(CPU), [torch.zeros(2), torch.full((2,), 3.0)]
     graph = driver.capture(lambda: driver.eager_call(torch.sin, inputs[0] * 2) * inputs[1])
@@ -276,7 +276,7 @@ def test_a_released_graph_is_not_replayed(interpreted: None) -> None:
 
 
 def test_eager_calls_are_made_in_every_replay(compiler: None) -> None:
-    """A replay makes the eager call between two segments: on the first's result, for the second's input."""
+    """A replay makes the eager call between two segments, with the first one's result as argument."""
     driver, x, seen = InductorDriver(CPU), torch.ones(3), []
 
     def call(y: torch.Tensor) -> torch.Tensor:
@@ -285,7 +285,7 @@ def test_eager_calls_are_made_in_every_replay(compiler: None) -> None:
 
     def region() -> torch.Tensor:
         assert driver.is_capturing or len(seen) == 0  # the warm-up comes first
-        total = driver.eager_call(call, x * 2)  # which nothing recorded reads again
+        total = driver.eager_call(call, x * 2)  # which no recorded work reads again
         return total + x
 
     graph = driver.capture(region)
@@ -296,7 +296,7 @@ def test_eager_calls_are_made_in_every_replay(compiler: None) -> None:
     assert seen[-1] == [2.0, 4.0, 6.0]
     assert len(seen) == 3  # warm-up, capture, replay
     assert graph.outputs.tolist() == [13.0, 14.0, 15.0]
-    assert driver.eager_call(call, x).tolist() == [6.0]  # outside a region it is a call
+    assert driver.eager_call(call, x).tolist() == [6.0]  # outside a region it is an ordinary call
 
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros(2, dtype=torch.int64), None])
@@ -337,7 +337,7 @@ def test_host_reads_are_refused_with_their_line(
 
 
 def test_declared_host_memory_is_free_to_read(interpreted: None) -> None:
-    """Declared host tensors, and tensors computed from them alone, may be read; graphs keep their values."""
+    """Declared host tensors, and tensors computed only from them, may be read; graphs keep their values."""
     driver, x, lengths = InductorDriver(CPU), torch.ones(3), torch.tensor([2, 3])
     driver.declare(DeclaredMemory(host=[lengths]))
     graph = driver.capture(lambda: x * lengths.max().item() + lengths[:1].tolist()[0] + lengths[0] * 10)
@@ -404,7 +404,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     look = missing_compiler.__wrapped__
     with config.patch({"cpp.cxx": (None, "no-such-compiler")}):
         assert look() == (
-            "no C++ compiler: 'no-such-compiler' cannot be run; install g++, or name a compiler in CXX"
+            "no C++ compiler: 'no-such-compiler' cannot be run; install g++, or set CXX to a compiler"
         )
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "g++")
     monkeypatch.setattr(inductor.sysconfig, "get_path", lambda _: "/nowhere")
@@ -422,7 +422,10 @@ def _ordered(count: int) -> torch.Tensor:
 _Region: TypeAlias = tuple[torch.Tensor, Callable[[torch.Tensor], Any]]
 
 _REAL: dict[str, _Region] = {
-    "an offset from the begin of a storage": (_ordered(8)[3:], lambda x: x.as_strided((2, 2), (2, 1), 2) * 2),
+    "an offset from the beginning of a storage": (
+        _ordered(8)[3:],
+        lambda x: x.as_strided((2, 2), (2, 1), 2) * 2,
+    ),
     "an offset before the input": (
         _ordered(8)[3:],
         lambda x: (x.add_(1), x.as_strided((2,), (1,), 0) + x[0]),
@@ -458,7 +461,7 @@ _COMPLEX: dict[str, _Region] = {
 def test_memory_is_read_and_written_as_torch_does(
     kind: str, regions: dict[str, _Region], request: pytest.FixtureRequest
 ) -> None:
-    """Offsets, lazy conjugation and copies of memory that is written mean what they mean in an eager run."""
+    """Offsets, lazy conjugation and copies of memory that is written behave as in an eager run."""
     request.getfixturevalue("compiler" if kind == "compiled" else kind)
     wholes = {name: x.untyped_storage() for name, (x, _) in regions.items()}
     before = {name: storage.clone() for name, storage in wholes.items()}
@@ -480,7 +483,7 @@ def test_memory_is_read_and_written_as_torch_does(
 
 
 def test_a_list_of_one_tensor_is_compiled(compiler: None) -> None:
-    """Operations on a list of one tensor are compiled: inductor's C++ programs would crash."""
+    """Operations on a list of one tensor are compiled, although inductor's C++ programs would crash."""
     x = torch.ones(4)
     graph = capture(lambda: (torch._foreach_zero_([x]), torch._foreach_norm([x + 3])))
     x.fill_(5)
@@ -490,7 +493,7 @@ def test_a_list_of_one_tensor_is_compiled(compiler: None) -> None:
 
 
 def test_an_operation_that_is_no_valid_code_is_refused(interpreted: None) -> None:
-    """``random_.from``, whose name is a keyword of Python, is refused: torch writes graphs as code."""
+    """``random_.from`` is refused: its name is a Python keyword, and torch writes graphs as Python code."""
     x = torch.ones(4)
     with pytest.raises(CaptureError, match="inductor cannot compile the region: SyntaxError"):
         capture(lambda: x.random_(0, 5))

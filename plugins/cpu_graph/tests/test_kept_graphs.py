@@ -1,4 +1,4 @@
-"""Compiled graphs on disk: a key for all that they depend on, and entries that cannot be used."""
+"""Compiled graphs on disk: keys that cover everything that a graph depends on, and unusable entries."""
 
 import hashlib
 import json
@@ -68,7 +68,7 @@ def test_a_kept_graph_is_not_compiled_again(entries: Path, monkeypatch: pytest.M
 def test_what_is_compiled_is_announced(
     entries: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A compilation is said on stderr, with where its result is kept; a kept graph needs no word."""
+    """A compilation is announced on stderr, with the folder of the result; loading a stored graph is not."""
     said = []
     for _ in range(2):
         monkeypatch.setattr(waiting, "_written", set())
@@ -101,10 +101,10 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_a_broken_entry_is_compiled_again_with_a_warning(
     fault: str, entries: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """An entry that is not whole is never run: it is compiled again and replaced, and the log says why."""
+    """A damaged entry is never run: the graph is compiled again, the entry replaced, and the log says why."""
     break_it, reason = FAULTS[fault]
     replays(monkeypatch)
-    # Python does not load a file twice, so the entry is broken at another place.
+    # Python does not load a file twice, so the entry is damaged at another place.
     shutil.copytree(entries, entries.parent / "later" / entries.name)
     monkeypatch.setenv("GRAPHPACT_CACHE_DIR", str(entries.parent / "later"))
     (entry,) = (entries.parent / "later" / entries.name).iterdir()
@@ -120,17 +120,17 @@ def test_a_broken_entry_is_compiled_again_with_a_warning(
 def test_a_cache_that_cannot_be_written_is_done_without(
     entries: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the folder cannot be made, a graph is compiled and runs, and the log says that it is not kept."""
+    """If the folder cannot be made, a graph is compiled and runs, and the log says that it is not stored."""
     entries.write_text("a file where the folder should be")
     with caplog.at_level(logging.WARNING):
         assert replays(monkeypatch) == 1
-    assert "is not kept" in caplog.text
+    assert "cannot store a compiled graph" in caplog.text
 
 
 def test_an_entry_that_stays_in_the_way_is_not_run(
     entries: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If another's entry cannot be removed, the graph is compiled and runs; the log says what to do."""
+    """If an entry of another user cannot be removed, the graph is compiled; the log says what to do."""
     replays(monkeypatch)
     (entry,) = entries.iterdir()
     delete = cache._delete
@@ -145,7 +145,7 @@ def test_an_entry_that_stays_in_the_way_is_not_run(
     with caplog.at_level(logging.WARNING):
         assert replays(monkeypatch) == 1
     (looked_up, kept) = [r.getMessage() for r in caplog.records if r.name == shared_library.__name__]
-    assert "is not looked up" in looked_up
+    assert "cannot look up a compiled graph" in looked_up
     assert f"remove {entry} as its owner or as root" in kept
 
 
@@ -154,7 +154,7 @@ def test_an_entry_that_stays_in_the_way_is_not_run(
 def test_torch_does_not_compile_where_others_can_write(
     whose: str, entries: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Torch loads a library that lies in its folder already: a folder of another user is refused before."""
+    """A folder of another user is refused, because torch would load a library that it finds there."""
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     if whose == "everybody's":
@@ -162,7 +162,7 @@ def test_torch_does_not_compile_where_others_can_write(
     else:
         os.chown(scratch, 54321, 54321)
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(scratch))
-    monkeypatch.setattr(shared_library, "_library", None)  # it is not called
+    monkeypatch.setattr(shared_library, "_library", None)  # this is not called
     with pytest.raises(GraphpactError, match=f"{scratch} (belongs to|can be written by)") as told:
         InductorDriver(CPU).capture(lambda: region(torch.ones(5)))
     assert "TORCHINDUCTOR_CACHE_DIR" in str(told.value.hint)
@@ -213,7 +213,7 @@ REGIONS: dict[str, Callable[[], str]] = {
 
 
 def test_what_differs_has_another_key() -> None:
-    """Regions that differ in a number, an operation, a layout or in what is aliased have different keys."""
+    """Regions that differ in a number, an operation, a layout or an alias have different keys."""
     found = {name: make() for name, make in REGIONS.items()}
     assert len(set(found.values())) == len(found)
     assert found == {name: make() for name, make in REGIONS.items()}
@@ -252,7 +252,7 @@ def test_another_world_has_another_key(change: str, monkeypatch: pytest.MonkeyPa
 def test_a_graph_without_a_cpp_program_runs_as_torch_compiles_it(
     what: str, entries: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If no library can be made of a graph, inductor's Python program runs it; the cache has no entry."""
+    """If a graph cannot become a library, inductor's Python program runs it, and the cache gets no entry."""
 
     def unable(*_: object) -> None:
         if what == "an error":

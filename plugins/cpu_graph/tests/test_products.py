@@ -20,7 +20,7 @@ pytestmark = needs_compiled
 
 @pytest.fixture
 def found(monkeypatch: pytest.MonkeyPatch) -> list[Product]:
-    """Return the products that the compiled kernel takes, as captures find them."""
+    """Return a list to which captures add the products that the compiled kernel computes."""
     taken: list[Product] = []
 
     def product_of(call: RecordedCall) -> Product | None:
@@ -54,8 +54,8 @@ A, B, COLUMN = torch.randn(3, 80), torch.randn(80, 60), torch.randn(3, 1)
         (linear(17, torch.bfloat16), 0),
         (linear(3, torch.float64), 0),
         (lambda: A[:, :60] @ B[:60].t(), 0),  # 3600 elements
-        (lambda: A @ B, 0),  # the weight is in the other order
-        (lambda: torch.addmm(COLUMN, A, B.t().contiguous().t()), 0),  # no bias of a layer
+        (lambda: A @ B, 0),  # the weight has the other memory order
+        (lambda: torch.addmm(COLUMN, A, B.t().contiguous().t()), 0),  # not the bias of a layer
         (lambda: torch.addmm(B[0], A, B.t().contiguous().t(), beta=2), 0),
     ],
     ids=[
@@ -75,7 +75,7 @@ A, B, COLUMN = torch.randn(3, 80), torch.randn(80, 60), torch.randn(3, 1)
 def test_the_kernel_takes_products_of_few_rows_with_a_weight(
     region: Callable[[], Any], count: int, found: list[Product], interpreted: None
 ) -> None:
-    """Only a product that the kernel can compute, and computes faster, is replaced; all give the result."""
+    """Only products that the kernel computes faster are replaced; all products have correct results."""
     graph = InductorDriver(CPU).capture(region)
     assert len(found) == count
     graph.outputs.fill_(float("nan"))
@@ -84,7 +84,7 @@ def test_the_kernel_takes_products_of_few_rows_with_a_weight(
 
 
 def test_a_weight_that_changes_in_place_takes_effect(compiler: None, found: list[Product]) -> None:
-    """Replays read the weights where they lie: new values of weight, bias and rows give new results."""
+    """Replays read the weights in place: new values of weight, bias and rows give new results."""
     layer, x = torch.nn.Linear(80, 60), torch.randn(3, 80)
     graph = InductorDriver(CPU).capture(lambda: layer(x).relu())
     assert len(found) == 1
@@ -99,7 +99,7 @@ def test_a_weight_that_changes_in_place_takes_effect(compiler: None, found: list
 def test_without_compiled_kernels_products_are_torchs(
     found: list[Product], interpreted: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """If the kernels cannot be built, torch multiplies, and one warning has the reason."""
+    """If the kernels cannot be built, torch computes the products, and one warning gives the reason."""
     products._is_built.cache_clear()
     monkeypatch.setattr(products, "load", lambda: "no compiler here")
     try:
@@ -112,5 +112,5 @@ def test_without_compiled_kernels_products_are_torchs(
         products._is_built.cache_clear()
     assert not found
     assert [record.message for record in caplog.records] == [
-        "products of cpu_graph are torch's, not the compiled kernel's: no compiler here"
+        "cpu_graph uses torch's products instead of the compiled kernel: no compiler here"
     ]

@@ -1,6 +1,6 @@
-"""Random programs on the driver `inductor`: compiled replays equal eager runs, but for rounding.
+"""Random programs on the driver `inductor`: compiled replays equal eager runs, except for rounding.
 
-The graphs that it compiles are also run node by node, without a compiler, and compared bit for bit.
+The recorded graphs are also run node by node, without a compiler, and compared bit for bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +16,9 @@ from random_programs import error_of, first_failure, operations_of, run
 Seeds = Callable[[int, int], Sequence[int]]
 
 NAMES = operations_of("inductor")
-# Compiled code draws the numbers of an eager run, but not always for the same elements. The driver refuses
-# what inductor cannot compile: operators that return an argument, and the C++ of `signbit` for bfloat16.
+# Compiled code draws the same random numbers as an eager run, but not always for the same elements. The
+# driver refuses what inductor cannot compile: operators that return an argument, and the C++ of `signbit` for
+# bfloat16.
 COMPILED = [name for name in NAMES if name not in DRAWS | {"fill_and_return", "signbit"}]
 AGAIN = "plugins/cpu_graph/tests/test_random_programs.py -k {}"
 
@@ -27,13 +28,13 @@ def _driver() -> InductorDriver:
 
 
 def test_graphs_equal_eager_runs(interpreted: None, program_seeds: Seeds) -> None:
-    """Recorded graphs of 300 random programs, run node by node, give the bits of eager runs."""
+    """Recorded graphs of 300 random programs, run node by node, equal eager runs bit for bit."""
     run(_driver, NAMES, program_seeds(0, 300), AGAIN.format("graphs_equal")).assert_few_refusals()
 
 
 @pytest.mark.sweep
 def test_graphs_equal_eager_runs_of_many_programs(interpreted: None, program_seeds: Seeds) -> None:
-    """Graphs of 10,000 programs do; every operation of the table was replayed."""
+    """Graphs of 10,000 programs equal eager runs; every operation of the table was replayed."""
     seeds = program_seeds(1_000, 10_000)
     tally = run(_driver, NAMES, seeds, AGAIN.format("graphs_equal"))
     tally.assert_few_refusals()
@@ -42,13 +43,13 @@ def test_graphs_equal_eager_runs_of_many_programs(interpreted: None, program_see
 
 
 def test_compiled_replays_equal_eager_runs(compiler: None, program_seeds: Seeds) -> None:
-    """Compiled replays of 10 random programs differ from eager runs by rounding at most."""
+    """Compiled replays of 10 random programs differ from eager runs only by rounding."""
     run(_driver, COMPILED, program_seeds(0, 10), AGAIN.format("compiled"), per_graph=10, is_compiled=True)
 
 
 @pytest.mark.sweep
 def test_compiled_replays_equal_eager_runs_of_many_programs(compiler: None, program_seeds: Seeds) -> None:
-    """Compiled replays of 150 programs do; few are refused."""
+    """Compiled replays of 150 programs differ only by rounding; few programs are refused."""
     seeds = program_seeds(1_000, 150)
     run(
         _driver, COMPILED, seeds, AGAIN.format("compiled"), per_graph=15, is_compiled=True
@@ -56,7 +57,7 @@ def test_compiled_replays_equal_eager_runs_of_many_programs(compiler: None, prog
 
 
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    """If results are not copied to their memory, one of 300 programs fails, which is right otherwise."""
+    """If results are not copied to their memory, one of 300 programs fails; without the fault it passes."""
     interpret(monkeypatch)
     graph_of = fx_graph.SegmentGraph.of
     with monkeypatch.context() as patch:

@@ -65,7 +65,7 @@ class FakeStream:
 
 @pytest.fixture(autouse=True)
 def _cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace what the driver uses of `torch.cuda` by fakes, on host memory."""
+    """Replace the parts of `torch.cuda` that the driver uses by fakes on host memory."""
     fakes: dict[str, Any] = {
         "CUDAGraph": FakeGraph,
         "Event": FakeEvent,
@@ -93,7 +93,7 @@ def storages(graph: Graph) -> list[int]:
 
 
 def test_inputs_are_seen_and_what_the_region_makes_is_not() -> None:
-    """Tensors that existed before the region are reported in order of use, and equal views once."""
+    """Tensors that existed before the region are reported in order of use, and equal views only once."""
     x, table, out = torch.ones(8), torch.ones(8), torch.zeros(6)
 
     def region() -> torch.Tensor:
@@ -121,7 +121,7 @@ def test_what_goes_round_the_dispatcher_is_not_seen() -> None:
     raw = hidden.numpy()
 
     def region() -> torch.Tensor:
-        raw[:] = 2  # like a kernel that is launched with a pointer
+        raw[:] = 2  # similar to a kernel that is launched with a pointer
         return seen + 1
 
     graph = CudaDriver(CPU).capture(region)
@@ -249,7 +249,7 @@ def test_a_strict_lane_finds_metadata_outside_the_slots() -> None:
 def test_a_driver_that_tells_nothing_is_named_in_the_statistics(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If the driver does not report external tensors, the statistics of the lane say `unknown`."""
+    """If the driver does not report external tensors, the lane's statistics contain `unknown`."""
     assert LaneRig().lane.stats.externals == "all"
     monkeypatch.setattr(Tape, "external_tensors", lambda _: None)
     lane = LaneRig().lane
@@ -260,7 +260,7 @@ def test_a_driver_that_tells_nothing_is_named_in_the_statistics(
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.complex64])
 def test_a_host_number_is_no_input(dtype: torch.dtype) -> None:
-    """A zero-dimensional tensor of another device is taken by value; any other tensor is reported."""
-    watch = CudaDriver(torch.device("cuda", 0)).capture  # a different device from that of the tensors
+    """A tensor without dimensions on another device is taken by value; all other tensors are reported."""
+    watch = CudaDriver(torch.device("cuda", 0)).capture  # not the device of the tensors
     number, row = torch.tensor(2, dtype=dtype), torch.ones(3, dtype=dtype)
     assert storages(watch(lambda: row * number)) == [row.data_ptr()]

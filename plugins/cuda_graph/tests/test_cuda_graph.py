@@ -72,7 +72,7 @@ def test_impossible_sizes_are_refused(sizes: list[int]) -> None:
 
 
 def test_a_lane_serves_its_mode_only() -> None:
-    """A decode lane gives other modes, and batches over the largest size, an eager reason."""
+    """In a decode lane, other modes and batches above the largest size have an eager reason."""
     assert CudaGraphRunner.modes == {ForwardMode.DECODE, ForwardMode.TARGET_VERIFY}
     assert CudaGraphRunner.needs is GraphSupport.UNIFORM_DECODE
     rig = LaneRig(batch_sizes=[2], capture=False)
@@ -90,7 +90,7 @@ def test_a_lane_serves_its_mode_only() -> None:
 
 @pytest.mark.parametrize("fill", [0, 1, 5])
 def test_slots_are_padded_with_the_backends_length(fill: int) -> None:
-    """The largest capture size sizes the registry; padding rows hold row 0 and the backend's fill length."""
+    """The registry has the largest capture size; padding rows have row 0 and the backend's fill length."""
     registry = LaneRig(backend=_backend(fill), batch_sizes=[2, 3], capture=False).lane.registry
     assert registry is not None
     assert (registry.max_bs, registry.max_num_tokens) == (3, 3)
@@ -105,7 +105,7 @@ def test_a_dummy_is_a_batch_that_could_have_been(fill: int, size: int) -> None:
     """A dummy has exactly the shape and consistent fields, on request row 0 and KV slot 0."""
     shape = GraphShape(ForwardMode.DECODE, size, size)
     dummy = _runner(8, [8], fill).dummy(shape)
-    length = max(fill, 1)  # at least its own token
+    length = max(fill, 1)  # at least the token itself
     assert dummy.forward_mode is ForwardMode.DECODE
     assert dummy.batch_size == dummy.num_tokens == size
     assert dummy.seq_lens.tolist() == dummy.seq_lens_cpu.tolist() == [length] * size
@@ -120,7 +120,7 @@ def test_a_dummy_is_a_batch_that_could_have_been(fill: int, size: int) -> None:
 
 
 def test_capture_writes_scratch_only() -> None:
-    """Captures write KV slot 0 only: all other slots and the request table stay bit-equal."""
+    """Captures write only KV slot 0; all other slots and the request table do not change."""
     rig = LaneRig(poisons=False, capture=False)
     before = [t.clone() for t in rig.caches]
     table = rig.table.clone()

@@ -1,4 +1,4 @@
-"""The drivers of devices whose graphs are shaped like torch's, tested with a stand-in for a device.
+"""The drivers of devices with graphs like torch's CUDA graphs, tested with a stand-in for a device.
 
 The stand-in is a graph class on host memory. It keeps the operations that torch dispatches between
 ``capture_begin`` and ``capture_end``, and repeats them. A read on the host is an error there, as on a device.
@@ -27,7 +27,7 @@ _EMPTY = "The stand-in is empty"
 
 
 class _Calls(TorchDispatchMode):
-    """A dispatch mode that gives the operations to the graph that is captured now."""
+    """A dispatch mode that adds operations to the graph that is being captured."""
 
     graph: "StandIn | None" = None
 
@@ -42,7 +42,7 @@ class _Calls(TorchDispatchMode):
         if torch.Tag.data_dependent_output in func.tags:
             raise RuntimeError("operation not permitted while the stream is capturing")
         implementation = python_implementation(func, tensors_of((args, kwargs)))
-        if implementation is not None:  # it launches kernels, one by one
+        if implementation is not None:  # such an operation launches kernels, one by one
             with self:
                 return implementation(*args, **kwargs)
         result = func(*args, **kwargs)
@@ -72,7 +72,7 @@ class StandIn:
         )
 
     def capture_begin(self, pool: Any = None) -> None:
-        """Begin; the pool is the one of the driver."""
+        """Begin a capture; the pool must be the driver's."""
         assert isinstance(pool, str)
         assert _CALLS.graph is None
         _CALLS.graph = self
@@ -89,7 +89,7 @@ class StandIn:
             op(*args, **kwargs)
 
     def reset(self) -> None:
-        """Forget it."""
+        """Discard the work."""
         self.work = []
 
 
@@ -110,7 +110,7 @@ class _Stream:
 
 
 class _Event:
-    """An event of it."""
+    """An event of such a device."""
 
     def record(self, stream: Any = None) -> None:
         """Mark nothing."""
@@ -120,14 +120,14 @@ class _Event:
 
 
 class StandInDriver(DeviceDriver):
-    """The driver of the stand-in: one entry of the table, and nothing else."""
+    """The driver of the stand-in, which only consists of an entry of the table."""
 
     kind = Device("cpu", "StandIn", "stand-in", empty=_EMPTY)
 
 
 @pytest.fixture
 def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let the module of the CPU in torch have the parts that modules of devices have."""
+    """Add the parts that modules of devices have to the CPU's module in torch."""
     parts: dict[str, Any] = {
         "StandIn": StandIn,
         "Stream": _Stream,
@@ -147,13 +147,13 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     _CALLS.graph = None
 
 
-_NOT_OF_THE_STAND_IN = {"it_says_how_much_it_keeps"}  # it has no pool, and reports 0 bytes
+_NOT_OF_THE_STAND_IN = {"it_says_how_much_it_keeps"}  # the stand-in has no pool and reports 0 bytes
 
 
 @pytest.mark.usefixtures("_device")
 @pytest.mark.parametrize("name", thinned(sorted(CHECKS.keys() - _NOT_OF_THE_STAND_IN), 6))
 def test_one_class_keeps_the_promises_for_another_graph_class(name: str) -> None:
-    """With a table entry alone the driver of the stand-in keeps the promises of the driver contract."""
+    """With only a table entry, the driver of the stand-in keeps the promises of the driver contract."""
     CHECKS[name](lambda: StandInDriver(CPU))
 
 
@@ -178,7 +178,7 @@ def test_a_driver_without_sync_debug_mode_has_no_strict_mode() -> None:
 
 @pytest.mark.parametrize("name", DEVICES)
 def test_every_device_of_the_table_is_a_driver_that_says_why_it_is_unavailable(name: str) -> None:
-    """Each is installed under its type, and on this machine says what is missing, by the name in torch."""
+    """Each is installed under its type; without the device, it says which name is missing in torch."""
     driver = PluginCatalog.scan().select("graph_driver", name)
     assert issubclass(driver, DeviceDriver)
     assert driver.name == name
@@ -188,7 +188,7 @@ def test_every_device_of_the_table_is_a_driver_that_says_why_it_is_unavailable(n
 
 @pytest.mark.parametrize("package", [None, "torch_standin"])
 def test_a_torch_without_the_device_says_what_adds_it(package: str | None) -> None:
-    """Where torch lacks the module or its graph class, the reason has both names, and the package if any."""
+    """If torch lacks the module or its graph class, the reason has both names and the package, if any."""
 
     class Missing(DeviceDriver):
         kind = Device("cpu", "NoSuchGraph", "stand-in", package=package)
@@ -199,7 +199,7 @@ def test_a_torch_without_the_device_says_what_adds_it(package: str | None) -> No
 
 @pytest.mark.usefixtures("_device")
 def test_a_device_that_torch_does_not_see_is_unavailable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the module and without a device, the reason is that torch sees none; with one there is none."""
+    """With the module but without a device, the reason is that torch sees none; with a device it is None."""
     assert StandInDriver.unavailable(CPU) is None
     monkeypatch.setattr(torch.cpu, "is_available", lambda: False)
     assert StandInDriver.unavailable(CPU) == "torch sees no stand-in device"

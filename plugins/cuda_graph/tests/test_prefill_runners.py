@@ -1,4 +1,4 @@
-"""The prefill runners with every backend, on the suite's lanes: against the oracle, and against eager runs.
+"""The prefill runners with every backend on the suite's lanes, compared with the oracle and eager runs.
 
 Does not: check the rules; `graphpact check` does.
 """
@@ -48,7 +48,7 @@ BACKENDS: dict[str, type[AttentionBackend]] = {
     "trtllm_mla": TRTLLMMLABackend,
 }
 COUNTS = (1, 2, 4, 8, 13, 24)
-"""Token counts that are captured; of 4 requests at most."""
+"""The captured token counts, for at most 4 requests."""
 
 
 def _config(backend: type[AttentionBackend], mode: str, counts: tuple[int, ...] = COUNTS) -> Config:
@@ -73,7 +73,7 @@ def _rig(runner: str, backend: str, mode: str, *, strict: bool, **more: Any) -> 
 
 @st.composite
 def _problems(draw: st.DrawFn, config: Config) -> Problem:
-    """Draw a batch of one to four requests whose smallest shape is any of the configuration's."""
+    """Draw a batch of one to four requests for which any of the configured shapes is the smallest."""
     shapes = config.shapes[: draw(st.integers(1, len(config.shapes)))]
     drawn = draw(sequences(replace(config, capture_shapes=tuple(shapes))))
     return draw(st.sampled_from([drawn.exact, drawn.padded]))
@@ -88,7 +88,7 @@ DIMENSIONS = {
 
 
 def _cases() -> list[Any]:
-    """Return all combinations; those that pairwise testing leaves out are sweeps."""
+    """Return all combinations. Those that pairwise testing would leave out are marked as sweeps."""
     few = [tuple(case.values()) for case in pairwise(DIMENSIONS)]
     return [
         pytest.param(case, marks=() if case in few else pytest.mark.sweep, id="-".join(map(str, case)))
@@ -100,7 +100,7 @@ def _cases() -> list[Any]:
 def test_replays_equal_the_oracle_and_the_same_padded_rows_run_eagerly(
     case: tuple[str, str, str, bool],
 ) -> None:
-    """Outputs and KV cache of a replay are the oracle's, and to the bit those of an eager run of its rows."""
+    """Outputs and KV cache of a replay equal the oracle, and an eager run of the same rows bit for bit."""
     runner, backend, mode, strict = case
     rig = _rig(runner, backend, mode, strict=strict)
     lane, page = rig.lane, rig.config.page_size
@@ -146,7 +146,7 @@ def _runner(name: str, counts: tuple[int, ...] | None = COUNTS, **context: Any) 
 
 @pytest.mark.parametrize("ratio", [1.0, 1.5, 2.0, 24.0])
 def test_a_batch_runs_eagerly_if_and_only_if_its_graph_would_be_padded_too_far(ratio: float) -> None:
-    """The smallest shape that holds a batch serves it up to ``max_padding_ratio`` times its tokens."""
+    """A batch replays its smallest shape unless that has over ``max_padding_ratio`` times its tokens."""
     runner = _runner("breakable", (6, 24), max_padding_ratio=ratio)
     config = _config(ReferenceBackend, "extend", (6, 24))
     for tokens in range(1, 25):
@@ -160,13 +160,13 @@ def test_a_batch_runs_eagerly_if_and_only_if_its_graph_would_be_padded_too_far(r
             assert fit.num_tokens == shape
         else:
             assert fit == TOO_MUCH_PADDING
-        # Ranks that gather decide alike: by the rank with most tokens.
+        # Ranks that gather make the same decision, by the rank with most tokens.
         drawn.global_num_tokens_cpu = (tokens, 24)
         assert runner.fit(drawn) == GraphShape(ForwardMode.EXTEND, 4, 24)
 
 
 def test_eager_steps_are_counted_by_the_waste_of_their_graphs() -> None:
-    """A batch that its graph would pad too far runs eagerly, right, and is counted with that reason."""
+    """A batch that would get too much padding runs eagerly, is correct, and is counted with that reason."""
     rig = _rig("breakable", "flashinfer", "extend", strict=False)
     rig.runner.context = replace(rig.runner.context, max_padding_ratio=1.0)
     (steps,) = draw(rig.config, 1, 0)
@@ -178,7 +178,7 @@ def test_eager_steps_are_counted_by_the_waste_of_their_graphs() -> None:
 
 @given(most=st.integers(1, 5000), tokens=st.integers(4, 5000))
 def test_default_token_counts_waste_at_most_half(most: int, tokens: int) -> None:
-    """No batch of 4 tokens or more is padded by more than half of its tokens; none is above the largest."""
+    """No batch of 4 tokens or more gets padding of over half its tokens; no count is above the largest."""
     counts = default_token_counts(most)
     assert counts == sorted(set(counts))
     assert counts[-1] == most
@@ -199,13 +199,13 @@ def test_a_token_count_above_the_largest_step_is_refused(name: str) -> None:
 
 
 class _NoGraphs(ReferenceBackend):
-    """A backend whose own work cannot be captured."""
+    """A backend whose work cannot be captured."""
 
     capabilities = replace(ReferenceBackend.capabilities, graph_support=GraphSupport.NEVER)
 
 
 def test_a_backend_without_graph_support_serves_a_prefill_runner() -> None:
-    """No graph holds the work of the backend, so it needs no support for graphs."""
+    """No graph contains work of the backend, so the backend needs no support for graphs."""
     config = _config(ReferenceBackend, "extend")
     rig = Rig(config, backend=_NoGraphs, runner=BreakableCudaGraphRunner)
     (steps,) = draw(config, 1, 0)
@@ -216,7 +216,7 @@ def test_a_backend_without_graph_support_serves_a_prefill_runner() -> None:
 
 @pytest.mark.parametrize("name", RUNNERS)
 def test_attention_of_other_widths_than_declared_is_refused_at_capture(name: str) -> None:
-    """Queries that do not have the declared dtype or width are not cut, cast or padded silently."""
+    """Queries of another dtype or width than declared are refused, and not cut, cast or padded silently."""
     rig = Rig(
         _config(ReferenceBackend, "extend"), backend=ReferenceBackend, runner=RUNNERS[name], capture=False
     )
@@ -234,7 +234,7 @@ def test_attention_of_other_widths_than_declared_is_refused_at_capture(name: str
 
 
 def test_a_context_without_layers_is_refused() -> None:
-    """Without the model's layers, the memory between segments has no size."""
+    """Without the model's layers, the runner is refused: the size of memory between segments is unknown."""
     with pytest.raises(EngineError, match="the runner's context has no layers"):
         _runner("breakable", layers=()).slots()
 
@@ -251,11 +251,11 @@ def _piecewise(model: Callable[[Any], Any] | None = None) -> Rig:
 
 
 def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
-    """A host read, which torch.compile cannot trace, is an error that points to the breakable runner."""
+    """A host read, which torch.compile cannot trace, is an error that suggests the breakable runner."""
 
     def reading(right: Any) -> Any:
         def model(batch: Any, metadata: Any, attend: Any) -> Any:
-            if batch.input_ids.sum().item() > 10**6:  # a branch on contents
+            if batch.input_ids.sum().item() > 10**6:  # a branch that depends on contents
                 raise ValueError
             return right(batch, metadata, attend)
 
@@ -268,7 +268,7 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
 
 
 def test_one_trace_serves_all_token_counts() -> None:
-    """Graphs are made of one trace; only shapes with as many requests as tokens, or with one, need others."""
+    """Most shapes share one trace; only shapes with one token, or with equal counts, need other traces."""
     rig = _rig("piecewise", "reference", "extend", strict=False)
     assert len(rig.lane.captured) == len(COUNTS)
     others = [shape for shape in rig.lane.captured if shape.batch_size == shape.num_tokens]
@@ -278,7 +278,7 @@ def test_one_trace_serves_all_token_counts() -> None:
 
 
 def test_eager_steps_trace_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A batch that no shape holds runs the model itself; torch.compile traces for captures only."""
+    """A batch without a shape runs the model directly; torch.compile traces only for captures."""
     rig = _piecewise()
     rig.capture()
     monkeypatch.setattr(torch, "compile", None)
@@ -302,9 +302,9 @@ def test_what_torch_compiled_is_freed_with_the_lane() -> None:
 @pytest.mark.sweep
 @pytest.mark.usefixtures("compiler")
 def test_compiled_pieces_equal_the_model() -> None:
-    """With pieces compiled by inductor, as for the driver cuda, a region gives the model's outputs.
+    """With pieces compiled by inductor, as for the driver cuda, a region returns the model's outputs.
 
-    They are called here, not captured: a tape records no compiled code.
+    The pieces are called here and not captured, because a tape cannot record compiled code.
     """
     config = _config(ReferenceBackend, "extend", (24,))
     rig = Rig(config, backend=ReferenceBackend, runner=BreakableCudaGraphRunner, capture=False)
@@ -325,7 +325,7 @@ def test_compiled_pieces_equal_the_model() -> None:
         assert calls == [0, 1]
         expected = rig.model(batch, metadata, rig.backend.forward)["rows"]
         torch.testing.assert_close(first, expected)
-        batch.input_ids.copy_(batch.input_ids.flip(0))  # the pieces read the static inputs anew
+        batch.input_ids.copy_(batch.input_ids.flip(0))  # the pieces read the static inputs again
         changed = rig.model(batch, metadata, rig.backend.forward)["rows"]
         assert not torch.equal(changed, expected)
         torch.testing.assert_close(region()["rows"], changed)

@@ -1,4 +1,4 @@
-"""Tests of generated code: it writes the bits of the loop, in memory that nothing else needs."""
+"""Tests of generated code: it writes the same bits as a loop, into memory that nothing else needs."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -54,7 +54,7 @@ def _run(
     inputs: list[torch.Tensor],
     eager_call: Callable[..., torch.Tensor],
 ) -> list[torch.Tensor]:
-    """Run steps on ``[4, 4]`` tensors; return the last two results, which may be or share the inputs."""
+    """Run steps on ``[4, 4]`` tensors; return the last two results, which may share memory with inputs."""
     values = list(inputs)
     for name, i, j, is_eager in program:
         a, b = values[i % len(values)], values[j % len(values)]
@@ -68,7 +68,7 @@ def _run(
 
 
 def _loop(driver: TapeDriver, fn: Callable[[], Any]) -> tuple[Callable[[], None], Any]:
-    """Record ``fn``; return a loop over its operations, each in memory of its own, and its outputs."""
+    """Record ``fn``; return a loop over its operations, which share no memory, and the outputs."""
     guard = HostReadGuard(HostMemory([], strict=False), "while a test records", CaptureError)
     recording = driver.record(Recorder(guard), fn)
     nodes: list[Node] = []
@@ -107,7 +107,7 @@ def _replays_like_the_loop(program: list[tuple[str, int, int, bool]], seed: int)
         def call(
             step: Callable[..., Any], *args: torch.Tensor, _seen: list[torch.Tensor] = seen
         ) -> torch.Tensor:
-            _seen += args  # an eager call may keep what it was given
+            _seen += args  # an eager call may keep its arguments
             result: torch.Tensor = step(*args)
             return result
 
@@ -141,18 +141,18 @@ def _replays_like_the_loop(program: list[tuple[str, int, int, bool]], seed: int)
 def test_generated_code_writes_the_bits_of_the_loop(
     program: list[tuple[str, int, int, bool]], seed: int
 ) -> None:
-    """Outputs, inputs and the arguments of eager calls have the bits that a loop over the record writes."""
+    """Outputs, inputs and arguments of eager calls equal those of a loop over the record, bit for bit."""
     _replays_like_the_loop(program, seed)
 
 
 @pytest.mark.parametrize("name", sorted(_STEPS))
 def test_each_step_writes_the_bits_of_the_loop(name: str) -> None:
-    """Each step alone, repeated on its own result and before an eager call, has the bits of the loop."""
+    """Each single step, repeated on its result and before an eager call, equals the loop bit for bit."""
     _replays_like_the_loop([(name, 0, 1, False), (name, 2, 1, False), ("add", 3, 2, True)], 0)
 
 
 def test_intermediates_share_memory() -> None:
-    """A chain of operations keeps two intermediates at a time, however long it is."""
+    """A chain of operations of any length keeps only two intermediates at a time."""
     x = torch.ones(1000)
 
     def region(count: int) -> torch.Tensor:
@@ -167,7 +167,7 @@ def test_intermediates_share_memory() -> None:
 
 @pytest.mark.parametrize("keep", ["a name", "a view"])
 def test_memory_that_is_held_elsewhere_is_not_reused(keep: str) -> None:
-    """An intermediate that the region gave to somebody has its own value after every replay."""
+    """An intermediate that the region passed to other code has the right value after every replay."""
     x, held = torch.ones(100), []
 
     def region() -> torch.Tensor:
@@ -185,7 +185,7 @@ def test_memory_that_is_held_elsewhere_is_not_reused(keep: str) -> None:
 
 
 def test_the_memory_of_an_eager_call_is_not_reused() -> None:
-    """What an eager call was given and what it returned keep their values until the next replay."""
+    """The arguments and results of an eager call keep their values until the next replay."""
     driver, x, given_to = TapeDriver(CPU), torch.ones(50), []
 
     def eager(y: torch.Tensor) -> torch.Tensor:
@@ -207,7 +207,7 @@ def test_the_memory_of_an_eager_call_is_not_reused() -> None:
 
 
 def test_a_traced_tape_has_a_line_for_each_tensor() -> None:
-    """A traced tape reuses no memory: each tensor of it tells the line that made it."""
+    """A traced tape reuses no memory, so that the line that made each of its tensors is known."""
     x = torch.ones(10)
 
     def region() -> torch.Tensor:
@@ -223,7 +223,7 @@ def test_a_traced_tape_has_a_line_for_each_tensor() -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.complex128])
 @pytest.mark.parametrize("count", range(1, 9))
 def test_a_reused_storage_has_whole_elements(count: int, dtype: torch.dtype) -> None:
-    """Memory of bytes that becomes memory of wider elements has no part of one: torch copies it all."""
+    """Byte memory that is reused for wider elements has only whole elements, because torch copies all."""
     x, y = torch.ones(257, dtype=torch.uint8), torch.ones(count, dtype=dtype)
 
     def region() -> torch.Tensor:
@@ -238,7 +238,7 @@ def test_a_reused_storage_has_whole_elements(count: int, dtype: torch.dtype) -> 
 
 
 def test_a_task_takes_its_updates_in_generated_code() -> None:
-    """A task whose tensors lie in reused memory runs with the arguments of the last update."""
+    """A task whose tensors are in reused memory runs with the arguments of the last update."""
     driver, x = TapeDriver(CPU), torch.ones(8)
 
     def region() -> torch.Tensor:
@@ -258,12 +258,12 @@ def test_a_task_takes_its_updates_in_generated_code() -> None:
 
 
 def _functions(graph: Tape) -> list[str]:
-    """Return the called names of a tape's code, without their numbers."""
+    """Return the names of functions that a tape's code calls, without their numbers."""
     return re.findall(r"^ {12}(?:t\d+\.)?([a-z_]+?)_?\d*\(", graph.source, re.MULTILINE)
 
 
 def test_a_layer_is_called_through_the_functions_of_torch() -> None:
-    """The operations of a transformer's layer are torch's own functions and methods, one call for each."""
+    """Each operation of a transformer layer is one call of a torch function or method."""
     x, w = torch.randn(4, 8), torch.randn(8, 8)
     cache, where = torch.zeros(9, 8), torch.tensor([3, 5, 1, 2])
 
@@ -284,7 +284,7 @@ def test_a_layer_is_called_through_the_functions_of_torch() -> None:
 
 
 def test_a_function_that_dispatches_another_operation_is_not_called(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A function of the right name that adds where it should multiply is found out and not used."""
+    """A function of the right name that adds instead of multiplying is detected and not used."""
 
     class Wrong:
         mul = staticmethod(torch.add)

@@ -10,7 +10,7 @@ from graphpact_tape.tape import TapeDriver
 @pytest.mark.parametrize("count", [0, 1, 2, 4])
 @pytest.mark.parametrize("stride", [1, 2, 3])
 def test_a_copy_from_memory_of_any_stride_arrives(count: int, stride: int) -> None:
-    """A source of one element with a stride is copied like one of several, and checked for rewrites."""
+    """A strided source of one element is copied like one of several elements, and checked for rewrites."""
     driver = TapeDriver(torch.device("cpu"), strict=True)
     numbers, target = torch.arange(1, 17), torch.zeros(count, dtype=torch.int64)
     source = numbers.as_strided((count,), (stride,))

@@ -5,7 +5,7 @@ import sys
 
 
 def test_the_import_is_light() -> None:
-    """The import of the library, and a capture, import no compiler, no command line and no vendor library."""
+    """Importing the library, and a capture, import no compiler, no command line and no vendor library."""
     heavy = {"torch._inductor", "torch._dynamo", "typer", "rich", "transformers", "flashinfer"}
     code = (
         "import sys, torch, graphpact_tape; device = torch.device('cpu'); x = torch.ones(2, device=device);"

@@ -39,7 +39,7 @@ def _table(value: int, size: int = 1) -> torch.Tensor:
 
 
 class Tabled:
-    """A region of layers, each a task that adds the sum of a table, which updates rebind.
+    """A region of layers. Each layer is a task that adds the sum of a table, which updates rebind.
 
     Args:
         strict: Whether the driver is strict.
@@ -64,7 +64,7 @@ class Tabled:
         self.tables = [_table(0) for _ in self.layers]
         self.driver.declare(DeclaredMemory(refreshed=[self.x]))
         self.graph: Graph = self.driver.capture(self.region)
-        self.tables.clear()  # a graph does not need the tables of its capture
+        self.tables.clear()  # a graph does not need the tables that it was captured with
 
     def region(self) -> torch.Tensor:
         """Return the input plus the sums of all tables."""
@@ -98,7 +98,7 @@ class Tabled:
 def test_a_replay_reads_the_tensors_of_its_updates(
     *, strict: bool, waits: bool, count: int, steps: list[tuple[int, int]]
 ) -> None:
-    """Each replay reads the tensor that was given last, of another size too, and no earlier one."""
+    """Each replay reads the tensor of the last update, even if its size differs, and no earlier one."""
     layers = Tabled(strict=strict, waits=waits, count=count)
     for value, size in steps:
         layers.x.normal_()
@@ -107,12 +107,12 @@ def test_a_replay_reads_the_tensors_of_its_updates(
         layers.graph.replay()
         layers.require(value * count)
         for table in tables:
-            table.fill_(1000)  # it is the plugin's again
+            table.fill_(1000)  # the plugin may use it again
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_rebound_tensor_is_read_by_its_address(*, strict: bool) -> None:
-    """What is written to the tensor between update and replay is read; a new memory of the object is not."""
+    """A replay sees writes to the tensor after the update, but not new memory of the tensor object."""
     layers, tables = Tabled(strict=strict), [_table(1), _table(2)]
     kept = tables[1][:]
     layers.update_all(tables)
@@ -136,7 +136,7 @@ def _moved(layers: Tabled) -> None:
 
 @pytest.mark.parametrize(("way", "says"), [(_freed, "was freed"), (_moved, "moved from")])
 def test_a_rebound_tensor_that_is_gone_is_named(way: Callable[[Tabled], None], says: str) -> None:
-    """A tensor that was freed or moved before the replay is GP14, with the argument and the update's line."""
+    """If a tensor was freed or moved before the replay, GP14 names the argument and the update's line."""
     layers = Tabled(strict=True)
     way(layers)
     with pytest.raises(
@@ -151,7 +151,7 @@ def test_a_rebound_tensor_that_is_gone_is_named(way: Callable[[Tabled], None], s
 
 
 def test_a_rebound_tensor_is_no_memory_of_a_graph() -> None:
-    """A tensor that a capture allocated is overwritten by replays: GP15."""
+    """A tensor that a capture allocated is refused by GP15, because replays overwrite it."""
     layers = Tabled(strict=True)
     with pytest.raises(ReplayError, match=r"table of task 0 of g .* a graph's capture allocated") as refused:
         layers.update(0, layers.graph.outputs.flatten().long().set_(layers.graph.outputs.untyped_storage()))
@@ -177,7 +177,7 @@ def _no_tensor(layers: Tabled) -> None:
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("way", [_not_rebound, _by_value, _of_another_dtype, _no_tensor])
 def test_an_update_rebinds_what_the_capture_declared(way: Callable[[Tabled], None], *, strict: bool) -> None:
-    """An argument that is missing, given by value, no tensor, or in strict mode of another dtype, is GP21."""
+    """A missing argument, a value, a non-tensor, and in strict mode another dtype are refused by GP21."""
     layers = Tabled(strict=strict)
     if way is _of_another_dtype and not strict:
         return
@@ -188,7 +188,7 @@ def test_an_update_rebinds_what_the_capture_declared(way: Callable[[Tabled], Non
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_capture_refuses_what_cannot_be_rebound(*, strict: bool) -> None:
-    """Memory of the region, a written argument, and one that is updated by value too are refused."""
+    """Memory of the region, a written argument, and an argument that is also updated by value are refused."""
     driver = TapeDriver(CPU, strict=strict)
     x, table = torch.zeros(ROWS, 2, device=CPU), _table(1)
     driver.declare(DeclaredMemory(refreshed=[x]))
@@ -257,7 +257,7 @@ def test_updates_may_follow_the_launch(
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_thread_may_update_while_another_one_launches(*, strict: bool) -> None:
-    """The replay runs once all updates are there, whichever of the two comes last."""
+    """The replay runs after the launch and all updates, whichever comes last."""
     layers = Tabled(strict=strict, waits=True)
     for value in range(20):
         tables = [_table(value), _table(1)]
@@ -290,7 +290,7 @@ def _waits_for_an_event(layers: Tabled) -> None:
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.parametrize("need", [_synchronizes, _prepares, _replays, _waits_for_an_event])
 def test_an_update_that_never_comes_is_named(need: Callable[[Tabled], None], *, strict: bool) -> None:
-    """What needs a replay that waits for an update is GP21, once, with the task and the launch."""
+    """An action that needs a replay that still waits is refused by GP21, once, with task and launch."""
     layers = Tabled(strict=strict, waits=True)
     if need is _waits_for_an_event and not strict:
         return  # an event of a driver without streams knows no driver
@@ -327,7 +327,7 @@ def test_an_event_after_the_launch_covers_the_replay() -> None:
     for value in (1, 2):
         layers.tables = [_table(value)] * 2
         layers.graph.replay()
-        side.wait_event(replayed)  # of the step before
+        side.wait_event(replayed)  # of the previous step
         replayed.record()
         with side:
             layers.update_all(layers.tables)
@@ -335,7 +335,7 @@ def test_an_event_after_the_launch_covers_the_replay() -> None:
 
 
 def test_a_replay_that_waits_comes_after_the_work_before_its_updates() -> None:
-    """The event of an update covers its stream: a table that is written there first needs no other wait."""
+    """The event of an update covers its stream, so an earlier write of a table there needs no other wait."""
     layers = Tabled(strict=True, waits=True)
     main, side, layers.tables = layers.driver.current_stream(), layers.driver.stream(), [_table(0)] * 2
     for value in (1, 2):
@@ -349,7 +349,7 @@ def test_a_replay_that_waits_comes_after_the_work_before_its_updates() -> None:
 
 
 def test_an_update_of_the_next_step_waits_for_the_replay() -> None:
-    """Updates on a stream that does not wait for the replay before are GP21, after the launch too."""
+    """Updates on a stream that does not wait for the previous replay are GP21, even after the launch."""
     layers = Tabled(strict=True, waits=True)
     side, layers.tables = layers.driver.stream(), [_table(1), _table(2)]
     layers.graph.replay()
@@ -366,7 +366,7 @@ def test_an_update_of_the_next_step_waits_for_the_replay() -> None:
 
 
 def test_a_table_that_is_written_beside_the_replay_is_found() -> None:
-    """A rebound tensor is an input of the replay: another stream that writes it in no order is GP16."""
+    """A rebound tensor is an input of the replay, so an unordered write on another stream is GP16."""
     layers = Tabled(strict=True)
     side, layers.tables = layers.driver.stream(), [_table(1), _table(2)]
     with layers.driver.preparation():
@@ -380,7 +380,7 @@ def test_a_table_that_is_written_beside_the_replay_is_found() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_one_key_in_two_graphs_is_an_error(*, strict: bool) -> None:
-    """The graph whose key a later one took is not replayed; the later one, and others, are."""
+    """If a later graph takes the key of a graph, that graph cannot be replayed, but all others can."""
     driver = TapeDriver(CPU, strict=strict)
     first, other = (Tabled(strict=strict, driver=driver, graph=key, count=1) for key in (8, 4))
     second = Tabled(strict=strict, driver=driver, graph=8, count=2)

@@ -1,4 +1,4 @@
-"""Host and device as two memories on a machine with one: copies, pinned memory, and who is on the host."""
+"""Host and device as two memories on a machine with one: copies, pinned memory, and host tensors."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -36,18 +36,18 @@ class PlacedTensors:
     device: torch.device
     host: HostMemory = field(default_factory=HostMemory)
     tensors: list[tuple[torch.Tensor, bool, int]] = field(default_factory=list)
-    """Tensor, whether it is on the host, and the number of its memory."""
+    """A tensor, whether it is on the host, and the number of its memory."""
     count: int = 0
 
     def add(self, tensor: torch.Tensor, *, on_host: bool, memory: int | None = None) -> None:
-        """Keep a tensor with its memory; None for new memory."""
+        """Add a tensor with the number of its memory; None for new memory."""
         if memory is None:
             memory = self.count
             self.count += 1
         self.tensors.append((tensor, on_host, memory))
 
     def check(self) -> None:
-        """Assert that tensors share memory, and are on the host, as they are with a GPU."""
+        """Assert that tensors share memory, and are on the host, exactly as with a GPU."""
         by_memory: dict[int, int] = {}
         for tensor, on_host, memory in self.tensors:
             assert (tensor in self.host) is on_host
@@ -90,7 +90,7 @@ MOVES: dict[str, Callable[[PlacedTensors, torch.Tensor], torch.Tensor]] = {
     "to the device, as a keyword": lambda placed, x: x.to(device=placed.device, non_blocking=True),
     "as_tensor": lambda placed, x: torch.as_tensor(x, device=placed.device),
 }
-"""Copies to the host or to the device: new memory if the tensor lies in the other one."""
+"""Copies to the host or to the device, which make new memory if the tensor is in the other memory."""
 NEW: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "cast": lambda x: x.to(torch.float64).to(torch.int64),
     "compute": lambda x: x + 1,
@@ -98,7 +98,7 @@ NEW: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "new_zeros": lambda x: x.new_zeros(3),
     "empty_like": torch.empty_like,
 }
-"""Results in the memory of their argument."""
+"""Operations whose results are in the memory of their argument."""
 OTHERS: dict[str, Callable[[PlacedTensors, torch.Tensor], None]] = {
     "to the device and cast": _to_device_and_cast,
     "from numpy": _from_numpy,
@@ -118,7 +118,7 @@ OTHERS: dict[str, Callable[[PlacedTensors, torch.Tensor], None]] = {
 
 
 def moved(placed: PlacedTensors, at: int, how: str) -> None:
-    """Do one thing with a tensor of the placed, in the code and in the model."""
+    """Do one operation on a placed tensor, in the program and in the model."""
     x, on_host, memory = placed.tensors[at % len(placed.tensors)]
     if how in MOVES:
         to_host = "cpu" in how
@@ -146,7 +146,7 @@ WAYS = (*MOVES, *NEW, *OTHERS, "view", "pin", "to another")
     named=st.booleans(),
 )
 def test_tensors_share_memory_as_they_do_with_a_gpu(steps: list[tuple[int, str]], *, named: bool) -> None:
-    """After any program, two tensors share memory, and lie on the host, as the same ones with a GPU."""
+    """After any program, tensors share memory, and are on the host, exactly as with a GPU."""
     with torch.inference_mode():
         placed = PlacedTensors(NAMED if named else CPU)
         with two_memories(placed.host, placed.device):
@@ -158,7 +158,7 @@ def test_tensors_share_memory_as_they_do_with_a_gpu(steps: list[tuple[int, str]]
 
 
 def test_a_device_with_a_name_is_told_from_the_host() -> None:
-    """``device`` of a tensor is where it is, and memory that is made there is the device's or the host's."""
+    """The ``device`` of a tensor says which memory it has, even if it was made with this device."""
     host = HostMemory()
     with two_memories(host, NAMED):
         on_device, on_host = torch.zeros(2, device=NAMED), torch.zeros(2)
@@ -175,12 +175,12 @@ def test_a_device_with_a_name_is_told_from_the_host() -> None:
             (on_device.to(CPU), True),
         ):
             assert (made in host) is is_there
-    assert torch.zeros(2, device=NAMED).device == CPU  # nothing is changed outside
+    assert torch.zeros(2, device=NAMED).device == CPU  # outside the context nothing is changed
 
 
 @DEVICES
 def test_a_copy_is_of_the_moment(device: torch.device) -> None:
-    """What was copied to the host, or from it, does not change with its source."""
+    """A copy to the host or from it does not change with its source."""
     host = HostMemory()
     with two_memories(host, device):
         x = torch.arange(3, device=device)
@@ -197,7 +197,7 @@ def test_a_copy_is_of_the_moment(device: torch.device) -> None:
 
 
 def test_pinned_memory_is_made_in_a_preparation_and_read_there() -> None:
-    """Outside a capture pinned memory is host memory: it is made, written, read, and copied from."""
+    """Outside a capture, pinned memory is host memory: it may be made, written, read, and copied from."""
     driver = TapeDriver(CPU, strict=True)
     target = torch.zeros(3)
     with driver.preparation():
@@ -233,7 +233,7 @@ def test_a_capture_pins_nothing(make: Callable[[], torch.Tensor]) -> None:
 
 
 def test_a_host_copy_of_eager_work_is_host_memory_of_later_preparations() -> None:
-    """A hook may copy to the host outside a preparation, and read its copy, which does not change, in one."""
+    """A hook may copy to the host outside a preparation and read the unchanged copy in a later one."""
     driver = TapeDriver(CPU, strict=True)
     x = torch.zeros(3)
     with driver.unprepared():

@@ -1,4 +1,4 @@
-"""What a tape makes of operators that are not torch's: hidden writes, Python implementations, no tensors."""
+"""How a tape handles other libraries' operators: hidden writes, Python implementations, no tensors."""
 
 import ctypes
 from collections.abc import Callable, Iterator
@@ -23,7 +23,7 @@ _aten = torch.ops.aten
 
 library = torch.library.Library("tape_tests", "DEF")
 live = {"factor": 2.0, "calls": 0}
-"""State of Python that implementations read and write."""
+"""Python state that implementations read and write."""
 
 
 def _store(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -43,7 +43,7 @@ def _define(schema: str, function: Callable[..., Any], *, kernel: bool) -> Any:
     return declare_kernel(op) if kernel else op
 
 
-# No schema declares a write or an alias.
+# None of these schemas declares a write or an alias.
 store = _define("store(Tensor target, Tensor source) -> ()", _store, kernel=True)
 store_in_python = _define("store_in_python(Tensor target, Tensor source) -> ()", _store, kernel=False)
 store_lists = _define(
@@ -81,7 +81,7 @@ DRIVERS: dict[str, Callable[[], GraphDriver]] = {
 
 @pytest.fixture(autouse=True)
 def _inference(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Iterator[None]:
-    """Run in inference mode; compile for real only where a test asks for `compiler`."""
+    """Run in inference mode; compile only in tests that use the fixture `compiler`."""
     if "compiler" not in request.fixturenames:
         interpret(monkeypatch)
     with torch.inference_mode():
@@ -92,7 +92,7 @@ drivers = pytest.mark.parametrize("make", DRIVERS.values(), ids=DRIVERS.keys())
 
 
 def _replays_equal_eager(make: Callable[[], GraphDriver], region: Callable[..., Any]) -> None:
-    """Capture ``region(x, cache)``, replay it on other inputs, and compare outputs and cache with eager."""
+    """Capture ``region(x, cache)``, replay it on other inputs, and compare it with an eager run."""
     driver, x, cache = make(), torch.zeros(4), torch.zeros(4)
     driver.declare(DeclaredMemory(refreshed=[x], caches=[cache]))
     graph = driver.capture(lambda: region(x, cache))
@@ -134,13 +134,13 @@ def test_a_write_that_a_schema_hides_is_repeated(make: Callable[[], GraphDriver]
 @pytest.mark.sweep
 @pytest.mark.usefixtures("compiler")
 def test_a_compiler_does_not_drop_a_hidden_write() -> None:
-    """Compiled code repeats calls that return nothing and declare no write, between its pieces."""
+    """Calls that return nothing and declare no write are repeated between pieces of compiled code."""
     _replays_equal_eager(DRIVERS["inductor"], lambda x, cache: (store(cache, x + 1), cache * 2)[1])
 
 
 @drivers
 def test_the_python_of_an_operator_does_not_run_in_a_replay(make: Callable[[], GraphDriver]) -> None:
-    """An operator implemented in Python is recorded through: its Python state is that of the capture."""
+    """For an operator in Python, the operations that it calls are recorded; its Python does not run again."""
     driver, x = make(), torch.ones(4)
     driver.declare(DeclaredMemory(refreshed=[x]))
     live["factor"] = 2.0
@@ -156,7 +156,7 @@ def test_the_python_of_an_operator_does_not_run_in_a_replay(make: Callable[[], G
 
 @drivers
 def test_a_host_read_in_the_python_of_an_operator_is_refused(make: Callable[[], GraphDriver]) -> None:
-    """A host read in such an implementation is refused, with the operator and how to declare a kernel."""
+    """A host read in such an implementation is refused; the error says how to declare a kernel."""
     with pytest.raises(CaptureError, match="tolist") as caught:
         make().capture(lambda: reads(torch.ones(4, device=CPU)))
     assert "tape_tests.reads.default" in str(caught.value)
@@ -165,13 +165,13 @@ def test_a_host_read_in_the_python_of_an_operator_is_refused(make: Callable[[], 
 
 @drivers
 def test_a_declared_kernel_may_read_its_arguments(make: Callable[[], GraphDriver]) -> None:
-    """An operator that is declared to stand for a kernel is one node, and reads its current inputs."""
+    """An operator that is declared to represent a kernel is one node, and reads its current inputs."""
     _replays_equal_eager(make, lambda x, _: reads_as_kernel(x) + 1)
 
 
 @drivers
 def test_a_call_without_tensors_is_repeated(make: Callable[[], GraphDriver]) -> None:
-    """An operator that neither takes nor gives a tensor may do work, so each replay repeats it."""
+    """An operator that neither takes nor returns a tensor may do work, so each replay repeats it."""
     driver, x = make(), torch.ones(4)
     graph = driver.capture(lambda: x * count())
     before = live["calls"]
@@ -181,7 +181,7 @@ def test_a_call_without_tensors_is_repeated(make: Callable[[], GraphDriver]) -> 
 
 @pytest.mark.parametrize("make", [DRIVERS["fast"], DRIVERS["strict"]], ids=["fast", "strict"])
 def test_an_operator_that_returns_its_argument_by_its_contents_is_refused(make: Any) -> None:
-    """Where a result was an argument at capture and is new memory at a replay, the replay raises."""
+    """If a result was an argument at capture but is new memory at a replay, the replay raises an error."""
     driver, x = make(), torch.ones(4)
     graph = driver.capture(lambda: sometimes(x) + 1)
     x.fill_(-1)
@@ -191,7 +191,7 @@ def test_an_operator_that_returns_its_argument_by_its_contents_is_refused(make: 
 
 @drivers
 def test_an_address_is_not_given_to_the_python_of_an_operator(make: Callable[[], GraphDriver]) -> None:
-    """What such an implementation reads at an address would be that of the capture, so it is refused."""
+    """An address is refused, because a replay would not repeat what the implementation reads there."""
     x = torch.ones(4)
 
     def region() -> torch.Tensor:
@@ -212,7 +212,7 @@ def test_a_hidden_write_to_undeclared_memory_is_refused() -> None:
 
 
 def test_hidden_writes_of_a_capture_are_undone() -> None:
-    """A strict capture leaves external memory as it was, also what an operator wrote against its schema."""
+    """A strict capture restores external memory, even if an operator wrote it against its schema."""
     driver, x, cache = TapeDriver(CPU, strict=True), torch.ones(4), torch.zeros(4)
     driver.declare(DeclaredMemory(refreshed=[x], caches=[cache]))
     driver.capture(lambda: store(cache, x), warmup=0)
@@ -220,7 +220,7 @@ def test_hidden_writes_of_a_capture_are_undone() -> None:
 
 
 def test_a_hidden_write_without_a_wait_is_a_race() -> None:
-    """A strict tape orders a hidden write among streams, as one that the schema declares."""
+    """A strict tape checks the stream order of a hidden write in the same way as that of a declared one."""
     driver, x, cache = TapeDriver(CPU, strict=True), torch.ones(4), torch.zeros(4)
     driver.declare(DeclaredMemory(refreshed=[x], caches=[cache]))
 
@@ -238,7 +238,7 @@ def test_a_hidden_write_without_a_wait_is_a_race() -> None:
 
 
 def test_the_running_statistics_of_batch_norm_are_written() -> None:
-    """Normalisation in training writes its statistics, which torch's schema does not say."""
+    """Normalisation in training mode writes its statistics, although torch's schema does not mark this."""
     x, mean, var = torch.randn(5, 3), torch.zeros(3), torch.ones(3)
     args = (x, None, None, mean, var, True, 0.1, 1e-5)
     assert [id(t) for t in written_by(_aten.native_batch_norm.default, args, {})] == [id(mean), id(var)]
@@ -249,7 +249,7 @@ def test_the_running_statistics_of_batch_norm_are_written() -> None:
 
 
 def test_what_a_region_looks_at_is_no_work() -> None:
-    """Views, questions about a layout and marks in a profile are left out of a tape."""
+    """Views, queries of a layout and profiler marks are not recorded in a tape."""
     x = torch.arange(12.0).view(3, 4)
 
     def region() -> torch.Tensor:
@@ -263,7 +263,7 @@ def test_what_a_region_looks_at_is_no_work() -> None:
 
 
 def test_an_operation_of_torch_is_work_if_it_is_no_view() -> None:
-    """Of torch's operations without an alias in the schema, only those of a list are left out."""
+    """Of torch's operations without an alias in the schema, only the listed ones are not recorded."""
     left_out = set()
     for schema in torch._C._jit_get_all_schemas():
         packet = getattr(_aten, schema.name.removeprefix("aten::"), None)
@@ -289,7 +289,7 @@ def test_an_operation_of_torch_is_work_if_it_is_no_view() -> None:
 
 @drivers
 def test_an_operator_that_takes_functions_is_refused(make: Callable[[], GraphDriver]) -> None:
-    """A higher-order operator is refused by its name, with the line."""
+    """A higher-order operator is refused; the error has its name and the line."""
     x = torch.ones(4)
     choose = torch.ops.higher_order.cond
     with pytest.raises(CaptureError, match=r"cond is called.*test_operators\.py"):

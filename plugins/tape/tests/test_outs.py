@@ -17,7 +17,7 @@ RARE = (torch.float64, torch.float16, torch.int32, torch.bool, torch.complex64)
 
 Fill = Callable[..., torch.Tensor]
 Samples = Callable[[Fill, tuple[int, ...]], list[tuple[Any, ...]]]
-"""``(fill, shape)``: the arguments of some calls, positional, and by name in a dict at the end."""
+"""A function ``(fill, shape)`` that yields arguments of calls: positional ones, then a dict of named ones."""
 
 
 def _contiguous(t: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ TARGETS = torch.tensor([[4, 0, 2, 1], [4, 1, 2, 1]])
 
 
 def _pairs(t: Fill, s: tuple[int, ...]) -> list[tuple[Any, ...]]:
-    """Return two tensors of one shape, a tensor and a row, a tensor and one without axes."""
+    """Return pairs: two tensors of one shape, a tensor and a row, a tensor and one without axes."""
     return [(t(*s), t(*s)), (t(*s), t(*s[-1:])), (t(*s), t())]
 
 
@@ -184,7 +184,7 @@ SAMPLES: dict[str, Samples] = {
     "new_ones": lambda t, s: [(t(*s), [2, 3])],
     "new_zeros": lambda t, s: [(t(*s), [2, 3])],
 }
-"""Arguments of operations that take tensors of any shape."""
+"""The arguments of operations that take tensors of any shape."""
 
 FIXED: dict[str, Callable[[Fill], list[tuple[Any, ...]]]] = {
     "mm": lambda t: [(t(5, n), t(n, 3)) for n in (0, 1, 7, 40)],
@@ -216,7 +216,7 @@ FIXED: dict[str, Callable[[Fill], list[tuple[Any, ...]]]] = {
     "eye": lambda t: [(4, {"dtype": t().dtype})],
     "linspace": lambda t: [(0, 1, 5, {"dtype": t().dtype})],
 }
-"""Those whose arguments are of certain shapes."""
+"""The arguments of operations that require certain shapes."""
 
 
 def _name(op: Any) -> str:
@@ -224,13 +224,13 @@ def _name(op: Any) -> str:
 
 
 def _calls(op: Any, dtypes: tuple[torch.dtype, ...]) -> Iterator[tuple[tuple[Any, ...], dict[str, Any]]]:
-    """Yield arguments that ``op`` takes: every sample of it in every layout, dtype and shape."""
+    """Yield arguments for ``op``: every sample in every layout, dtype and shape."""
     fixed = FIXED.get(_name(op))
     for layout, dtype, shape in itertools.product(LAYOUTS.values(), dtypes, [()] if fixed else SHAPES):
         fill = _filler(layout, dtype)
         try:
             samples = fixed(fill) if fixed else SAMPLES[_name(op)](fill, shape)
-        except (RuntimeError, IndexError, NotImplementedError):  # torch makes no such sample
+        except (RuntimeError, IndexError, NotImplementedError):  # torch cannot make such a sample
             continue
         for args in samples:
             kwargs = args[-1] if isinstance(args[-1], dict) else {}
@@ -249,14 +249,19 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
 def test_an_out_variant_that_is_trusted_computes_the_same_bits(
     op: Any, dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    """A listed out-variant writes the operation's bits, for all layouts, dtypes and sizes."""
+    """A listed out-variant equals the operation bit for bit, for all layouts, dtypes and sizes."""
     variant, names, taken = out_variant(op)
     contiguous: set[bool] = set()
     takes_tensors = False
     for args, kwargs in _calls(op, dtypes):
         try:
             wanted = tensors_of(op(*args, **kwargs))
-        except (RuntimeError, IndexError, NotImplementedError, TypeError):  # not of this dtype or shape
+        except (
+            RuntimeError,
+            IndexError,
+            NotImplementedError,
+            TypeError,
+        ):  # the operation does not support this dtype or shape
             continue
         outs = [torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device=CPU) for t in wanted]
         for t in outs:
@@ -272,7 +277,7 @@ def test_an_out_variant_that_is_trusted_computes_the_same_bits(
             )
         contiguous.add(all(t.is_contiguous() for t in tensors_of(args)))
         takes_tensors |= bool(tensors_of(args))
-    if contiguous or dtypes is COMMON:  # some are of common dtypes only
+    if contiguous or dtypes is COMMON:  # some operations support only common dtypes
         assert contiguous == ({True, False} if takes_tensors else {True})
 
 

@@ -19,13 +19,13 @@ def _driver() -> TapeDriver:
 
 
 def test_replays_equal_eager_runs(program_seeds: Seeds) -> None:
-    """Replays of 300 random programs have the bits of eager runs, on new inputs; few are refused."""
+    """Replays of 300 random programs equal eager runs bit for bit on new inputs; few programs are refused."""
     run(_driver, NAMES, program_seeds(0, 300), AGAIN).assert_few_refusals()
 
 
 @pytest.mark.sweep
 def test_replays_equal_eager_runs_of_many_programs(program_seeds: Seeds) -> None:
-    """Replays of 20,000 programs do; every operation of the table was replayed."""
+    """Replays of 20,000 programs equal eager runs; every operation of the table was replayed."""
     seeds = program_seeds(1_000, 20_000)
     tally = run(_driver, NAMES, seeds, AGAIN)
     tally.assert_few_refusals()

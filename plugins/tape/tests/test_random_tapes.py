@@ -26,13 +26,13 @@ def _driver() -> TapeDriver:
 
 
 def test_replays_equal_eager_runs(program_seeds: Seeds) -> None:
-    """Replays of 300 random programs have the bits of eager runs, on new inputs; few are refused."""
+    """Replays of 300 random programs equal eager runs bit for bit on new inputs; few programs are refused."""
     run(_driver, NAMES, program_seeds(0, 300), AGAIN).assert_few_refusals()
 
 
 @pytest.mark.sweep
 def test_replays_equal_eager_runs_of_many_programs(program_seeds: Seeds) -> None:
-    """Replays of 20,000 programs do; every operation of the table was replayed."""
+    """Replays of 20,000 programs equal eager runs; every operation of the table was replayed."""
     seeds = program_seeds(1_000, 20_000)
     tally = run(_driver, NAMES, seeds, AGAIN)
     tally.assert_few_refusals()
@@ -44,7 +44,7 @@ def test_replays_equal_eager_runs_of_many_programs(program_seeds: Seeds) -> None
 
 
 def _drop(is_dropped: Callable[[Recorder, RecordedCall], bool]) -> Callable[[pytest.MonkeyPatch], None]:
-    """Return a fault: the recorder loses some calls."""
+    """Return a fault in which the recorder loses some calls."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         add = Recorder.add
@@ -56,7 +56,7 @@ def _drop(is_dropped: Callable[[Recorder, RecordedCall], bool]) -> Callable[[pyt
 def _edit(
     user: Any, function: Callable[..., Any], old: str, new: str
 ) -> Callable[[pytest.MonkeyPatch], None]:
-    """Return a fault: a part of the text of ``function``, as the module ``user`` calls it, is another."""
+    """Return a fault in which the module ``user`` calls ``function`` with changed source code."""
 
     def plant(patch: pytest.MonkeyPatch) -> None:
         text = textwrap.dedent(inspect.getsource(function))
@@ -102,7 +102,7 @@ FAULTS: dict[str, Callable[[pytest.MonkeyPatch], None]] = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_planted_fault_is_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fault of recorder, rewrites or reuse makes one of 300 programs fail, which is right without it."""
+    """A fault in recorder, rewrites or reuse makes one of 300 programs fail that otherwise passes."""
     FAULTS[name](monkeypatch)
     program = first_failure(_driver, NAMES, range(300))
     assert program is not None

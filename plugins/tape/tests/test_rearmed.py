@@ -1,4 +1,4 @@
-"""The strict tape finds counters that nothing resets, in every segment, and refuses nothing else."""
+"""The strict tape finds counters that nothing resets in every segment, and accepts other regions."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,14 +63,14 @@ def test_a_counter_is_found_in_any_segment(planted: int | None) -> None:
 
 
 def test_a_counter_in_a_workspace_is_found_in_an_eager_call() -> None:
-    """An eager call whose result depends on what the last replay left in a workspace is refused."""
+    """An eager call is refused if its result depends on workspace contents of the last replay."""
     w = CountedWorkspace()
     with pytest.raises(CaptureError, match="second replay on the same inputs"):
         w.broken(w.count)
 
 
 def test_a_counter_in_what_an_eager_call_returned_is_found() -> None:
-    """A counter in memory that an eager call returns each time is refused, because nothing resets it."""
+    """A counter in memory that an eager call returns every time is refused, because nothing resets it."""
     w, kept = CountedWorkspace(), torch.zeros(4)
 
     def region() -> torch.Tensor:
@@ -82,7 +82,7 @@ def test_a_counter_in_what_an_eager_call_returned_is_found() -> None:
 
 @pytest.mark.parametrize("name", ["cache", "x", "unread"])
 def test_an_eager_call_may_write_declared_memory(name: str) -> None:
-    """An eager call may add to the KV cache or to a slot: each step writes them anew, so it is no counter."""
+    """An eager call may add to the KV cache or to a slot, because each step writes them again."""
     w = CountedWorkspace()
     memory = getattr(w, name)
 
@@ -92,28 +92,28 @@ def test_an_eager_call_may_write_declared_memory(name: str) -> None:
 
     before = memory.clone()
     w.broken(attend)
-    memory.sub_(1)  # undoes the capture's own call; the check undid its own calls
+    memory.sub_(1)  # undoes the call of the capture; the check already undid its calls
     assert torch.equal(memory, before)
 
 
 @pytest.mark.parametrize("name", ["undeclared", "unread", "cache"])
 def test_an_eager_call_may_write_what_it_is_given(name: str) -> None:
-    """An eager call may write a buffer that it is given: undeclared memory, a slot, KV cache."""
+    """An eager call may write to an argument: undeclared memory, a slot, or the KV cache."""
     w = CountedWorkspace()
     given = torch.zeros(4) if name == "undeclared" else getattr(w, name)[:4]
     w.broken(lambda q, out: out.add_(q).clone(), given)
-    assert given.tolist() == [2.0] * 4  # written by the capture's own call
+    assert given.tolist() == [2.0] * 4  # written by the call in the capture
 
 
 def test_a_workspace_that_an_eager_call_is_given_is_no_exception() -> None:
-    """An eager call that adds to a workspace which it is given is refused, because nothing resets it."""
+    """An eager call that adds to a workspace argument is refused, because nothing resets the workspace."""
     w = CountedWorkspace()
     with pytest.raises(CaptureError, match="second replay on the same inputs"):
         w.broken(lambda q, out: q + out.add_(1), w.workspace)
 
 
 def test_what_an_eager_call_leaves_unwritten_is_no_difference() -> None:
-    """Rows that an eager call allocates and does not write hold the same poison in both replays."""
+    """Rows that an eager call allocates but does not write have the same poison in both replays."""
     w = CountedWorkspace()
     contents = iter(range(100))
 

@@ -81,7 +81,7 @@ def test_a_right_lane_gives_the_same_logits(*, in_graph: bool, steps: list[list[
 
 
 def test_every_slot_is_poison_before_it_is_filled() -> None:
-    """When the fill begins, every slot except staging holds only poison."""
+    """When the fill begins, every slot except staging contains only poison."""
     seen: list[torch.Tensor] = []
 
     def look() -> None:
@@ -119,7 +119,7 @@ def test_what_is_filled_once_is_left_alone() -> None:
 
 
 def test_rows_that_no_step_wrote_are_named() -> None:
-    """If a replay gives NaN, the error names the slots that still hold poison, with their rows."""
+    """If a replay returns NaN, the error names the slots that still contain poison, with their rows."""
     rig = LaneRig(strict=True)
     graph = rig.lane.captured[SHAPE_OF[4]].graph
 
@@ -136,7 +136,7 @@ def test_rows_that_no_step_wrote_are_named() -> None:
 
 
 class Reads(FlashInferBackend):
-    """A backend whose replay hook reads ``field`` of the view on the host; here the host copy."""
+    """A backend whose replay hook reads ``field`` of the view on the host; here it is the host copy."""
 
     field = "seq_lens_cpu"
 
@@ -162,7 +162,7 @@ def test_the_hosts_copy_may_be_read_in_a_hook() -> None:
 
 
 def test_a_host_read_in_a_hook_is_refused_by_its_line() -> None:
-    """A hook that reads the device's lengths is refused, and the message has the line that reads."""
+    """A hook that reads the device's lengths is refused; the message has the line of the read."""
     rig = LaneRig(strict=True, backend=ReadsDevice)
     with pytest.raises(ReplayError, match=r"while a replay is prepared.*int\(lengths\.max\(\)\)"):
         rig.lane.run(rig.batch(3, 2))
@@ -182,7 +182,7 @@ class Fails(FlashInferBackend):
 
 
 def test_a_hook_that_fails_on_poison_is_told_as_such() -> None:
-    """One message has the hook, its error, and the slot that was not written."""
+    """A single message has the hook, its error, and the slot that was not written."""
     rig = LaneRig(strict=True, backend=Fails)
     with pytest.raises(PoisonError) as error:
         rig.lane.run(rig.batch(3, 2, 1))
@@ -193,7 +193,7 @@ def test_a_hook_that_fails_on_poison_is_told_as_such() -> None:
 
 
 def test_an_eager_step_is_looked_at_too() -> None:
-    """For an eager step, too, unowned memory is poisoned before and checked afterwards."""
+    """Unowned memory is poisoned before an eager step too, and checked after it."""
     owner = Owner()
     rig = LaneRig(strict=True, ownership=owner)
     rig.lane.run(rig.batch(2, 2, 2, 2, 2))
@@ -202,7 +202,7 @@ def test_an_eager_step_is_looked_at_too() -> None:
 
 
 def test_host_tensors_are_those_whose_name_says_so() -> None:
-    """`host_tensors` returns the tensors of fields whose names end in ``_cpu``, and no numbers."""
+    """`host_tensors` returns the tensors in fields whose names end in ``_cpu``, and no numbers."""
     rig = LaneRig()
     batch = rig.batch(3, 2)
     batch.num_token_non_padded_cpu = 2
@@ -228,7 +228,7 @@ def test_a_host_tensor_kept_from_step_to_step_stays_the_hosts() -> None:
 
     rig = LaneRig(backend=Remembers, strict=True)
     run = rig.lane.run
-    smallest = [*rig.lane.captured][-1]  # the last captured, whose dummy was the last batch
+    smallest = [*rig.lane.captured][-1]  # the shape captured last, whose dummy was the last batch
     run(rig.batch(*[3] * smallest.batch_size))
     assert rig.backend.grown == smallest.batch_size  # type: ignore[attr-defined]
     rig.lane.run_eager(rig.batch(1, 1, 1, 1))
@@ -302,7 +302,7 @@ def test_a_copy_that_leaves_the_batch_alone_is_no_copy_in_flight(how: str) -> No
 
 
 def test_a_strict_tape_supplies_its_observer() -> None:
-    """The observer of a strict driver calls the given ownership; a driver that is not strict has none."""
+    """The observer of a strict driver uses the given ownership; other drivers have no observer."""
     owner = Owner()
     driver = TapeDriver(CPU, strict=True)
     assert isinstance(driver.strict_observer(owner), StrictObserver)

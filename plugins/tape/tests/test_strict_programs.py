@@ -53,7 +53,7 @@ def _call(driver: GraphDriver, way: str, step: Callable[..., Any], *args: torch.
 
 
 class _Program:
-    """A random program with its own inputs, captured by a driver."""
+    """A random program with its inputs, captured by a driver."""
 
     def __init__(self, driver: GraphDriver, steps: list[tuple[str, int, int]], ways: list[str]) -> None:
         self._driver, self._steps, self._ways = driver, steps, ways
@@ -95,7 +95,7 @@ class _Program:
 def test_no_legal_program_is_refused(
     programs: list[tuple[list[tuple[str, int, int]], list[str]]], seed: int
 ) -> None:
-    """Legal programs with joined streams, eager calls and a cache replay as eager runs, fast and strict."""
+    """Replays of legal programs with streams, eager calls and a cache equal eager runs, fast and strict."""
     for strict in (False, True):
         driver = TapeDriver(CPU, strict=strict)
         captured = [_Program(driver, *program) for program in programs]
@@ -219,7 +219,7 @@ def test_models_are_recorded_without_a_refusal(architecture: str, checkpoint: Ca
 def test_models_that_no_graph_can_hold_are_refused(
     architecture: str, reason: str, checkpoint: Callable[..., Path]
 ) -> None:
-    """Work of a model that no CUDA graph can hold is refused; the error names the line in transformers."""
+    """Model work that a CUDA graph cannot record is refused; the error names the line in transformers."""
     with pytest.raises(CaptureError, match=reason) as caught:
         _record_forward(checkpoint(architecture))
     assert "/transformers/" in str(caught.value)

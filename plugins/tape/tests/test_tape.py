@@ -74,7 +74,7 @@ def _replays_like_eager(
 
 
 def test_tensors_are_read_at_replay_and_numbers_stay(driver: TapeDriver) -> None:
-    """A replay reads the new contents of a recorded tensor, but keeps the host number of the capture."""
+    """A replay reads the new contents of a recorded tensor, but uses the host number of the capture."""
     x, factor = torch.ones(3), 2
     graph = driver.capture(lambda: x * factor)
     x.fill_(5)
@@ -141,7 +141,7 @@ def test_in_place_work_is_repeated(driver: TapeDriver) -> None:
 
 
 def test_views_are_no_nodes(driver: TapeDriver) -> None:
-    """Views, views of views, expansions and splits add no node and follow their base."""
+    """Views, views of views, expansions and splits add no node and show changes of their base."""
     x = torch.arange(24.0).view(4, 6).clone()
 
     def region() -> tuple[torch.Tensor, ...]:
@@ -180,7 +180,7 @@ def test_uninitialised_memory_is_not_run(driver: TapeDriver) -> None:
 
 
 def test_a_graph_holds_what_it_needs(driver: TapeDriver) -> None:
-    """The tape keeps inputs and intermediates alive to which nothing else holds a reference."""
+    """The tape keeps inputs and intermediates alive that are not referenced elsewhere."""
     given = [torch.arange(4.0)]
 
     def region() -> torch.Tensor:
@@ -231,7 +231,7 @@ _WITH_OUT = {
     "to a transposed layout": lambda x: x.t() + 1,
     "cumsum": lambda x: x.cumsum(1, dtype=torch.float64),
 }
-_WITHOUT_OUT = {  # at least one operation of each
+_WITHOUT_OUT = {  # at least one operation of each kind
     "var_mean": lambda x: torch.var_mean(x, dim=1),
     "embedding": lambda x: functional.embedding((x > 0).long(), x),
     "index": lambda x: x[(x[:, 0] > 0).long(), torch.arange(4)],
@@ -277,7 +277,7 @@ _IN_PLACE = {
 
 @pytest.mark.parametrize("name", [*_WITH_OUT, *_WITHOUT_OUT, *_IN_PLACE])
 def test_every_way_to_run_an_operation_again(name: str) -> None:
-    """Operations with an out variant, without one, and in place replay to the results of eager."""
+    """Operations with an out-variant, without one, and in place have the same results as an eager run."""
     fn = {**_WITH_OUT, **_WITHOUT_OUT, **_IN_PLACE}[name]
     graph = _replays_like_eager(fn, torch.randn(4, 6))
     assert graph.num_nodes > 0
@@ -292,7 +292,7 @@ def test_out_variants_are_used_where_the_schema_has_one(name: str) -> None:
 
 
 def test_random_operations_advance() -> None:
-    """Each replay draws new random numbers, equal to those that eager would draw."""
+    """Each replay draws new random numbers, equal to those that an eager run would draw."""
     x = torch.ones(1000)
 
     def region() -> tuple[torch.Tensor, ...]:
@@ -336,7 +336,7 @@ def test_a_custom_operator_is_one_node() -> None:
 
 
 def test_attention_is_one_node_and_reads_its_index_tensors_at_replay() -> None:
-    """The attention kernel is one node and replays for other lengths than those of its capture."""
+    """The attention kernel is one node and can be replayed for other lengths than at capture."""
     q, kv = torch.randn(2, 2, 4), torch.randn(8, 1, 4)
     indptr = torch.tensor([0, 1, 2], dtype=torch.int32)
     pages, last = torch.tensor([3, 4, 5, 6], dtype=torch.int32), torch.ones(2, dtype=torch.int32)
@@ -484,7 +484,7 @@ def test_lists_of_one_tensor(fn: Callable[[torch.Tensor], Any]) -> None:
 
 
 def test_an_error_of_the_region_is_the_regions(driver: TapeDriver) -> None:
-    """An exception of the region passes through unchanged, and the driver can record again."""
+    """An exception in the region passes through unchanged, and the driver can record again."""
     with pytest.raises(ZeroDivisionError):
         driver.capture(lambda: 1 // 0, warmup=0)
     assert driver.capture(lambda: torch.ones(2) + 1).num_nodes == 2
@@ -549,7 +549,7 @@ def test_constants_and_uninitialised_memory_are_the_tapes(driver: TapeDriver) ->
 
 
 def test_memory_of_others_is_found_wherever_it_comes_from(driver: TapeDriver) -> None:
-    """A closure's tensor is external if it is read, read through a view, written or returned."""
+    """A tensor in a closure is external if it is read, read through a view, written or returned."""
     read, seen, written, returned = (torch.ones(8) for _ in range(4))
 
     def region() -> tuple[torch.Tensor, ...]:
@@ -568,7 +568,7 @@ def test_memory_of_others_is_found_wherever_it_comes_from(driver: TapeDriver) ->
 
 
 def test_memory_that_was_freed_while_recording_is_nobodys_alibi(driver: TapeDriver) -> None:
-    """An external storage that may reuse the identity of a freed one is not counted as pool."""
+    """An external storage that may have reused the identity of a freed one does not count as pool."""
     host = bytearray(16)
 
     def region() -> list[torch.Tensor]:
@@ -591,7 +591,7 @@ def test_empty_tensors_are_nobodys(driver: TapeDriver) -> None:
 
 
 def test_a_released_tape_has_no_memory(driver: TapeDriver) -> None:
-    """A released tape has no external tensors and an empty pool, and no longer holds its inputs."""
+    """A released tape has no external tensors, an empty pool, and no references to its inputs."""
     inputs = [torch.ones(3)]
     graph = driver.capture(lambda: inputs[0] + 1)
     held = StorageWeakRef(inputs.pop().untyped_storage())
@@ -645,7 +645,7 @@ def test_a_tape_runs_on_any_device() -> None:
 @settings(derandomize=True, max_examples=200)
 @given(program=PROGRAMS, seed=st.integers(0, 999))
 def test_random_programs_replay_bit_for_bit(program: list[tuple[str, int, int]], seed: int) -> None:
-    """A random program replays on new contents like eager, and its memory is external or pool."""
+    """Replays of a random program on new contents equal eager runs, and its memory is external or pool."""
     with torch.inference_mode():
         inputs = torch.randn(4, 4), torch.randn(4, 4)
         graph = _replays_like_eager(lambda *xs: run_program(program, *xs), *inputs, rounds=2, seed=seed)

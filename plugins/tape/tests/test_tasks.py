@@ -49,7 +49,7 @@ def _inference() -> Iterator[None]:
 
 
 class Layers:
-    """A region of layers, each a task, on a driver.
+    """A region of layers on a driver. Each layer is a task.
 
     Args:
         driver: The driver.
@@ -64,7 +64,7 @@ class Layers:
         self.graph: Graph = driver.capture(self.region)
 
     def region(self) -> torch.Tensor:
-        """Return the input times all weights; those of the capture are 1."""
+        """Return the input times all weights, which are 1 at capture."""
         y = self.x * 1
         for layer in self.layers:
             out = torch.empty_like(y)
@@ -89,7 +89,7 @@ def _driver(*, strict: bool) -> TapeDriver:
 def test_a_replay_uses_the_arguments_of_its_updates(
     *, strict: bool, count: int, steps: list[list[int]]
 ) -> None:
-    """Each replay computes what an eager run of the same arguments computes, on every number of layers."""
+    """Each replay equals an eager run with the same arguments, for every number of layers."""
     layers = Layers(_driver(strict=strict), count=count)
     for weights in steps:
         layers.x.normal_()
@@ -143,16 +143,16 @@ def test_a_task_is_one_node_and_keeps_no_update_object(*, strict: bool) -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_outside_a_region_a_task_is_a_call(*, strict: bool) -> None:
-    """Warm-up runs, eager calls and eager steps call the operator with the arguments that they are given."""
+    """Warm-up runs, eager calls and eager steps call the operator with the given arguments."""
     driver, x, out = _driver(strict=strict), torch.ones(ROWS, 1), torch.zeros(ROWS, 1)
     driver.task(TaskKey("g", 0), weigh, (x, out), {"weights": [1, 2, 3]})
     assert out.tolist() == [[1], [2], [3]]
-    with pytest.raises(ReplayError, match=r"0 of g is no task, .*; the graphs with tasks: none"):
+    with pytest.raises(ReplayError, match=r"0 of g is not a task, .*; the graphs with tasks: none"):
         driver.update_task(TaskKey("g", 0), {"weights": [1, 2, 3]})
 
 
 def test_a_missed_update_keeps_the_old_arguments_on_the_fast_tape() -> None:
-    """Without an update a fast replay uses the arguments of the last one, as a device does."""
+    """Without an update, a fast replay uses the arguments of the last update, as a device does."""
     layers = Layers(_driver(strict=False))
     layers.update(0, 2, 2, 2)
     layers.update(1, 3, 3, 3)
@@ -232,7 +232,7 @@ _WAYS: Mapping[Callable[[Layers, Layers], None], str] = {
     _of_an_unknown_graph: r"0 of unknown is not a task, at .*; the graphs with tasks: (g, other|other, g)",
     _of_an_unknown_layer: r"7 of g is not a task, at .*; the tasks of this graph: 0, 1",
     _of_another_name: r"task 0 of g .* with weights=\[1, 1, 1\], is updated at .* with lengths=\[2, 2, 2\]",
-    _of_a_device_tensor: r"task 0 of g .* is updated at .*: a Tensor is no host number",
+    _of_a_device_tensor: r"task 0 of g .* is updated at .*: a Tensor is not a host number",
     _during_the_replay: r"task 0 of g .* is updated, and its arguments are in use: a replay of g reads them"
     r" at .*, and an update of task 0 of g .* writes them at",
     _not_awaited: r"a task of g is replayed, and its arguments are in use: an update of task 0 of g .* writes"
@@ -243,7 +243,7 @@ _ON_ANY_TAPE = (_of_an_unknown_graph, _of_an_unknown_layer, _of_another_name, _o
 
 @pytest.mark.parametrize("way", _WAYS, ids=lambda way: way.__name__.strip("_"))
 def test_each_way_to_break_tasks_is_refused(way: Callable[[Layers, Layers], None]) -> None:
-    """A strict tape refuses it by GP21, names task, graph and arguments, and then replays a right step."""
+    """A strict tape raises GP21 with task, graph and arguments, and can then replay a correct step."""
     driver = _driver(strict=True)
     other, layers = Layers(driver, "other"), Layers(driver)
     with pytest.raises(ReplayError, match=_WAYS[way]) as refused:
@@ -261,7 +261,7 @@ def test_each_way_to_break_tasks_is_refused(way: Callable[[Layers, Layers], None
 
 @pytest.mark.parametrize("way", _ON_ANY_TAPE, ids=lambda way: way.__name__.strip("_"))
 def test_what_no_task_can_take_is_refused_on_the_fast_tape_too(way: Callable[..., None]) -> None:
-    """An unknown key, arguments of another name and device tensors are errors in both modes."""
+    """An unknown key, arguments with another name and device tensors are errors in both modes."""
     driver = _driver(strict=False)
     other, layers = Layers(driver, "other"), Layers(driver)
     with pytest.raises(ReplayError, match=_WAYS[way]) as refused:
@@ -270,7 +270,7 @@ def test_what_no_task_can_take_is_refused_on_the_fast_tape_too(way: Callable[...
 
 
 def test_a_step_that_is_prepared_and_not_launched_may_be_prepared_again() -> None:
-    """A later preparation begins anew, also after a part of the updates; the same one does not."""
+    """A new preparation may begin the updates again, even after some of them; the same one may not."""
     layers = Layers(_driver(strict=True))
     for done in ([0], [0, 1], [0, 1]):
         with layers.driver.preparation():
@@ -285,7 +285,7 @@ def test_a_step_that_is_prepared_and_not_launched_may_be_prepared_again() -> Non
 
 
 def test_updates_on_a_stream_that_waits_and_is_awaited_are_right() -> None:
-    """Updates may run on a stream of their own, as on an NPU, if both waits are there."""
+    """Updates may run on a separate stream, as on an NPU, if both waits exist."""
     layers = Layers(_driver(strict=True))
     side, main = layers.driver.stream(), layers.driver.current_stream()
     for weight in (2, 3):
@@ -299,7 +299,7 @@ def test_updates_on_a_stream_that_waits_and_is_awaited_are_right() -> None:
 
 
 def test_updates_after_the_host_waited_are_right() -> None:
-    """Instead of the stream the host may wait for the replay before, by an event, a stream or the driver."""
+    """Instead of the stream, the host may wait for the previous replay: by event, stream or driver."""
     layers = Layers(_driver(strict=True))
     driver, side = layers.driver, layers.driver.stream()
     main, replayed = driver.current_stream(), driver.event()
@@ -349,7 +349,7 @@ def test_a_preparation_takes_no_device_tensor_by_value() -> None:
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_a_graph_that_is_captured_again_or_released_has_no_old_tasks(*, strict: bool) -> None:
-    """Updates reach the newest graph of a key; a released graph, and one that failed to capture, has none."""
+    """Updates go to the newest graph of a key; released graphs and failed captures have no tasks."""
     driver = _driver(strict=strict)
     old = Layers(driver)
     new = Layers(driver)
@@ -368,7 +368,7 @@ def test_a_graph_that_is_captured_again_or_released_has_no_old_tasks(*, strict: 
     new.graph.release()
     gc.collect()
     assert held is None or held() is None
-    with pytest.raises(ReplayError, match="no task"):
+    with pytest.raises(ReplayError, match="is not a task"):
         new.update(0, 1, 1, 1)
 
 
@@ -398,13 +398,16 @@ _ONES: dict[str, Any] = {"weights": [1] * ROWS}
         ),
         ([(TaskKey("g", 0), weighed, _ONES)], "returns new memory"),
         ([(TaskKey("g", 0), lambda *_, **__: None, _ONES)], "is not a torch operator"),
-        ([(TaskKey("g", 0), weigh, {**_ONES, "table": torch.zeros(1).numpy()})], "ndarray is no host number"),
+        (
+            [(TaskKey("g", 0), weigh, {**_ONES, "table": torch.zeros(1).numpy()})],
+            "ndarray is not a host number",
+        ),
     ],
 )
 def test_a_capture_refuses_what_cannot_be_updated(
     tasks: list[tuple[TaskKey, Any, dict[str, Any]]], says: str, *, strict: bool
 ) -> None:
-    """Two tasks of one key, two graphs in one capture, and calls that are no such operator are refused."""
+    """Two tasks with one key, two graphs in one capture, and calls of unsuitable operators are refused."""
     driver = _driver(strict=strict)
     with pytest.raises(CaptureError, match=says) as refused:
         driver.capture(_region(driver, *tasks), warmup=0)
@@ -423,7 +426,7 @@ def test_a_region_does_not_update(*, strict: bool) -> None:
 
 
 class _Without(RecordingDriver):
-    """A driver that records tapes and has no tasks."""
+    """A driver that records tapes but does not support tasks."""
 
     name = "without"
 
@@ -439,7 +442,7 @@ class _Without(RecordingDriver):
 
 
 def test_a_driver_without_tasks_says_so() -> None:
-    """At capture and at an update it raises by GP21, with what to do; outside a region it calls."""
+    """Captures and updates of tasks raise GP21 and say what to do; outside a region a task is a call."""
     driver = _Without(CPU)
     assert not driver.has_tasks
     region = _region(driver, (TaskKey("g", 0), weigh, _ONES))

@@ -1,4 +1,4 @@
-"""`write` writes a tensor of any layout: dense, strided, expanded, of overlapping windows, and empty."""
+"""`write` writes a tensor of any layout: dense, strided, expanded, with overlapping windows, or empty."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ quick = settings(derandomize=True, deadline=None)
 
 @st.composite
 def views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
-    """Draw a view of a base tensor by sizes and strides, and its base."""
+    """Draw sizes and strides, and return a view with them and its base tensor."""
     sizes = draw(st.lists(st.integers(0, 4), max_size=3))
     strides = draw(st.lists(st.integers(0, 5), min_size=len(sizes), max_size=len(sizes)))
     offset = draw(st.integers(0, 3))
