@@ -134,7 +134,7 @@ class FA3Backend(AttentionBackend):
         )
 
     def _allocate_tree(self, buffers: Buffers) -> TreeMetadata:
-        # Taken once: in an eager step each call allocates another tensor.
+        # Called once, because in an eager step each call allocates another tensor.
         cu_seqlens_q = buffers("fa3.tree.cu_seqlens_q")
 
         def rows(window: int | None) -> KeyRows:
@@ -238,7 +238,7 @@ def _schedule_of(metadata: FA3Metadata) -> torch.Tensor | None:
 
 
 def _slot(name: str, rows: Callable[[int, int], tuple[int, ...]], role: SlotRole) -> GraphSlot:
-    """Return an int32 slot, a row for each request, or of a tree for each token; offsets have one more."""
+    """Return an int32 slot with a row for each request or token of a tree; offsets have one more."""
     return metadata_slot(
         f"fa3.{name}",
         rows,
@@ -250,10 +250,10 @@ def _slot(name: str, rows: Callable[[int, int], tuple[int, ...]], role: SlotRole
 
 
 def _of_tree(name: str, window: int | None) -> str:
-    """Return the name of a tensor of a tree: for the drafts, or for one window."""
+    """Return the name of a tree's tensor, for the drafts or for one window."""
     return f"tree.{name}" if window is None else f"tree.window{window}.{name}"
 
 
 def _most(lengths: torch.Tensor) -> int:
-    """Return the largest of host lengths, 1 if there are none."""
+    """Return the largest of the host lengths, or 1 if there are none."""
     return max(lengths.tolist(), default=1)

@@ -6,7 +6,7 @@
 
 All read the same tensors.
 
-Does not: fill metadata.
+Does not: fill metadata; see `graphpact_fa3.backend`.
 """
 
 import abc
@@ -35,7 +35,7 @@ class FA3Kernels(KernelProvider, abc.ABC):
             causal: Whether the calls with this schedule are causal.
 
         Returns:
-            How many of its numbers `attend` takes; always the same for one shape.
+            How many of its numbers `attend` takes; the same for all steps of a shape.
         """
 
     @abc.abstractmethod
@@ -43,11 +43,11 @@ class FA3Kernels(KernelProvider, abc.ABC):
         """Attend from the queries of each row to its keys, without sinks.
 
         Args:
-            call: Its arguments; the schedule is that of `schedule` for these rows, or None.
+            call: The arguments; the schedule is the one from `schedule` for these rows, or None.
 
         Returns:
-            As `graphpact_kernels.page_table_attention`. The output of queries of no row is zero, and their
-            log-sum-exp minus infinity.
+            The same as `graphpact_kernels.page_table_attention`. For queries that belong to no row, the
+            output is zero and the log-sum-exp is minus infinity.
         """
 
 

@@ -1,4 +1,4 @@
-"""FlashAttention's own kernels: the first library that is available and has what the model needs.
+"""FlashAttention's own kernels, from the first available library that supports the model.
 
 No GPU has run them yet. Tests check the calls against the libraries' signatures, with fake modules. Three
 things are known only from sources: that a library's schedule fits its kernel, that a graph can record both,
@@ -56,7 +56,7 @@ class LibraryKernels(FA3Kernels):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why it cannot run on ``device``: no such device, no such library; or None."""
+        """Return why it cannot run on ``device`` (no such device, no such library), or None."""
         if device.type != "cuda":
             return "FlashAttention's kernels need a CUDA device"
         if not torch.cuda.is_available():
@@ -70,7 +70,7 @@ class LibraryKernels(FA3Kernels):
 
     @classmethod
     def refusal(cls, context: BackendContext) -> str | None:
-        """Return why it cannot serve ``context``; checks v_head_dim too, which is no declared capability."""
+        """Return why it cannot serve ``context``, or None; checks the undeclared ``v_head_dim`` too."""
         reason = super().refusal(context)
         if reason is not None:
             return reason
@@ -266,7 +266,7 @@ class NativeKernels(FA3Kernels):
         return _unless_one([(s, s.refusal(context)) for s in cls.sources])
 
     def schedule(self, rows: FA3Metadata, *, causal: bool) -> int:
-        """Write the library's schedule; zeros for an empty batch, which no library takes."""
+        """Write the library's schedule, or zeros for an empty batch, which no library accepts."""
         if len(rows.cache_seqlens):
             return self.source.schedule(rows, causal=causal)
         rows.scheduler_metadata.zero_()

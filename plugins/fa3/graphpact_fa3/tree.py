@@ -1,4 +1,4 @@
-"""Index tensors of drafts with branches (top-k > 1): one row for each draft token, the KV slots that it sees.
+"""Index tensors of drafts with branches (top-k > 1): each draft token has a row of the KV slots it sees.
 
 A sliding window counts positions. The position of a draft token is the end of the sequence plus the number
 of drafts before it on its branch. So tokens of two branches share a position, and one row of slots for all of
@@ -6,8 +6,6 @@ them cannot be in the order of positions. Each row made here therefore has only 
 A kernel then sees all keys of a row, in any order.
 
 All work is on the device: the host reads nothing, and every element of the output is written.
-
-Does not: know slots' names or sizes; it fills tensors of any width.
 """
 
 from dataclasses import dataclass
@@ -26,7 +24,8 @@ class _Drafts:
         slots: ``[T, n]``: their KV slots.
         sees: ``[T, n]`` bool: which of them the token sees.
         depths: ``[T, n]`` or ``[n]``: their positions, relative to the end of the sequence.
-        depth: ``[T]``, or one number for all: the position of the token itself, relative to the same.
+        depth: ``[T]``, or one number for all tokens: the position of the token itself, relative to the end of
+            the sequence.
     """
 
     slots: torch.Tensor
@@ -87,11 +86,11 @@ def _pack(slots: torch.Tensor, sees: torch.Tensor, out: KeyRows) -> None:
     Args:
         slots: ``[T, n]``.
         sees: ``[T, n]`` bool.
-        out: ``cache_seqlens`` and ``page_table`` ``[T, >= n]`` are written whole.
+        out: Every element of ``cache_seqlens`` and ``page_table`` ``[T, >= n]`` is written.
     """
     torch.sum(sees, dim=1, out=out.cache_seqlens, dtype=out.cache_seqlens.dtype)
     width = out.page_table.shape[1]
-    # One more column takes the slots that are not seen.
+    # An extra column receives the slots that are not seen.
     table = out.page_table.new_zeros(len(slots), width + 1)
     place = torch.where(sees, sees.cumsum(dim=1) - 1, width)
     table.scatter_(1, place, slots.to(table.dtype))

@@ -260,7 +260,7 @@ def _decode(lengths: list[int]) -> ForwardBatch:
 @settings(derandomize=True, max_examples=30)
 @given(accepted=st.lists(st.integers(0, DRAFT_WIDTH), min_size=1, max_size=MAX_BS))
 def test_draft_extend_has_one_stride_whatever_was_accepted(accepted: list[int]) -> None:
-    """For any accepted lengths, query offsets are multiples of the draft's width, and max_seqlen_q is it."""
+    """For any accepted lengths, query offsets are multiples of the draft's width, which is max_seqlen_q."""
     rig = rig_of(make_config(EXTEND_DRAFT))
     requests = [
         ProblemRequest(
@@ -293,7 +293,7 @@ def test_padded_rows_keep_the_stride() -> None:
 
 
 def test_a_stale_row_is_caught_when_planted() -> None:
-    """A stale page in a padding row differs from the loops: the tests above can fail."""
+    """A stale page in a padding row is detected, so the tests above can fail."""
     rig = rig_of(make_config(DECODE))
     problem = Problem(DECODE, [ProblemRequest(3, [4, 5], [Token(0, [6], None, 0)], [4, 5, 6])], 0)
     metadata, shape = replay_metadata(rig, problem)
@@ -446,7 +446,7 @@ def _missing(**changes: Any) -> list[str]:
 
 
 def test_declared_capabilities() -> None:
-    """Declares every mode in graphs, all float widths, trees, windows, caps, sinks; no MLA, no host plan."""
+    """The backend declares graphs of every mode, all float dtypes, trees, windows, caps, sinks; no MLA."""
     declared = FA3Backend.capabilities
     assert declared.modes == set(ForwardMode)
     assert declared.graph_support is GraphSupport.ALWAYS

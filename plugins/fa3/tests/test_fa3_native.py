@@ -377,7 +377,7 @@ def _taken(context: BackendContext) -> str | None:
 
 
 def test_native_kernels_are_refused_with_the_reason(machine: SimpleNamespace) -> None:
-    """A missing CUDA device, an old GPU and a missing library have reasons; the last has the command."""
+    """A missing CUDA device, an old GPU and a missing library give reasons; the last names the command."""
     assert NativeKernels.unavailable(CPU) == "FlashAttention's kernels need a CUDA device"
     machine.capability = (7, 5)
     reason = NativeKernels.unavailable(CUDA)
@@ -389,7 +389,7 @@ def test_native_kernels_are_refused_with_the_reason(machine: SimpleNamespace) ->
         reason = library.unavailable(CUDA)
         assert reason == f"{library.module} is not installed; `{library.install}`"
         assert "pip install" in reason
-    assert NativeKernels.unavailable(CUDA) is None  # torch has kernels of its own
+    assert NativeKernels.unavailable(CUDA) is None  # torch has its own kernels
     machine.has_cuda = False
     assert NativeKernels.unavailable(CUDA) == "torch sees no CUDA device"
 

@@ -1,12 +1,10 @@
 """The ``flashinfer`` attention backend: FlashInfer's paged metadata for every mode.
 
-    backend    declares and fills the index tensors
-    metadata   the tensors and host numbers that kernels read
-    rows       queries and keys counted on the host, with the fake request of an extend
-    kernels    the interface of a kernel provider, and the portable one
-    native     FlashInfer's own kernels
-
-Does not: capture anything; a lane does.
+backend    declares and fills the index tensors
+metadata   the tensors and host numbers that kernels read
+rows       queries and keys counted on the host, with the fake request of an extend
+kernels    the interface of a kernel provider, and the portable one
+native     FlashInfer's own kernels
 """
 
 from graphpact_flashinfer.backend import FlashInferBackend

@@ -49,8 +49,8 @@ class FlashInferBackend(AttentionBackend):
         dtypes=frozenset({torch.float32, torch.float64, torch.bfloat16, torch.float16}),
         devices=frozenset({"cpu", "cuda"}),
         head_layouts=frozenset({HeadLayout.MHA, HeadLayout.GQA}),
-        # A padding row has one key, in scratch: FlashInfer refuses a causal row with fewer keys than
-        # queries, so length 0 is no empty row for it.
+        # A padding row has one key, in scratch, because FlashInfer refuses a causal row with fewer keys
+        # than queries; a length of 0 would be an error.
         seq_len_fill_value=1,
         sliding_window=True,
         softcap=True,
@@ -68,7 +68,7 @@ class FlashInferBackend(AttentionBackend):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._layer_of = {layer.sliding_window: layer for layer in reversed(context.layers)}
-        """One layer for each set of indices; all layers of a set have the same plan."""
+        """One layer for each set of indices; all layers of a set share a plan."""
         self._windows = sorted(window for window in self._layer_of if window is not None)
 
     # -- memory ----------------------------------------------------------------------------------
@@ -81,7 +81,7 @@ class FlashInferBackend(AttentionBackend):
         return slots
 
     def _by_row(self, name: str, limits: Limits, *, extra: int = 0) -> GraphSlot:
-        """Return a slot of one int32 for each row, and ``extra`` more."""
+        """Return a slot with one int32 for each row, and ``extra`` more."""
         topk, mode = limits.draft.topk, self.context.mode
 
         def rows(bs: int) -> int:
@@ -276,7 +276,7 @@ class FlashInferBackend(AttentionBackend):
             )
 
     def plan_metadata(self, view: ForwardBatch, metadata: FlashInferMetadata) -> None:
-        """Make every plan again, from the host lengths."""
+        """Make every plan again from the host lengths."""
         rows = Rows.of(view, metadata.page_size)
         self._plan(view, metadata, None, rows)
         for window, indices in metadata.windows.items():
@@ -310,7 +310,7 @@ class FlashInferBackend(AttentionBackend):
 
 
 def _most_keys(limits: Limits) -> int:
-    """Return the most keys of a row: with top-k > 1, a branch adds its drafts to its sequence."""
+    """Return the most keys of a row; with top-k > 1, a branch adds its drafts to its sequence."""
     return limits.max_context_len + (limits.draft.num_steps if limits.draft.topk > 1 else 0)
 
 
@@ -331,5 +331,5 @@ def _put_branches(view: ForwardBatch, indices: PagedIndices, window: int | None)
 
 def _required(tensor: torch.Tensor | None) -> torch.Tensor:
     if tensor is None:
-        raise EngineError("a draft's metadata or batch lacks a tensor: made for another mode")
+        raise EngineError("the metadata or batch of a draft lacks a tensor; it was made for another mode")
     return tensor

@@ -86,19 +86,19 @@ class PortablePlan(Plan):
 class _Staged:
     """Staging memory of a graph's plan, with the event of the last copy from it.
 
-    Numbers are written to memory of their own first, which no copy reads late: so a step allocates nothing,
-    and a driver sees the write to the staging memory.
+    Numbers are first written to a separate tensor, which no asynchronous copy reads, and then copied to the
+    staging memory. So a step allocates nothing, and the driver sees the write to the staging memory.
     """
 
     def __init__(self, source: torch.Tensor, target: torch.Tensor) -> None:
         self.source = source
         self.target = target
         self.copied: Event | None = None
-        self._made = torch.zeros(len(source), dtype=torch.int32)  # without a device: on the host
+        self._made = torch.zeros(len(source), dtype=torch.int32)  # on the host
         self._numbers: Any = (ctypes.c_int32 * len(source)).from_address(self._made.data_ptr())
 
     def write(self, numbers: Sequence[int]) -> int:
-        """Write numbers to the staging memory; return how many."""
+        """Write numbers to the staging memory, and return their count."""
         count = len(numbers)
         self._numbers[:count] = numbers
         self.source[:count].copy_(self._made[:count])
@@ -113,7 +113,7 @@ class PortableKernels(FlashInferKernels):
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self._staged: dict[int, _Staged] = {}
-        """By the address of the plan's slot."""
+        """Staging memory, by the address of the plan's slot."""
 
     def declare_slots(self, prefix: str, limits: Limits) -> Sequence[GraphSlot]:
         """Return the slot of the plan, and the staging memory that it is copied from."""
@@ -143,9 +143,9 @@ class PortableKernels(FlashInferKernels):
         return PortablePlan(arguments, tensor[:1], tensor[1:])
 
     def plan(self, plan: Plan, rows: Rows, driver: GraphDriver | None) -> None:
-        """Split every request's keys into chunks, of the smallest size that gives at most ``max_chunks``.
+        """Split every request's keys into chunks of the smallest size that gives at most ``max_chunks``.
 
-        FlashInfer's own rule under graphs: the grid is fixed, so the chunk size grows with the work.
+        This is FlashInfer's rule under graphs: the grid is fixed, so the chunk size grows with the work.
         """
         assert isinstance(plan, PortablePlan)  # noqa: S101  make_plan returned it
         size = _SMALLEST_CHUNK

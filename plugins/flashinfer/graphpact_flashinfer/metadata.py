@@ -1,6 +1,6 @@
 """The metadata of FlashInfer's kernels for one step: index tensors, masks and plans.
 
-Does not: fill anything; the backend and its kernels do.
+Does not: fill anything; `graphpact_flashinfer.backend` and the kernels do.
 """
 
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ class PlanArguments:
 
     Args:
         num_requests: Rows of the plan, the fake request included.
-        num_rows: Queries of all of them.
+        num_rows: Queries of all these rows together.
         num_qo_heads: Query heads.
         num_kv_heads: Key heads.
         head_dim: Width of a query and a key head.
@@ -46,7 +46,7 @@ class Plan:
     """The split of the work of one set of indices; made again, in place, before every replay.
 
     Args:
-        arguments: Its host numbers.
+        arguments: The host numbers of the plan.
     """
 
     arguments: PlanArguments

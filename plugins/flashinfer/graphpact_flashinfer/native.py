@@ -124,7 +124,7 @@ class NativeKernels(FlashInferKernels):
         flashinfer: Any = importlib.import_module("flashinfer")
         self._wrapper: Any = flashinfer.BatchPrefillWithPagedKVCacheWrapper
         self._copied: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-        """The event of a wrapper's last copy to the device."""
+        """For each wrapper, the event of its last copy to the device."""
         self._free: dict[tuple[str, bool], list[Any]] = {}
         """Wrappers that no eager step uses now, by slot name prefix and whether there is a mask."""
         self._eager_workspace: int | None = None
@@ -178,7 +178,7 @@ class NativeKernels(FlashInferKernels):
         workspace = buffers(_FLOAT_WORKSPACE)
         if not buffers.in_graph:
             if self._eager_workspace != workspace.data_ptr():
-                self._free = {}  # they would keep the memory of before
+                self._free = {}  # they would keep the old memory alive
                 self._eager_workspace = workspace.data_ptr()
             free = self._free.setdefault((prefix, "mask" in tensors), [])
             wrapper = free.pop() if free else self._wrapper(workspace, "NHD")
@@ -236,7 +236,7 @@ class NativeKernels(FlashInferKernels):
         copied.record()
 
     def _event(self, driver: GraphDriver | None) -> Any:
-        """Return a new event; without a driver, in a lane without graphs, one of the device itself."""
+        """Return a new event of the driver, or in a lane without graphs of the device."""
         if driver is not None:
             return driver.event()
         return torch.cuda.Event() if self.context.device.type == "cuda" else Event()

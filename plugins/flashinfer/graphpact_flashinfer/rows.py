@@ -18,9 +18,9 @@ class FakeRequest:
     request. All its pages are page 0, scratch. The rows of live requests do not change.
 
     Args:
-        pad_tokens: Its queries: the static token count minus the batch's.
-        extra_kv: Its keys, as many.
-        num_dummy_pages: Its pages.
+        pad_tokens: Its number of queries: the static token count minus the token count of the batch.
+        extra_kv: Its number of keys, which is equal.
+        num_dummy_pages: Its number of pages.
     """
 
     pad_tokens: int

@@ -218,7 +218,7 @@ def test_padding_is_one_key_in_scratch() -> None:
 
 
 def test_a_stale_length_is_caught_when_planted() -> None:
-    """Stale lengths in padding rows of the view give other metadata: the tests above can fail."""
+    """Stale lengths in padding rows change the metadata, so the tests above can fail."""
     paged = PAGES[1]
     registry, backend = _registry(), paged.make()
     backend.attach(registry)
@@ -333,7 +333,7 @@ def _missing(**changes: Any) -> list[str]:
 
 
 def test_declared_capabilities() -> None:
-    """Declares every mode, all float widths, windows, caps, sinks, trees and host plans; no MLA."""
+    """The backend declares every mode, all float dtypes, windows, caps, sinks, trees, host plans; no MLA."""
     declared = FlashInferBackend.capabilities
     assert declared.modes == frozenset(ForwardMode)
     assert declared.graph_support is GraphSupport.ALWAYS

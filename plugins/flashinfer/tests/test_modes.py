@@ -32,7 +32,7 @@ def backend_of(
     windows: tuple[int | None, ...] = (None,),
     draft: DraftLimits = CHAIN,
 ) -> FlashInferBackend:
-    """Return a backend whose row r owns the slots r * 96 + 96 and on, in order."""
+    """Return a backend whose request row r has the slots from r * 96 + 96 on, in order."""
     layers = [LayerSpec(i, 2, 1, 4, 4, 0.5, sliding_window=w) for i, w in enumerate(windows)]
     table = torch.zeros(ROWS + 1, CONTEXT, dtype=torch.int32)
     table[1:] = torch.arange(CONTEXT, CONTEXT * (ROWS + 1)).view(ROWS, CONTEXT)
@@ -239,9 +239,9 @@ def test_a_tree_needs_a_lane_that_was_laid_out_for_it() -> None:
 
 @pytest.mark.parametrize("mode", [*ForwardMode])
 def test_an_idle_rank_has_empty_metadata(mode: ForwardMode) -> None:
-    """In every mode, metadata of a batch without requests has no query, key or chunk.
+    """In every mode, the metadata of a batch without requests has no query, key or chunk.
 
-    With it, attention returns no rows.
+    Attention with it returns no rows.
     """
     backend = backend_of(windows=(None, 4))
     empty = torch.zeros(0, dtype=torch.int64)

@@ -366,7 +366,7 @@ def test_eager_steps_share_wrappers_and_workspaces(
 ) -> None:
     """Eager steps of several modes and sizes share a wrapper per window and mask, and one workspace.
 
-    It is the registry's from the step on at which the backend is attached; what served before is freed.
+    After the backend is attached, the workspace is the registry's, and the earlier one is freed.
     """
     monkeypatch.setattr("graphpact_flashinfer.native._FLOAT_BYTES", 7919)
     context = _context(None, 5, draft=DraftLimits(1, 2, 3))

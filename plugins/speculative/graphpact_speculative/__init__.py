@@ -2,9 +2,9 @@
 
     algorithms  which lanes run in which order, and their batches
     runners     what the graphs of drafts and of draft extends record
-    tree        the drafts of a request as a tree, and the best of them
+    tree        the drafts of a request as a tree, and the choice of the best ones
 
-Does not: contain a draft model, verify drafts, or choose tokens; engines do.
+Does not: contain a draft model, verify drafts, or sample tokens; engines do.
 """
 
 from graphpact_speculative.algorithms import Eagle, FrozenKvMtp

@@ -1,6 +1,6 @@
 """The algorithms `Eagle` and `FrozenKvMtp`: the order of their lanes, and the batch of each.
 
-A step writes the request state last, so that a step that fails leaves it as it was.
+A step writes the request state last, so that a failed step leaves it unchanged.
 
 Does not: capture, verify or commit; the lanes and the engine do.
 """
@@ -29,10 +29,10 @@ _VERIFY = LaneRole(ForwardMode.TARGET_VERIFY, "target", "cuda_graph")
 class Eagle(SpeculationAlgorithm):
     """EAGLE: a draft model that reads tokens and the hidden states of the target, and has a KV cache.
 
-    At position ``i`` it reads token ``i + 1`` and the target's hidden state of position ``i``; its keys lie
-    in the same KV slot as the target's. After the prompt, ``draft_prefill``. Then in every step ``draft``,
-    ``verify``, and ``draft_extend`` over all verified tokens, of which the last accepted one begins the next
-    draft.
+    At position ``i`` it reads token ``i + 1`` and the target's hidden state of position ``i``. Its keys have
+    the same KV slot numbers as the target's. After the prompt, ``draft_prefill`` runs. Every step then runs
+    ``draft``, ``verify``, and ``draft_extend`` over all verified tokens. The last accepted token begins the
+    next draft.
     """
 
     lanes: ClassVar[Mapping[str, LaneRole]] = {
@@ -68,7 +68,7 @@ class Eagle(SpeculationAlgorithm):
         _keep(step.state, step.req_pool_indices, step.run("draft_extend", self._extend_batch(step, verified)))
 
     def _draft_batch(self, step: DecodeStep) -> ForwardBatch:
-        """Return ``topk`` branches for each request, each with KV slots of its own for every step."""
+        """Return ``topk`` branches for each request, each with separate KV slots for every step."""
         num_steps, topk = self.context.draft.num_steps, self.context.draft.topk
         state = {name: tensor[step.req_pool_indices] for name, tensor in step.state.items()}
         return ForwardBatch(
@@ -107,8 +107,8 @@ class Eagle(SpeculationAlgorithm):
 class FrozenKvMtp(SpeculationAlgorithm):
     """Multi-token prediction on frozen KV: the draft model attends to the target's keys and writes none.
 
-    In every step ``draft``, then ``verify``. The prompt needs no step of the draft model, and rejected drafts
-    leave nothing behind.
+    Every step runs ``draft``, then ``verify``. The prompt needs no step of the draft model. Rejected drafts
+    leave no keys behind.
     """
 
     lanes: ClassVar[Mapping[str, LaneRole]] = {

@@ -1,9 +1,9 @@
 """The runners `EagleDraftRunner`, `EagleDraftExtendRunner` and `FrozenKvMtpRunner`.
 
-Each records full graphs of one mode, whose batches carry the hidden states that a draft model reads. What a
-graph reads lies in slots. Its padding rows are token 0 with hidden states of zeros, on scratch memory.
+Each records full graphs of one mode. Its batches carry the hidden states that a draft model reads. All inputs
+of a graph are in slots. Padding rows have token 0 and hidden states of zeros, and use scratch memory.
 
-Does not: keep anything between steps; the algorithms name what the engine keeps for them.
+Does not: keep anything between steps; the algorithms declare what the engine keeps for them.
 """
 
 from collections.abc import Sequence
@@ -63,15 +63,15 @@ class EagleDraftExtendRunner(_HiddenStatesRunner):
     a row of each request and changes no metadata. The model returns ``logits`` ``[bs, vocab_size]`` and
     ``hidden_states`` ``[bs, H]`` of the selected rows (`ForwardBatch.selected_rows`).
 
-    Its graphs return, by request: ``next_tokens`` ``[bs, topk]`` int64, their log probabilities ``scores``
-    ``[bs, topk]`` float32, and ``hidden_states`` ``[bs, H]``.
+    Its graphs return for each request: ``next_tokens`` ``[bs, topk]`` int64, their log probabilities
+    ``scores`` ``[bs, topk]`` float32, and ``hidden_states`` ``[bs, H]``.
     """
 
     modes = frozenset({ForwardMode.DRAFT_EXTEND})
     needs = GraphSupport.UNIFORM
 
     def compose(self, forward: Forward, step: RegionContext) -> Region:
-        """Return a forward pass and the choice of the next tokens."""
+        """Return the region: a forward pass, and the choice of the next tokens."""
 
         def region() -> StepOutputs:
             outputs = forward(step.view, step.metadata, step.backend.forward)
@@ -98,17 +98,17 @@ class _TreeRunner(_HiddenStatesRunner):
         if draft.num_draft_tokens - 1 > candidates:
             raise ConfigError(
                 f"speculative.num_draft_tokens = {draft.num_draft_tokens} asks for"
-                f" {draft.num_draft_tokens - 1} drafts beside the newest token; speculative.num_steps ="
+                f" {draft.num_draft_tokens - 1} drafts after the newest token, but speculative.num_steps ="
                 f" {draft.num_steps} with speculative.topk = {draft.topk} generates {candidates}",
                 hint=f"lower num_draft_tokens to {candidates + 1}, or raise num_steps or topk",
             )
 
     def require_rows(self, batch: ForwardBatch, expected: int) -> None:
-        """Raise `EngineError` for a batch of an eager step that has other rows or fields than the slots.
+        """Raise `EngineError` if the rows or fields of an eager batch do not match the slots.
 
         Args:
             batch: The batch.
-            expected: Tokens that its requests have.
+            expected: The number of tokens that its requests must have.
         """
         topk, missing = self.context.limits.draft.topk, sorted(self.fields().keys() - batch.extra.keys())
         has = (
@@ -129,12 +129,12 @@ class _TreeRunner(_HiddenStatesRunner):
 class EagleDraftRunner(_TreeRunner):
     """The draft model decodes ``num_steps`` levels of a tree, all in one graph.
 
-    A batch has ``topk`` tokens for each request: the first level, which draft extend chose, with the log
-    probability of each (`SCORES`) and the hidden state that it follows (`HIDDEN_STATES`). So
-    ``num_steps - 1`` forward passes generate the other levels. Each returns ``logits`` ``[T, vocab_size]``
-    and ``hidden_states`` ``[T, H]``.
+    A batch has ``topk`` tokens for each request: the first level, which draft extend chose. Each token has
+    its log probability (`SCORES`) and the hidden state before it (`HIDDEN_STATES`). The other levels take
+    ``num_steps - 1`` forward passes. Each returns ``logits`` ``[T, vocab_size]`` and ``hidden_states`` ``[T,
+    H]``.
 
-    Its graphs return, by request: ``draft_tokens`` and ``parents``; see `DraftTree.drafts`.
+    Its graphs return for each request ``draft_tokens`` and ``parents``; see `DraftTree.drafts`.
     """
 
     modes = frozenset({ForwardMode.DRAFT_DECODE})
@@ -153,7 +153,7 @@ class EagleDraftRunner(_TreeRunner):
             first = (step.view.batch_size, topk)
             tree = DraftTree(step.view.input_ids.view(first), step.view.extra[SCORES].view(first))
             hidden = step.view.extra[HIDDEN_STATES]
-            # The last level is not forwarded: nothing follows it.
+            # The last level needs no forward pass, because no level follows it.
             passes = list(each_step(step.view, step.metadata))[:-1]
             for i, (view, metadata) in enumerate(passes):
                 batch = _next_batch(view, tree, hidden, i)
@@ -171,14 +171,13 @@ class EagleDraftRunner(_TreeRunner):
 class FrozenKvMtpRunner(_TreeRunner):
     """The draft model decodes a tree on the target's KV cache and writes no keys.
 
-    A batch has ``topk`` equal rows in a row for each request: the newest token, its position, and the
+    A batch has ``topk`` equal, consecutive rows for each request: the newest token, its position, and the
     target's hidden state of the token before it. The first of ``num_steps`` forward passes reads them, and
     the first row of each request gives the first level. Each pass returns ``logits`` ``[T, vocab_size]`` and
     ``hidden_states`` ``[T, H]``. All passes see the same keys, so they have the same metadata.
 
-    Request counts are rows here, in ``limits`` and in ``batch_sizes``: ``topk`` for each request. So are the
-    rows of the outputs, ``draft_tokens`` and ``parents`` (see `DraftTree.drafts`), equal for all rows of a
-    request.
+    Here ``limits`` and ``batch_sizes`` count rows, ``topk`` for each request. The outputs, ``draft_tokens``
+    and ``parents`` (see `DraftTree.drafts`), have the same rows, and they are equal within a request.
     """
 
     modes = frozenset({ForwardMode.DECODE})
@@ -225,7 +224,7 @@ class FrozenKvMtpRunner(_TreeRunner):
 
 
 def _next_batch(view: ForwardBatch, tree: DraftTree, hidden: torch.Tensor, ahead: int) -> ForwardBatch:
-    """Return the batch of a forward pass over the branches of ``tree``, ``ahead`` positions on."""
+    """Return the batch of a forward pass over the branches of ``tree``, ``ahead`` positions later."""
     tensors = {"input_ids": tree.branches, "positions": view.positions + ahead, HIDDEN_STATES: hidden}
     if view.mrope_positions is not None:
         tensors["mrope_positions"] = view.mrope_positions + ahead
@@ -235,14 +234,14 @@ def _next_batch(view: ForwardBatch, tree: DraftTree, hidden: torch.Tensor, ahead
 def _copy_ancestors(step: RegionContext, rows: torch.Tensor, count: int) -> None:
     """Copy the draft's keys and values of ``count`` steps from each branch's parent to its own KV slots.
 
-    A new branch may continue another row than its own. Its row of ``out_cache_loc`` names the keys that it
-    attends to, so these have to be those of its ancestors. SGLang leaves the keys in place, so that a branch
-    attends to those of whichever branch had its row before.
+    A new branch may continue a branch in another row. It attends to the keys in its own row of
+    ``out_cache_loc``, so these must be the keys of its ancestors. SGLang leaves the keys in place, and so a
+    branch attends to the keys of the branch that had its row before.
 
     Args:
         step: The step of the draft decode.
         rows: ``[T]`` int64: the row that each branch continues.
-        count: Steps whose keys are written.
+        count: The number of steps whose keys are already written.
     """
     into = step.view.out_cache_loc[:, :count]
     source, target = into[rows].flatten(), into.flatten()

@@ -1,12 +1,12 @@
-"""`DraftTree`: the drafts of each request as a tree, grown level by level, and the best of them all.
+"""`DraftTree`: the drafts of each request as a tree that grows level by level, and the choice of the best.
 
 Every level adds the ``topk`` best tokens after each of ``topk`` branches, and the best ``topk`` of these
 candidates are the next branches. A score is the log probability of a whole path.
 
-Order decides ties: of equal scores the candidate that came first is better. A path is never more probable
-than a part of it, so a parent is always better than its children, and chosen before them.
+Ties are decided by order: of equal scores the earlier candidate is better. A path is never more probable than
+its beginning, so a parent is always better than its children, and is chosen before them.
 
-All of it is device work of fixed shapes, which a graph can record.
+All work is on the device and has fixed shapes, so a graph can record it.
 
 Does not: run a model; the runners do.
 """
@@ -17,9 +17,9 @@ from graphpact.errors import EngineError
 
 
 def best(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the ``count`` largest of each row and their indices, ``[n, count]``; of equal ones the first.
+    """Return the ``count`` largest values of each row and their indices, ``[n, count]``, ties in order.
 
-    `torch.topk` gives no order to equal values.
+    The order in which `torch.topk` returns equal values is undefined.
 
     Args:
         scores: ``[n, m]``.
@@ -75,13 +75,13 @@ class DraftTree:
         self._nodes = torch.arange(1, self.topk + 1, device=tokens.device).expand_as(tokens)
         """``[bs, topk]``: the node of each branch."""
         self._levels = [(tokens, scores, torch.zeros_like(tokens))]
-        """Tokens, scores and the parents' nodes of the candidates of each level."""
+        """For each level, the candidates' tokens, scores and parent nodes."""
 
     def grow(self, logits: torch.Tensor) -> torch.Tensor:
         """Add a level, and return ``[bs * topk]`` int64: the row of the branch that each new one continues.
 
         Args:
-            logits: ``[bs * topk, vocab_size]``: those after each branch.
+            logits: ``[bs * topk, vocab_size]``: the logits after each branch.
         """
         bs, topk = self.batch_size, self.topk
         tokens, scores = best_tokens(logits, topk)
@@ -106,6 +106,6 @@ class DraftTree:
         tokens, scores, parents = (torch.cat(part, dim=1) for part in zip(*self._levels, strict=True))
         chosen = best(scores, count)[1].sort(dim=1).values
         is_draft = torch.zeros_like(tokens).scatter(1, chosen, 1)
-        # The index of a node among the chosen ones: of node 0 it is 0, of the first draft 1.
+        # The index of a node among the chosen ones: 0 for node 0, 1 for the first draft.
         index = torch.cat([is_draft.new_zeros(self.batch_size, 1), is_draft.cumsum(dim=1)], dim=1)
         return tokens.gather(1, chosen), index.gather(1, parents.gather(1, chosen))

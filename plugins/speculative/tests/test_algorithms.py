@@ -47,7 +47,7 @@ def _inference() -> Iterator[None]:
 class Engine:
     """Requests whose tokens and target hidden states are known; the draft model has real lanes.
 
-    Verification accepts as many drafts as a test says, whatever was drafted: the known tokens follow.
+    Verification accepts as many drafts as a test sets, whatever was drafted, and the known tokens follow.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class Engine:
         self.algorithm = kind(SpeculationContext(draft, CONTEXT, HIDDEN, HIDDEN, dtype))
         self.draft = draft
         self.lanes: dict[str, Lane] = {}
-        """Those that have run."""
+        """The lanes that have run."""
         self.fails: str | None = None
         """The lane that fails."""
         self.state = {
@@ -75,7 +75,7 @@ class Engine:
         self.drafts: tuple[torch.Tensor, torch.Tensor | None] | None = None
 
     def run(self, lane: str, batch: ForwardBatch) -> StepOutputs:
-        """Run a step of a lane, which is captured for its first step, and keep its batch."""
+        """Run a step of a lane and keep its batch; the lane is captured before its first step."""
         self.begin(lane)
         if lane not in self.lanes:
             role = self.algorithm.lanes[lane]
@@ -85,7 +85,7 @@ class Engine:
         return self.lanes[lane].run(batch)
 
     def begin(self, lane: str) -> None:
-        """Note a step of a lane."""
+        """Record that a lane runs a step, or raise if it is the lane that fails."""
         self.ran.append(lane)
         if lane == self.fails:
             raise RuntimeError(lane)
@@ -117,7 +117,7 @@ class Engine:
         unchanged(step, self.algorithm.extend)
 
     def decode(self, rows: torch.Tensor, lens: torch.Tensor, correct: torch.Tensor) -> None:
-        """Let the algorithm decode requests of ``lens`` tokens, of whose drafts ``correct`` are accepted."""
+        """Let the algorithm decode requests of ``lens`` tokens; ``correct`` of their drafts are accepted."""
         width = self.draft.num_draft_tokens
 
         def verify(drafts: torch.Tensor, parents: torch.Tensor | None) -> Verified:
@@ -147,7 +147,7 @@ class Engine:
 
 
 def unchanged(step: ExtendStep | DecodeStep, call: Callable[..., None]) -> None:
-    """Call an algorithm with ``step``, and require that it changes the request state alone."""
+    """Call an algorithm with ``step``, and require that it changes only the request state."""
     tensors = {name: getattr(step, name) for name in type(step).__slots__}
     batch = tensors.pop("batch", None)
     tensors |= {} if batch is None else batch.tensors()
@@ -171,10 +171,10 @@ def test_steps_lead_to_the_state_of_one_long_prompt(
 ) -> None:
     """A prompt in chunks and steps that accept drafts leave the state that one long prompt leaves.
 
-    So every token is read at its own position, with its own hidden state, into its own KV slot; and what was
-    not accepted leaves nothing behind.
+    So every token is read at its own position, with its own hidden state, into its own KV slot. Rejected
+    drafts leave nothing behind.
     """
-    # In float32 rounding alone may be 3e-4 of a score: the order of sums differs between the two.
+    # In float32, rounding may change a score by 3e-4, because the order of sums differs.
     engine, whole = (Engine(kind, draft, seed, torch.float64) for _ in range(2))
     rows = engine.rig.rows(bs)
     counts = st.lists(st.integers(1, 5), min_size=bs, max_size=bs).map(torch.tensor)
@@ -224,7 +224,7 @@ def test_a_step_runs_graphs_in_the_order_of_the_lanes(
 
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
 def test_drafts_take_the_slots_of_the_next_positions(draft: DraftLimits) -> None:
-    """Each branch has KV slots of its own; those of a chain follow the sequence in its request's row."""
+    """Each branch has separate KV slots; those of a chain follow the sequence in its request's row."""
     engine = Engine(Eagle, draft)
     rows, lens = engine.rig.rows(2), torch.tensor([4, 9])
     engine.extend(rows, torch.zeros_like(lens), lens)

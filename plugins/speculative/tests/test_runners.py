@@ -20,7 +20,7 @@ from rigs.draft_model import CPU, HIDDEN, ROWS, DraftModelRig, Node, Path, beam_
 
 DRAFT, EXTEND, DECODE = ForwardMode.DRAFT_DECODE, ForwardMode.DRAFT_EXTEND, ForwardMode.DECODE
 GAP = 1e-3
-"""Scores that are closer than this may be ordered otherwise in float64, and the tree with them."""
+"""Scores that are closer than this may have another order in float64, which changes the tree."""
 
 
 @pytest.fixture(autouse=True)
@@ -39,7 +39,7 @@ def _limits(draw: st.DrawFn) -> DraftLimits:
 
 
 _LENGTHS = st.lists(st.integers(1, 12), min_size=1, max_size=3)  # the one shape has four requests
-_PHASES = (Phase.explicit, Phase.generate)  # an example that fails is small, and strict lanes are slow
+_PHASES = (Phase.explicit, Phase.generate)  # no shrinking: examples are small, and strict lanes are slow
 _CASES = {
     "draft": _limits(),
     "lengths": st.lists(_LENGTHS, min_size=2, max_size=2),
@@ -48,10 +48,10 @@ _CASES = {
 
 
 def replayed(lane: Lane, rig: DraftModelRig, batch: ForwardBatch) -> StepOutputs:
-    """Return the outputs of a replay, which are those of an eager step.
+    """Return the outputs of a replay, and require that they equal those of an eager step.
 
-    The graph's outputs are invalid before the replay, the batch is as before, and so are the keys of the
-    target and of the sequences.
+    The graph's outputs are invalid before the replay. The replay must not change the batch, nor the keys of
+    the target and of the sequences.
     """
     caches, given_batch = [c.clone() for c in rig.caches], copy.deepcopy(batch.tensors())
     for captured in lane.captured.values():
@@ -246,7 +246,7 @@ def test_the_largest_step_has_a_graph(requests: int, topk: int, width: int) -> N
 def test_more_drafts_than_candidates_are_refused(
     runner: type[GraphRunner], mode: ForwardMode, num_steps: int, topk: int, more: int
 ) -> None:
-    """A draft of more tokens than its tree has candidates is refused, with what would fit, and no other."""
+    """Only a draft of more tokens than its tree has candidates is refused; the error has the limit."""
     candidates = sum(topk if level == 0 else topk * topk for level in range(num_steps))
     draft = DraftLimits(num_steps, topk, candidates + 1 + more)
     if more <= 0:
@@ -298,7 +298,7 @@ def test_batches_that_a_draft_cannot_begin_with_are_refused(
 
 
 def test_the_runners_say_what_they_need() -> None:
-    """Branches and verified tokens are uniform batches; rows of one token are decodes."""
+    """The runners need graphs of uniform batches for branches and verified tokens, else of decodes."""
     assert [runner.needs for runner, _ in RUNNERS] == [
         GraphSupport.UNIFORM,
         GraphSupport.UNIFORM,

@@ -13,7 +13,7 @@ from graphpact_speculative.tree import DraftTree, best, best_tokens
 from rigs.draft_model import Node, beam_search
 
 LOGITS = (0.0, 0.0, 1.0, 2.5, -1.0, 200.0, float("-inf"))
-"""Values that are often equal, one that makes the others impossible, and one that is impossible."""
+"""Logits that are often equal, one that excludes all others, and one that is never chosen."""
 
 
 @st.composite
@@ -26,7 +26,7 @@ def _drafts(draw: st.DrawFn) -> tuple[DraftLimits, torch.Tensor]:
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**32)))
     pick = torch.randint(len(LOGITS), (num_steps, bs, topk, vocab), generator=generator)
     logits = torch.tensor(LOGITS)[pick]
-    logits[..., draw(st.integers(0, vocab - 1))] = 0.0  # one token at least is possible
+    logits[..., draw(st.integers(0, vocab - 1))] = 0.0  # at least one token is possible
     return draft, logits
 
 
@@ -57,7 +57,7 @@ def test_the_drafts_are_those_of_a_beam_search(case: tuple[DraftLimits, torch.Te
 @settings(derandomize=True, max_examples=100)
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0, 2.0]), min_size=20, max_size=20), max_size=3))
 def test_of_equal_scores_the_first_is_the_best(rows: list[list[float]]) -> None:
-    """The order of equal scores is that of their indices, for one of them and for several."""
+    """Equal scores are returned in the order of their indices, for one or several results."""
     scores = torch.tensor(rows).view(len(rows), 20)
     for count in (1, 2, 20):
         values, indices = best(scores, count)
@@ -67,7 +67,7 @@ def test_of_equal_scores_the_first_is_the_best(rows: list[list[float]]) -> None:
 
 
 def test_indices_are_valid_whatever_the_scores_are() -> None:
-    """Scores that are NaN, as those of padding rows may be, give tokens and parents within their ranges."""
+    """NaN scores, as padding rows may have, still give tokens and parents within their ranges."""
     nan = torch.full((2, 5), float("nan"))
     tree = DraftTree(*best_tokens(nan, 2))
     assert tree.grow(nan.repeat(2, 1)).tolist() == [0, 0, 2, 2]

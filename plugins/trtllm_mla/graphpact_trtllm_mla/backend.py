@@ -3,7 +3,8 @@
 In uniform modes (decode, target verify, draft decode, draft extend), queries have a uniform stride at capture
 and at replay. They are never packed by the number of accepted tokens.
 
-Does not: serve drafts with top-k > 1, or models with expanded latents.
+Does not: serve drafts with top-k > 1, or models with expanded latents. See `graphpact_trtllm_mla.providers`
+for the kernels.
 """
 
 from collections.abc import Sequence

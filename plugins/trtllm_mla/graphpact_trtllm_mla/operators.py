@@ -2,7 +2,7 @@
 
 Each is one torch operator, so that a graph records it as one node, like the launch of a kernel.
 
-Does not: know the metadata object; arguments are plain tensors and numbers.
+Arguments are plain tensors and numbers, as torch requires.
 """
 
 import functools
@@ -22,7 +22,7 @@ from graphpact_kernels import (
 __tracebackhide__ = True  # a driver names the line that calls a kernel
 
 BLOCK_KEYS = 128
-"""TRT-LLM's block constraint: the capacity of a block table row, in keys, is a multiple of it."""
+"""TRT-LLM's block constraint: the keys that a row of the block table can hold are a multiple of this."""
 
 _define = functools.partial(define_kernel, namespace="graphpact_trtllm_mla")
 
@@ -59,7 +59,7 @@ def _check(
     if q.shape[0] != bs * max_q_len:
         raise KernelRefusal(
             f"q has {q.shape[0]} rows for {bs} requests of {max_q_len} queries: the decode kernel takes"
-            f" {max_q_len} of each",
+            f" {max_q_len} queries of each",
             rule="GP05",
         )
     if may_read(q):

@@ -2,7 +2,7 @@
 
 All read the same tensors of the metadata: block table, keys of each request, query offsets.
 
-Does not: make metadata, or write the KV cache.
+Does not: make metadata; see `graphpact_trtllm_mla.backend`.
 """
 
 import importlib.util
@@ -96,7 +96,7 @@ class NativeKernels(KernelProvider):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why they cannot run on ``device``: no such GPU, no library; or None."""
+        """Return why they cannot run on ``device`` (no such GPU, no library), or None."""
         if device.type != "cuda" or not torch.cuda.is_available():
             return "TensorRT-LLM's kernels need a CUDA device"
         major, minor = torch.cuda.get_device_capability(device)
@@ -108,7 +108,7 @@ class NativeKernels(KernelProvider):
 
     @classmethod
     def refusal(cls, context: BackendContext) -> str | None:
-        """Return why they cannot serve ``context``; checks kv_lora_rank and the number of query heads too."""
+        """Return why they cannot serve ``context``, or None; checks kv_lora_rank and query heads too."""
         reason = super().refusal(context)
         if reason is not None:
             return reason
@@ -129,9 +129,9 @@ class NativeKernels(KernelProvider):
         """Attend causally over latents.
 
         Args:
-            q: ``[T, heads, rank + rope]``, ``max_seq_len_q`` of each request.
+            q: ``[T, heads, rank + rope]``, with ``max_seq_len_q`` queries of each request.
             kv_cache: ``[pages, page_size, rank + rope]``.
-            layer: The scaling.
+            layer: The layer, for its scaling.
             metadata: The index tensors of keys and queries.
 
         Returns:
@@ -151,5 +151,5 @@ class NativeKernels(KernelProvider):
             bmm2_scale=1.0,
             backend="trtllm-gen",
             cum_seq_lens_q=metadata.cu_seqlens_q,
-            max_q_len=metadata.max_seq_len_q,  # without it the library reads the offsets on the host
+            max_q_len=metadata.max_seq_len_q,  # if it is missing, the library reads the offsets on the host
         )

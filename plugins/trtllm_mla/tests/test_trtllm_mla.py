@@ -438,7 +438,7 @@ def test_drafts_that_branch_are_refused(mode: ForwardMode) -> None:
 
 
 def test_declared_capabilities() -> None:
-    """Declares MLA only, pages of 32 and 64, every mode in graphs; no windows, caps, sinks or branches."""
+    """The backend declares MLA only, pages of 32 and 64, every mode in graphs; no windows, caps, branches."""
     declared = TRTLLMMLABackend.capabilities
     assert declared.modes == set(ForwardMode)
     assert declared.graph_support is GraphSupport.ALWAYS
@@ -631,7 +631,7 @@ def test_eager_steps_of_a_lane_with_graphs_take_its_workspace(monkeypatch: pytes
     """Once a lane has attached the backend, eager steps allocate no workspace: they take the registry's."""
     backend = native_on_a_cpu(monkeypatch)
     batch = PAGES[64].batch(ForwardMode.DECODE, [(3, 70, 1), (5, 9, 1)])
-    gone = weakref.ref(backend.init_metadata_eager(batch).workspace)  # of a step before
+    gone = weakref.ref(backend.init_metadata_eager(batch).workspace)  # of an earlier step
     registry = CudaGraphBufferRegistry(device=CPU, max_bs=2, max_num_tokens=2)
     backend.attach(registry)
     assert gone() is None
@@ -661,7 +661,7 @@ def test_eager_steps_of_a_lane_without_graphs_have_one_workspace(
 
 
 def test_native_kernels_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A missing GPU, another GPU and a missing library have reasons; the last has the install command."""
+    """A missing GPU, another GPU and a missing library give reasons; the last names the install command."""
     cuda = torch.device("cuda")
     assert "need a CUDA device" in str(NativeKernels.unavailable(CPU))
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
@@ -687,7 +687,7 @@ def test_native_kernels_say_why_not(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_native_kernels_lack_is_left_to_portable_ones(changes: dict[str, Any], says: str) -> None:
-    """If native kernels lack a feature, ``auto`` uses portable ones and keeps why; ``native`` is refused."""
+    """If native kernels lack a feature, ``auto`` uses others and records why; ``native`` is refused."""
     context = big_context(**changes)
     backend = TRTLLMMLABackend(context)
     assert backend.kernels.name == "portable"
