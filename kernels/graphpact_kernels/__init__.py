@@ -10,7 +10,7 @@
     compiled                the same kernels in C++, for a CPU
     _triton_indices         the kernels of `indices` in Triton, for a GPU
 
-Does not: know any backend's metadata. A call has tensors and numbers; an operator takes them one by one.
+Does not: know any backend's metadata; calls and operators take tensors and numbers.
 """
 
 from graphpact_kernels._library import define_kernel, may_read

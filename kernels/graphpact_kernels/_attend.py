@@ -2,8 +2,8 @@
 
 A kernel passes the KV slots of its keys (`Keys`) and the query offsets to
 
-    attend_ragged   on a CPU: offsets and lengths are read on the host, and the layout that is computed from
-                    them is kept for all layers of a step (`LayoutCache`)
+    attend_ragged   on a CPU: offsets and lengths are read on the host, and the layout computed from them is
+                    kept for all layers of a step (`LayoutCache`)
     attend_padded   on other devices: nothing is read on the host, every request is padded to the bounds
 
 Does not: know any library's index tensors; each kernel turns its own into KV slots.
@@ -28,10 +28,11 @@ class Keys:
     """The KV slots of the keys of every request.
 
     Args:
-        slots: ``[bs, nk]``, ``nk`` at least 1: KV slot of each key; past a request's length any slot that the
-            request owns, or scratch.
+        slots: ``[bs, nk]``, ``nk`` at least 1: KV slot of each key. Past a request's length, any slot that
+            the request owns, or scratch.
         lens: ``[bs]``: keys of each request; its last query is at the position of its last key.
-        planned: ``[bs]``: how many of its keys a plan covers, or None for all. The others are not attended.
+        planned: ``[bs]``: the number of keys of each request that a plan covers, or None for all. Other keys
+            are not attended.
     """
 
     slots: torch.Tensor
@@ -46,12 +47,12 @@ class Keys:
 
 @dataclass(frozen=True)
 class StepLayout:
-    """The layout of a step, from the index tensors of a kernel on a CPU; the same for every layer.
+    """The layout of a step, computed from a kernel's index tensors on a CPU; all layers share it.
 
     Args:
         offsets: ``bs + 1`` numbers: where each request's queries begin.
         lengths: ``bs`` numbers: keys of each request.
-        keys: Their KV slots.
+        keys: The KV slots of the keys.
         masks: Cache of `mask`, by window and causality.
     """
 
@@ -67,11 +68,11 @@ class StepLayout:
         return counts.pop() if len(counts) == 1 else 0
 
     def mask(self, options: ScoreOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``[bs, width, nk]``: which keys each query sees; and `blind` of it, or None if none is."""
+        """Return ``[bs, width, nk]``: the keys that each query sees; and its `blind`, None if all see one."""
         by = options.sliding_window, options.is_causal
         if by not in self.masks:
             keys, width = self.keys, self.width
-            if width == 1:  # the query is at the last key: it sees all keys
+            if width == 1:  # the only query is at the last key, so it sees all keys
                 options = replace(options, is_causal=False)
             at = (keys.lens - width)[:, None] + torch.arange(width)
             allowed = visible(at, keys.slots.shape[1], keys.seen, options)
@@ -83,8 +84,8 @@ class StepLayout:
 class LayoutCache:
     """The layouts of the last few steps, by the contents of their index tensors.
 
-    All layers of a step need the same layout, so all but the first find it here. Contents are compared, not
-    identities, so a layout that is found equals a new one.
+    All layers of a step need the same layout, so only the first layer computes it. Contents are compared, not
+    identities, so a cached layout equals a new one.
     """
 
     def __init__(self) -> None:
@@ -96,7 +97,7 @@ class LayoutCache:
             if its_numbers == numbers and torch.equal(its_pages, pages):
                 return layout
         layout = make()
-        # Four layouts: for two sets of indices, or the two parts of a cascade.
+        # Four layouts are enough for two sets of indices, or for the two parts of a cascade.
         self._last = [(numbers, pages.clone(), layout), *self._last[:3]]
         return layout
 
@@ -110,7 +111,7 @@ def gather(call: AttendCall[object], slots: torch.Tensor) -> tuple[torch.Tensor,
 
     keys = take(call.k_cache)
     if storage_id(call.v_cache) == storage_id(call.k_cache):
-        return keys, keys[..., : call.v_cache.shape[2]]  # a latent's first part is its value
+        return keys, keys[..., : call.v_cache.shape[2]]  # the value of a latent is its first part
     return keys, take(call.v_cache)
 
 
@@ -121,7 +122,7 @@ Mask = Callable[[int], torch.Tensor]
 def own_slots(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
     """Return ``slots`` with every entry past a request's length replaced by its first slot, or by scratch.
 
-    Such keys get weight zero, but they must not lie in unowned memory: NaN times zero is NaN.
+    Such keys get weight zero, but they must not be read from unowned memory, because NaN times zero is NaN.
     """
     column = torch.arange(slots.shape[1], device=slots.device)
     first = torch.where(lens[:, None] > 0, slots[:, :1], 0)
@@ -166,7 +167,7 @@ def dense(
         k: ``[b, nk, hkv, d]``.
         v: ``[b, nk, hkv, dv]``.
         allowed: ``[b, nq, nk]`` bool.
-        unseeing: `blind` of ``allowed``; None if each query sees a key.
+        unseeing: The result of `blind` for ``allowed``; None if each query sees a key.
         options: Scaling, softcap, sinks.
         with_lse: Whether to return the log-sum-exp of the scores.
 
@@ -189,7 +190,7 @@ def dense(
             grouped, keys, values, attn_mask=mask, scale=options.scaling
         )
     else:
-        wide = lse_dtype(q)  # scores need more than 16 bits, as in a compiled kernel
+        wide = lse_dtype(q)  # scores need more than 16 bits
         scores = grouped.to(wide) @ keys.to(wide).transpose(-1, -2) * options.scaling
         if options.softcap != 0.0:
             scores = options.softcap * torch.tanh(scores / options.softcap)
@@ -272,7 +273,7 @@ def _write(
     out: torch.Tensor,
     lse: torch.Tensor | None,
 ) -> None:
-    """Attend from ``q`` ``[b, nq, hq, d]`` to the keys and values ``held``, and write all rows of ``out``."""
+    """Attend from ``q`` ``[b, nq, hq, d]`` to the gathered keys and values, and write all rows of ``out``."""
     result, sums = dense(q, *held, allowed, unseeing, options, with_lse=lse is not None)
     out.copy_(result.flatten(0, 1))
     if lse is not None and sums is not None:

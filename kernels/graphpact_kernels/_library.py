@@ -2,8 +2,6 @@
 
 It uses ``Library.define`` and ``impl``, because the Python layer of the ``custom_op`` decorator costs tens of
 microseconds a call.
-
-Does not: contain any kernel.
 """
 
 import functools
@@ -29,9 +27,9 @@ def define_kernel(
 ) -> Callable[..., Any]:
     """Define operator ``<namespace>::<schema>`` with one implementation for every device, and return it.
 
-    The implementation runs below the dispatch modes, so its own operations are not recorded, as with a
-    compiled kernel. A kernel returns nothing and writes its outputs, so its fake implementation, for
-    compilers, does nothing.
+    The implementation runs below the dispatch modes, so the operations inside it are not recorded, as with a
+    compiled kernel. A kernel returns nothing and writes its outputs. So its fake implementation, which
+    compilers need, does nothing.
 
     Args:
         schema: A torch schema, such as ``"double(Tensor x, Tensor(a!) out) -> ()"``.
@@ -51,7 +49,7 @@ def define_kernel(
 def declare_compiled(schema: str) -> Callable[..., Any]:
     """Declare the compiled form of a portable kernel, operator ``graphpact_compiled::<schema>``; return it.
 
-    The library that `graphpact_kernels.compiled.load` loads has its implementation.
+    Its implementation is in the library that `graphpact_kernels.compiled.load` loads.
     """
     return _declare(schema, "graphpact_compiled")
 
@@ -59,7 +57,7 @@ def declare_compiled(schema: str) -> Callable[..., Any]:
 def define_forms(
     schema: str, function: Callable[..., Any], *, on_cuda: Callable[..., Any] | None = None
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """Define a kernel with a compiled form, and return both operators: index the pair by ``compiled``.
+    """Define a kernel with a compiled form, and return the portable and the compiled operator.
 
     Args:
         schema: See `define_kernel`.

@@ -19,7 +19,7 @@ _log = logging.getLogger(__name__)
 
 
 def missing() -> str | None:
-    """Return why Triton cannot compile kernels here, or None if nothing is known to be missing.
+    """Return why Triton cannot compile kernels here, or None if nothing seems to be missing.
 
     Triton compiles a small launcher in C, so it needs a compiler and Python's headers.
     """
@@ -28,7 +28,7 @@ def missing() -> str | None:
     compiler = os.environ.get("CC") or "gcc"
     if not (shutil.which(compiler) or shutil.which("clang")):
         return f"Triton needs a C compiler: {compiler!r} is not found; install gcc, or name a compiler in CC"
-    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # as Triton takes it
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")  # Triton does the same
     headers = Path(sysconfig.get_path("include", scheme))
     if not (headers / "Python.h").exists():
         return f"Triton needs Python's headers: {headers} has no Python.h; install python3-dev"
@@ -37,7 +37,7 @@ def missing() -> str | None:
 
 @functools.cache
 def kernels() -> ModuleType | None:
-    """Return the module of the Triton kernels; None if they cannot run, with one warning that says why."""
+    """Return the module of the Triton kernels; if they cannot run, warn once with the reason, return None."""
     reason = missing()
     if reason is None:
         try:
@@ -49,7 +49,7 @@ def kernels() -> ModuleType | None:
 
 
 def prefer_triton(portable: Callable[..., None], name: str) -> Callable[..., None]:
-    """Return an implementation for CUDA tensors: the Triton kernel ``name``, else ``portable``."""
+    """Return an implementation for CUDA tensors: Triton's kernel ``name``, or ``portable`` without it."""
 
     def fill(*args: Any) -> None:
         module = kernels()

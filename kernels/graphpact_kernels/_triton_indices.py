@@ -1,11 +1,11 @@
 """The kernels of `graphpact_kernels.indices` in Triton, for a GPU: one launch each.
 
-They compute what the portable kernels of the same names compute, and write every element that those write on
-a GPU. The grid depends only on shapes, as a captured launch requires; lengths are read on the device.
-No program waits for another: to find where its row begins, a program adds up the rows before it, which reads
-a few kilobytes from the GPU's cache.
+They compute what the portable kernels of the same names compute, and write the same elements. The grid
+depends only on shapes, as a captured launch requires; lengths are read on the device. No program waits for
+another: to find where its row begins, a program adds up the rows before it, which reads a few kilobytes from
+the GPU's cache.
 
-Nothing is specialised on sizes or alignments, so all batches run the same binary. Otherwise a new one might
+Nothing is specialised on sizes or alignments, so all batches run the same binary. Otherwise another one might
 be compiled in the middle of a step.
 
 Does not: check contents. A request row outside ``req_to_token`` reads other memory.
@@ -21,13 +21,13 @@ from graphpact.errors import KernelRefusal
 from graphpact_kernels.schedule import BLOCK, schedule_size, vector_size
 
 _ROWS = tl.constexpr(1024)
-"""Rows whose pages or keys a program adds up at once."""
+"""The number of rows whose pages or keys a program adds up at once."""
 _WIDTH = tl.constexpr(1024)
-"""Elements that a program writes at once."""
+"""The number of elements that a program writes at once."""
 _MOST_PARTS = 16
-"""Programs of one row. Each takes several turns if the row is longer."""
+"""The most programs for one row. In longer rows, each program takes several turns."""
 _MOST_CLEARING = 512
-"""Programs that clear the rest of the KV indices."""
+"""The most programs that clear the rest of the KV indices."""
 _OPTIONS = {"enable_fp_fusion": False}
 """These kernels have nothing to fuse, and Triton 3.9 warns if the option is not set."""
 
@@ -45,7 +45,7 @@ def _span(
     window: tl.tensor,
     page_size: tl.constexpr,
 ) -> tl.tensor:
-    """Return for rows ``at`` the first page that their queries see, and the number of keys from there on."""
+    """Return, for rows ``at``, the first page that their queries see and the number of keys from there on."""
     lens = tl.load(kv_lens + at, mask=mask, other=0).to(tl.int32)
     first = lens * 0
     if window is not None:
@@ -65,7 +65,7 @@ def _pages_before(
     window: tl.tensor,
     page_size: tl.constexpr,
 ) -> tl.tensor:
-    """Return how many pages the rows before ``end`` have."""
+    """Return the number of pages of the rows before ``end``."""
     total = tl.zeros([_ROWS], tl.int32)
     for start in range(0, end, _ROWS):
         at = start + tl.arange(0, _ROWS)
@@ -324,7 +324,7 @@ def schedule_attention(cu_seqlens_q: torch.Tensor, cache_seqlens: torch.Tensor, 
 
 
 def _parts(elements: int, most: int | None = None) -> int:
-    """Return how many programs write ``elements``: one for each `_WIDTH`, at least one, at most ``most``."""
+    """Return the number of programs for ``elements``: one per `_WIDTH`, at least one, at most ``most``."""
     parts = max(1, -(-elements // int(_WIDTH.value)))
     return parts if most is None else min(parts, most)
 
@@ -353,5 +353,5 @@ def _require_dense(**outputs: torch.Tensor) -> None:
 
 
 def _on(tensor: torch.Tensor) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which launches go to the GPU of ``tensor``; Triton takes the current one."""
+    """Return a context that makes the GPU of ``tensor`` current, because Triton launches there."""
     return torch.cuda.device(tensor.device) if tensor.is_cuda else contextlib.nullcontext()

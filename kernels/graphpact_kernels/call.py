@@ -5,10 +5,8 @@ kernel has its own index tensors, the rows of the call: `graphpact_kernels.page_
 and `graphpact_kernels.paged_attention.PagedRows`. Operators take tensors and numbers one by one, as torch
 requires; the functions of those modules unpack a call.
 
-The classes are not frozen, because a frozen dataclass takes about three times as long to make. Write no field
-of a call.
-
-Does not: attend.
+The classes are not frozen, because a frozen dataclass takes about three times as long to make. Treat them as
+read-only.
 """
 
 from dataclasses import dataclass

@@ -5,10 +5,10 @@
     schedule_attention    the schedule of a step, for attention over a page table
     pack_kv_indices, write_indptr   the parts of the first, for backends that compute their own lengths
 
-On a GPU each of the first three is one launch if Triton is installed (`graphpact_kernels._triton_indices`);
-otherwise it is about ten.
+On a GPU each of the first three takes one launch if Triton is installed
+(`graphpact_kernels._triton_indices`), and about ten otherwise.
 
-Does not: know any backend's metadata object, or attend.
+Does not: attend; see `graphpact_kernels.paged_attention` and `graphpact_kernels.page_table_attention`.
 """
 
 import torch
@@ -122,8 +122,8 @@ def pack_kv_indices(
         page_size: KV slots in a page.
         out: ``[capacity]`` int32, written up to ``kv_indptr[-1]``. On a GPU the host does not know that
             number, so the rest is written too, with zeros: page 0, scratch.
-        first_page: ``[bs]`` int: the page of its sequence that each request begins with; None for the
-            first.
+        first_page: ``[bs]`` int: for each request, the index of the first page of its sequence that is
+            written; None for 0.
 
     Raises:
         KernelRefusal: ``out`` is too small (checked on a CPU).
@@ -203,8 +203,8 @@ def fill_paged_indices(
         num_q: ``[rows]`` int, or one number for all rows: queries. Read only with a window.
         page_size: KV slots in a page.
         kv_indptr: ``[rows + 1]`` int32, written: where each row's pages begin in ``kv_indices``.
-        kv_indices: ``[capacity]`` int32: page numbers, written up to ``kv_indptr[-1]``, and to its end if
-            there are rows after the requests, or on a GPU, where the host does not know that number.
+        kv_indices: ``[capacity]`` int32: page numbers, written up to ``kv_indptr[-1]``. It is written to its
+            end if there are rows after the requests, or on a GPU, where the host does not know that number.
         kv_last_page_len: ``[rows]`` int32, written: keys in each row's last page.
         sliding_window: Keys that a query sees, its own included: pages before the first key that a row's
             queries see are left out. None for all.

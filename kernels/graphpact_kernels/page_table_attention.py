@@ -7,7 +7,7 @@ reads its index tensors on the host and checks them; on other devices it uses th
 
 It serves latents too: all query heads share one key head, and the value is the first part of the key.
 
-Does not: write the KV cache, or fill the page table.
+Does not: fill the page table; see `graphpact_kernels.indices`.
 """
 
 from dataclasses import dataclass
@@ -89,7 +89,7 @@ def _layout_of(call: PageTableCall[PageTableRows]) -> StepLayout:
     rows, schedule = call.rows, call.schedule
     offsets: list[int] = rows.cu_seqlens_q.tolist()
     lengths: list[int] = rows.cache_seqlens.tolist()
-    # At least one page, so that queries without keys need no code of their own.
+    # At least one page, so that queries without keys need no special case.
     pages = rows.page_table[:, : max(1, -(-max(lengths, default=0) // rows.page_size))]
 
     def make() -> StepLayout:

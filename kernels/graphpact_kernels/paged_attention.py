@@ -6,7 +6,7 @@ at least as many keys as queries. The mask is FlashInfer's packed one. Like Flas
 planned chunks of keys from a plan. On a CPU the kernel reads its index tensors on the host and uses the true
 lengths; on other devices it uses the given bounds, so that it never waits for the device.
 
-Does not: write the KV cache.
+Does not: write the KV cache; see `graphpact_kernels.paged_cache`.
 """
 
 from dataclasses import dataclass
@@ -124,7 +124,7 @@ def _layout_of(call: AttendCall[PagedRows], chunks: _Chunks) -> StepLayout:
 def _check(
     call: AttendCall[PagedRows], qo_indptr: list[int], kv_indptr: list[int], last_page_len: list[int]
 ) -> list[int]:
-    """Make FlashInfer's checks, and those of the bounds; return the keys of each row."""
+    """Make FlashInfer's checks, check the bounds, and return the keys of each row."""
     rows, num_queries = call.rows, call.q.shape[0]
     capacity, page_size = rows.kv_indices.shape[0], rows.page_size
     if qo_indptr[0] != 0 or qo_indptr[-1] != num_queries:
@@ -271,7 +271,7 @@ def paged_attention(
     """
     rows, options = call.rows, call.options
     if not options.is_causal:
-        raise ValueError("paged_attention is causal: pass a mask to show a query other keys")
+        raise ValueError("paged_attention is causal: pass a mask to let a query see other keys")
     out = call.new_output()
     _attention[compiled](
         call.q,

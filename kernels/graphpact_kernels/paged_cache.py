@@ -1,7 +1,4 @@
-"""The kernel that writes keys and values to a paged KV cache.
-
-Does not: attend, or fill index tensors.
-"""
+"""The kernel that writes keys and values to a paged KV cache."""
 
 import torch
 

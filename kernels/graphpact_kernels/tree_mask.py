@@ -1,7 +1,4 @@
-"""FlashInfer's packed mask for drafts with branches (top-k > 1).
-
-Does not: attend.
-"""
+"""Write FlashInfer's packed mask for drafts with branches (top-k > 1)."""
 
 import torch
 
@@ -21,7 +18,7 @@ def _bits(
     request: torch.Tensor,
     bit: torch.Tensor,
 ) -> torch.Tensor:
-    """Return whether bit number ``bit`` of each ``request`` is set; bits past the last query are not."""
+    """Return whether bit number ``bit`` of each ``request`` is set; bits past the last query are zero."""
     width = tree_mask.shape[1]
     length = kv_lens[request].clamp(min=1)
     row = bit // length

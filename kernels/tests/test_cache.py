@@ -1,7 +1,6 @@
-"""The cache of compiled libraries: entries that are not whole, that nobody uses, that two processes keep.
+"""The cache of compiled libraries: incomplete entries, unused entries, two processes at once, other users.
 
-Then what another user may have put there. Such a user tries to have code loaded, to make the owner hang, or
-to stay in the way.
+Another user may have put files there to have code loaded, to make the owner wait forever, or to block a path.
 """
 
 import contextlib
@@ -54,7 +53,7 @@ def built(folder: Path, content: bytes = CONTENT) -> Path:
 
 
 def found(key: str = KEY) -> bytes | None:
-    """Return what would be loaded of an entry that is found, or None."""
+    """Return the content that would be loaded for a key, or None if nothing is found."""
     library = LIBRARIES.find(key)
     if library is None:
         return None
@@ -63,7 +62,7 @@ def found(key: str = KEY) -> bytes | None:
 
 
 def keep(library: Path, key: str = KEY) -> bytes:
-    """Keep a library and return what would be loaded."""
+    """Keep a library, and return the content that would be loaded."""
     with LIBRARIES.keep(key, library) as kept:
         assert kept.place == LIBRARIES.folder / key / "library.so"
         return Path(kept.path()).read_bytes()
@@ -71,7 +70,7 @@ def keep(library: Path, key: str = KEY) -> bytes:
 
 @contextmanager
 def no_wait(seconds: int = 20) -> Iterator[None]:
-    """Fail what takes longer, as a wait for a pipe that nobody writes to."""
+    """Fail if the context takes longer, such as a wait for a pipe without a writer."""
 
     def late(*_: object) -> None:
         raise AssertionError("it waits")
@@ -86,7 +85,7 @@ def no_wait(seconds: int = 20) -> Iterator[None]:
 
 
 def test_a_kept_library_is_found_as_it_was_built(entry: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """It is found under its key and no other, and nothing else stays in the folder."""
+    """A kept library is found only under its key, and nothing else remains in the folder."""
     assert found() == CONTENT
     assert found(KEY + "0") is None
     assert [each.name for each in entry.parent.iterdir()] == [KEY]
@@ -110,7 +109,7 @@ def _replace(path: Path, make: Callable[[Path], object]) -> None:
 
 
 def _link(path: Path) -> None:
-    """Put a link to what was there in its place."""
+    """Move the file away, and put a link to it in its place."""
     _replace(path, lambda here: here.symlink_to(path.parent.parent.parent / "replaced"))
 
 
@@ -145,7 +144,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_an_entry_that_is_not_whole_is_removed_with_a_warning(
     fault: str, entry: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is not found, the log says why, and a new library takes its place."""
+    """An unusable entry is not found, the log says why, and a new library takes its place."""
     break_it, reason = FAULTS[fault]
     break_it(entry)
     with no_wait(), caplog.at_level(logging.WARNING):
@@ -160,7 +159,7 @@ def test_an_entry_that_is_not_whole_is_removed_with_a_warning(
 
 @pytest.mark.parametrize("fault", FAULTS)
 def test_what_cannot_be_used_does_not_stand_for_a_build(fault: str, entry: Path, tmp_path: Path) -> None:
-    """A process that keeps a library gets its own, whatever was put in its place while it was built."""
+    """A process that keeps a library gets its own one, even if the place was taken during the build."""
     break_it, _ = FAULTS[fault]
     break_it(entry)
     with no_wait():
@@ -170,14 +169,14 @@ def test_what_cannot_be_used_does_not_stand_for_a_build(fault: str, entry: Path,
 
 
 def test_the_entry_of_the_first_process_stays(entry: Path, tmp_path: Path) -> None:
-    """A process that has built the same library in the meantime takes the one that is there."""
+    """If another process has kept the same library in the meantime, that one is used."""
     assert keep(built(tmp_path, b"of the second")) == CONTENT
     assert (entry / "library.so").read_bytes() == CONTENT
     assert [each.name for each in entry.parent.iterdir()] == [KEY]
 
 
 def test_what_was_checked_is_loaded(entry: Path, tmp_path: Path) -> None:
-    """A library that is exchanged after it was found is not loaded: the one that was checked is."""
+    """If a library is replaced after it was found, the checked one is loaded, not the new one."""
     library = LIBRARIES.find(KEY)
     assert library is not None
     with library:
@@ -190,7 +189,7 @@ def test_what_was_checked_is_loaded(entry: Path, tmp_path: Path) -> None:
 
 @pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 def test_each_library_is_loaded_although_descriptors_recur(tmp_path: Path) -> None:
-    """The dynamic linker loads a second library, although its descriptor is that of the first, now closed."""
+    """The dynamic linker loads a second library, although it reuses the descriptor of the first one."""
     program = f"""
 import ctypes, os
 from pathlib import Path
@@ -211,7 +210,7 @@ assert [n for _, n in got] == [*range(9)], got
 
 
 def test_a_folder_that_cannot_be_written_is_an_error(entry: Path, tmp_path: Path) -> None:
-    """The error is the system's, and names the path."""
+    """The error is the system's error, with the path."""
     entry.parent.rename(tmp_path / "moved")
     entry.parent.write_text("a file where the folder should be")
     with pytest.raises(OSError, match=str(entry.parent)):
@@ -219,7 +218,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(entry: Path, tmp_path: Path
 
 
 def test_what_nobody_uses_is_removed(entry: Path, tmp_path: Path) -> None:
-    """When a library is kept, entries and leftovers not used for `DAYS` days go; a found one was used."""
+    """Keeping a library removes entries and leftovers not used for `DAYS` days; finding one counts as use."""
     folder = entry.parent
     keep(built(tmp_path), "used")
     (folder / ".new-left-over").mkdir()
@@ -250,7 +249,7 @@ def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @contextmanager
 def as_user(user: int) -> Iterator[None]:
-    """Have the rights of another user for a while."""
+    """Run the context with the rights of another user."""
     os.setegid(user)
     os.seteuid(user)
     try:
@@ -263,7 +262,9 @@ def as_user(user: int) -> Iterator[None]:
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """Return a sticky folder in which every user can write, as ``/tmp`` is."""
-    with tempfile.TemporaryDirectory(prefix="graphpact-test-") as folder:  # pytest's are closed to others
+    with tempfile.TemporaryDirectory(
+        prefix="graphpact-test-"
+    ) as folder:  # pytest's are private
         Path(folder).chmod(0o1777)
         yield Path(folder)
 
@@ -291,7 +292,7 @@ def test_an_entry_of_another_user_is_not_used(
 @as_root
 @pytest.mark.parametrize("mode", [0o777, 0o1777])
 def test_a_folder_that_others_can_write_is_refused(mode: int, entry: Path, tmp_path: Path) -> None:
-    """Neither find nor keep uses a folder in which others can put entries or locks, sticky or not."""
+    """Neither ``find`` nor ``keep`` uses a folder where others can create entries or locks, sticky or not."""
     entry.parent.chmod(mode)
     for act in (found, lambda: keep(built(tmp_path)), lambda: LIBRARIES.building(KEY, 1).__enter__()):
         with pytest.raises(GraphpactError, match="can be written by every user") as told:
@@ -304,7 +305,7 @@ def test_a_folder_that_others_can_write_is_refused(mode: int, entry: Path, tmp_p
 def test_a_user_does_not_get_what_another_prepared_in_tmp(
     shared: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a sticky folder another user makes the cache first: its library is neither found nor kept for."""
+    """If another user made the cache first in a sticky folder, nothing is found or kept in it."""
     monkeypatch.setenv("GRAPHPACT_CACHE_DIR", str(shared / "cache"))
     with as_user(OTHER):
         assert keep(built(shared, b"foreign code")) == found() == b"foreign code"
@@ -319,7 +320,7 @@ def test_a_user_does_not_get_what_another_prepared_in_tmp(
 def test_folders_above_and_links_on_the_way_belong_to_the_user(
     where: str, entry: Path, tmp_path: Path
 ) -> None:
-    """A folder above the cache, and a link that leads to it, of another user are refused."""
+    """If another user owns a folder above the cache, or a link to it, the cache is refused."""
     if where == "above":
         os.chown(tmp_path / "cache", OTHER, OTHER)
     else:
@@ -334,7 +335,7 @@ def test_folders_above_and_links_on_the_way_belong_to_the_user(
 
 @as_root
 def test_an_entry_that_cannot_be_removed_is_an_error(shared: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user in whose folder another has left an entry is told what is there and what to do."""
+    """If another user's entry in the folder cannot be removed, the error names it and what to do."""
     monkeypatch.setenv("GRAPHPACT_CACHE_DIR", str(shared / "cache"))
     library = built(shared)
     with as_user(OTHER):
@@ -351,7 +352,7 @@ def test_an_entry_that_cannot_be_removed_is_an_error(shared: Path, monkeypatch: 
 
 @pytest.mark.parametrize("what", ["everybody", "private", "shared"])
 def test_who_else_is_in_the_group_decides(what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A folder that the group can write is taken if the group is the user's own, as a umask of 002 has it."""
+    """A folder that its group can write is accepted if the group is the user's private group (umask 002)."""
     folder = tmp_path / "folder"
     folder.mkdir()
     folder.chmod(0o770 | (0o007 if what == "everybody" else 0))
@@ -365,14 +366,14 @@ def test_who_else_is_in_the_group_decides(what: str, tmp_path: Path, monkeypatch
 
 
 def test_links_that_go_round_end(tmp_path: Path) -> None:
-    """A link that leads to itself is the system's error, with the path."""
+    """A link to itself raises the system's error, with the path."""
     (tmp_path / "round").symlink_to(tmp_path / "round" / "again")
     with pytest.raises(OSError, match=f"symbolic links: '{tmp_path}"), own_folder(tmp_path / "round", "V"):
         pass
 
 
 def test_a_folder_is_made_for_the_user_alone(tmp_path: Path) -> None:
-    """Missing folders are made closed to others, whatever the umask is, and what is kept is found."""
+    """Missing folders are made for only the user, under any umask, and a kept library is found."""
     before = os.umask(0)
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -389,7 +390,7 @@ def test_a_folder_is_made_for_the_user_alone(tmp_path: Path) -> None:
 def test_a_platform_without_open_files_as_paths_keeps_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without /proc/self/fd a library could be exchanged before it is loaded: nothing is found or kept."""
+    """Without /proc/self/fd a library could be replaced before it is loaded, so nothing is found or kept."""
     monkeypatch.setattr(cache, "_DESCRIPTORS", tmp_path / "fd")
     for act in (found, lambda: keep(built(tmp_path))):
         with pytest.raises(GraphpactError, match="is not kept on this platform: it has no"):
@@ -402,7 +403,7 @@ def test_a_platform_without_open_files_as_paths_keeps_nothing(
 def test_a_lock_that_is_held_is_waited_for_with_a_word_and_an_end(
     entry: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The log says what is waited for and how long; then an error names the lock and what to do."""
+    """The log names the lock and the longest wait; then an error names the lock and what to do."""
     lock = entry.parent / f"{KEY}.lock"
     with LIBRARIES.building(KEY, 1):
         assert not caplog.records

@@ -105,7 +105,7 @@ def problems(draw: st.DrawFn) -> tuple[list[torch.Tensor], dict[str, torch.Tenso
 
 
 def tolerance(dtype: torch.dtype) -> dict[str, float]:
-    """Return how near two results are in ``dtype``."""
+    """Return the tolerance of a comparison in ``dtype``."""
     near = 1e-9 if dtype is torch.float64 else 2e-5
     return {"rtol": near, "atol": near}
 
@@ -123,7 +123,7 @@ def test_paged_attention_equals_the_portable_kernel(
     planned: int | None,
     mask: str | None,
 ) -> None:
-    """Any keys, queries, heads, threads, strides and masks, and a plan that covers only some keys."""
+    """Forms agree for any keys, queries, heads, threads, strides, masks, and a plan of only some keys."""
     tensors, index, options = problem
     arguments = {
         "qo_indptr": index["offsets"],
@@ -162,7 +162,7 @@ def test_page_table_attention_equals_the_portable_kernel(
     problem: tuple[list[torch.Tensor], dict[str, torch.Tensor], dict[str, Any]],
     causal: bool,  # noqa: FBT001  a drawn value
 ) -> None:
-    """Causal or not, with the log-sum-exp, over a table that is part of a wider one."""
+    """Forms agree with and without causality, with the log-sum-exp, over a part of a wider table."""
     tensors, index, options = problem
     wide = torch.cat([index["page_table"], torch.full_like(index["page_table"], 10**6)], dim=1)
     arguments = {
@@ -207,7 +207,7 @@ def test_narrow_numbers_are_summed_in_float32(dtype: torch.dtype, num_q: int) ->
 
 
 def test_a_row_does_not_depend_on_other_requests() -> None:
-    """The result of a request is bitwise the same alone and in a batch."""
+    """The result of a request is bitwise the same by itself and in a batch."""
     kinds = {"page_size": 16, "heads": (4, 2), "dims": (32, 32), "dtype": torch.float32, "by_head": False}
     tensors, index = paged_problem([3, 90, 1], [70, 90, 129], **kinds, seed=5)
     options = {"page_size": 16, "max_seqlen_q": 300, "scaling": 0.2}
@@ -235,7 +235,7 @@ def test_a_row_does_not_depend_on_other_requests() -> None:
 @pytest.mark.parametrize("page", [-1, 5, 2**30])
 @pytest.mark.parametrize("num_q", [1, 8])
 def test_a_page_outside_the_cache_is_refused(page: int, num_q: int) -> None:
-    """A page number that no cache has, as a stale row may hold, is an error, and reads no memory."""
+    """A page number outside the cache, as in a stale row, is an error, and no memory is read."""
     kinds = {"page_size": 16, "heads": (4, 2), "dims": (32, 32), "dtype": torch.float32, "by_head": False}
     tensors, index = paged_problem([num_q], [50], **kinds, seed=5)
     assert len(tensors[1]) == 5 * 16
@@ -397,7 +397,7 @@ def test_linear_equals_the_exact_product(
     dtype: torch.dtype,
     threads: int,
 ) -> None:
-    """Any number of rows and features: the result is the rounded product of the same numbers in float64."""
+    """For any number of rows and features, the result is the rounded product of the same float64 numbers."""
     generator = torch.Generator().manual_seed(rows)
     x, weight = (torch.randn(n, sizes[1], generator=generator).to(dtype) for n in (rows, sizes[0]))
     bias = torch.randn(sizes[0], generator=generator).to(dtype) if has_bias else None
@@ -414,9 +414,9 @@ def test_linear_equals_the_exact_product(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("features", [200, 2505])  # rows of x that fit the first cache, and that do not
+@pytest.mark.parametrize("features", [200, 2505])  # rows of x that fit the L1 cache, and that do not
 def test_a_row_of_a_product_does_not_depend_on_other_rows(features: int, dtype: torch.dtype) -> None:
-    """The result of a row is bitwise the same alone and among others, in any place."""
+    """The result of a row is bitwise the same by itself and among others, at any index."""
     x, weight = torch.randn(15, features).to(dtype), torch.randn(37, features).to(dtype)
     together = torch.empty(15, 37, dtype=dtype)
     linear(x, weight, None, together)
@@ -524,7 +524,7 @@ def test_processes_that_start_together_build_once(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_a_library_that_cannot_be_loaded_is_built_again(tmp_path: Path) -> None:
-    """As one of a machine with another C library: a warning says why, and the new library is loaded."""
+    """An unloadable library, such as from another C library, gives a warning and is built again."""
     entry = tmp_path / "kernels" / build._key()
     (tmp_path / "built.so").write_bytes(b"no library")
     with pytest.MonkeyPatch.context() as patch:
@@ -545,7 +545,7 @@ def test_a_library_that_cannot_be_loaded_is_built_again(tmp_path: Path) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("instructions", ["DEFAULT", "AVX2", "AVX512"])
 def test_kernels_for_other_instructions_compute_the_same(instructions: str, tmp_path: Path) -> None:
-    """The tests of this file hold for the library of a CPU with older vector instructions, or with none."""
+    """The tests of this file pass with a library for older vector instructions, or for none."""
     have = torch.backends.cpu.get_cpu_capability()
     if instructions not in ("DEFAULT", "AVX2", have):
         pytest.skip(f"this CPU has {have}")

@@ -51,7 +51,8 @@ class PagedProblem:
         """Return attention in float64, one query and head at a time, from the requests' lists of slots.
 
         Args:
-            sees: Whether a request's query sees a key, each by its number; None for causal attention.
+            sees: Returns whether a query of a request sees a key, all three by index; None for causal
+                attention.
         """
         a = self.arguments
         rows = []
@@ -116,7 +117,7 @@ def _problem(
         slots.append([mine[j // page_size] * page_size + j % page_size for j in range(length)])
         k_cache[slots[-1]] = random(length, heads[1], head_dim)
         v_cache[slots[-1]] = random(length, heads[1], v_head_dim)
-    unused = torch.full((spare,), total_pages + 1)  # valid numbers of a page with poison
+    unused = torch.full((spare,), total_pages + 1)  # the number of a page that contains poison
     int32 = {"dtype": torch.int32}
     return PagedProblem(
         q=random(sum(num_q), heads[0], head_dim),
@@ -183,7 +184,7 @@ def test_extend_equals_a_plain_reference(problem: PagedProblem, path: str) -> No
 
 @st.composite
 def _with_blind_queries(draw: st.DrawFn) -> tuple[PagedProblem, torch.Tensor]:
-    """Draw a problem with a mask or a plan, or both, that hide all keys from some queries; and the result."""
+    """Draw a problem whose mask or plan, or both, hide all keys from some queries, and the result."""
     dtypes = torch.float64, torch.float32, torch.bfloat16, torch.float16
     problem = draw(_problems(decode=False, dtypes=dtypes))
     bs, arguments = len(problem.num_q), problem.arguments
@@ -226,7 +227,7 @@ def _packed(bits: torch.Tensor) -> torch.Tensor:
 @EXAMPLES
 @given(drawn=_with_blind_queries())
 def test_a_query_that_sees_no_key_gives_zeros(drawn: tuple[PagedProblem, torch.Tensor]) -> None:
-    """Every path agrees with float64, whatever hides the keys: caps, sinks, windows, masks, plans, dtypes."""
+    """Every path agrees with float64 when keys are hidden, with caps, sinks, windows, masks and dtypes."""
     problem, expected = drawn
     near = 1e-9 if problem.q.dtype is torch.float64 else 4 * torch.finfo(problem.q.dtype).eps
     for path in PATHS:
@@ -295,7 +296,7 @@ def test_other_dtypes(dtype: torch.dtype, decode: bool, path: str) -> None:  # n
 @pytest.mark.parametrize("decode", [True, False])
 @pytest.mark.parametrize("path", PATHS)
 def test_reads_of_unowned_memory_are_caught(decode: bool, path: str) -> None:  # noqa: FBT001
-    """A last page that is declared one key too long reads poison: the tests above can fail."""
+    """With a last page declared one key too long the kernel reads poison, so the tests above can fail."""
     problem = _problem(num_q=[1, 1] if decode else [2, 1], prefix=[3, 4], page_size=16, decode=decode)
     longer = problem.arguments["kv_last_page_len"] + torch.tensor([0, 1], dtype=torch.int32)
     rows = problem.run(path, kv_last_page_len=longer)

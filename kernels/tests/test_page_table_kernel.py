@@ -59,7 +59,7 @@ class PageTableProblem:
         return out, lse
 
     def reference(self, planned: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return both in float64, one query, head and key at a time, from the requests' lists of slots.
+        """Return output and log-sum-exp in float64, computed one by one from the requests' lists of slots.
 
         Args:
             planned: The number of keys of each request that a schedule covers; None for all.
@@ -128,7 +128,7 @@ def make_problem(
     v_cache = torch.full((page_size * (total + 2), heads[1], v_head_dim), NAN, dtype=dtype)
     if latent:
         v_cache = k_cache[..., :v_head_dim]
-    table = torch.full((len(num_kv), max(width, 1)), 10**6, **INT)  # no valid page
+    table = torch.full((len(num_kv), max(width, 1)), 10**6, **INT)  # not a valid page
     slots, start = [], 0
     for row, (length, pages) in enumerate(zip(num_kv, num_pages, strict=True)):
         mine = order[start : start + pages].tolist()
@@ -233,7 +233,7 @@ def test_other_dtypes(dtype: torch.dtype, path: str) -> None:
 
 @pytest.mark.parametrize("path", PATHS)
 def test_reads_of_unowned_memory_are_caught(path: str) -> None:
-    """A length that is declared one key too long reads poison: the tests above can fail."""
+    """With a length declared one key too long the kernel reads poison, so the tests above can fail."""
     problem = make_problem(num_q=[2, 1], num_kv=[5, 4], page_size=16)
     longer = problem.arguments["cache_seqlens"] + torch.tensor([0, 1], **INT)
     out, _ = problem.run(path, cache_seqlens=longer)
@@ -283,7 +283,7 @@ def test_contradictions_are_refused_on_a_cpu(name: str, path: str) -> None:
 
 
 def schedule_of(problem: PageTableProblem, size: int | None = None, path: str = "cpu") -> torch.Tensor:
-    """Return the schedule of a problem, in memory with other contents before."""
+    """Return the schedule of a problem, written over other contents."""
     a = problem.arguments
     out = torch.full((size or schedule_size(len(problem.num_q)),), 77, **INT)
     schedule_attention(a["cu_seqlens_q"], a["cache_seqlens"], out=out, compiled=path == "compiled")

@@ -32,7 +32,7 @@ needs_triton = pytest.mark.skipif(
     ("file", "interpreted"), [("triton_properties.py", "1"), ("triton_compiles.py", "0")]
 )
 def test_in_a_process_of_its_own(file: str, interpreted: str, tmp_path: Path) -> None:
-    """Triton reads once, at its import, whether it interprets; so each file runs in its own process."""
+    """The properties hold; each file runs in its own process, because Triton chooses its mode at import."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / file)]
     env = {**os.environ, "TRITON_INTERPRET": interpreted, "TRITON_CACHE_DIR": str(tmp_path)}
     done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=HERE.parents[1])
@@ -45,7 +45,7 @@ def test_in_a_process_of_its_own(file: str, interpreted: str, tmp_path: Path) ->
 
 @pytest.fixture
 def _fresh() -> Iterator[None]:
-    """Let the choice be made anew."""
+    """Forget the choice of the form before and after each test."""
     _triton.kernels.cache_clear()
     yield
     _triton.kernels.cache_clear()
@@ -53,14 +53,14 @@ def _fresh() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", ["fill_paged_indices", "fill_page_table", "schedule_attention"])
 def test_tensors_of_a_gpu_have_an_implementation_of_their_own(name: str) -> None:
-    """The operator has one for CUDA, next to that for all devices."""
+    """The operator has an implementation for CUDA, in addition to the one for all devices."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has(f"graphpact::{name}", "CUDA")
     assert has(f"graphpact::{name}", "CompositeExplicitAutograd")
 
 
 def test_the_triton_kernel_is_preferred(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where Triton's kernels can run, they get the operator's arguments."""
+    """If Triton's kernels can run, they get the operator's arguments."""
     seen: list[tuple[Any, ...]] = []
     module = SimpleNamespace(fill=lambda *args: seen.append(args))
     monkeypatch.setattr(_triton, "kernels", lambda: module)
@@ -87,7 +87,7 @@ def test_without_triton_the_portable_kernel_fills_and_one_warning_says_why(
 def test_a_triton_that_cannot_be_imported_is_a_reason_too(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A broken installation leaves the portable kernels in use, with the error."""
+    """With a broken installation the portable kernels are used, and the error is logged."""
     monkeypatch.setattr(_triton, "missing", lambda: None)
     monkeypatch.delitem(sys.modules, "graphpact_kernels._triton_indices", raising=False)
     monkeypatch.setitem(sys.modules, "triton", None)
@@ -96,7 +96,7 @@ def test_a_triton_that_cannot_be_imported_is_a_reason_too(
 
 
 def test_what_triton_lacks_has_a_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """No package, no C compiler, no headers: each reason says what to install."""
+    """Without the package, a C compiler or headers, the reason says what to install."""
     here = Path(__file__)
     monkeypatch.setattr(importlib.util, "find_spec", lambda _: None)
     assert "pip install 'graphpact-kernels[triton]'" in str(_triton.missing())

@@ -1,4 +1,4 @@
-"""What a process says while it compiles: one plain line, or a progress line on a terminal."""
+"""What a process writes while it compiles: one plain line, or a progress line on a terminal."""
 
 import io
 import os
@@ -18,12 +18,12 @@ WAIT = "import time; from graphpact_kernels.compiled.waiting import announced\n"
 
 @pytest.fixture(autouse=True)
 def nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let each test begin with nothing said."""
+    """Let each test begin as a process that has written nothing."""
     monkeypatch.setattr(waiting, "_written", set())
 
 
 def test_elsewhere_one_plain_line_comes_first_and_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Before the work one line is on stderr, none for the same work again, and none on stdout."""
+    """One line is on stderr before the work, no second one for the same work, and none on stdout."""
     for _ in range(2):
         with announced("compiling it, a minute"):
             assert capsys.readouterr().out == ""
@@ -34,7 +34,7 @@ def test_elsewhere_one_plain_line_comes_first_and_once(capsys: pytest.CaptureFix
 
 
 def _on_terminal(program: str) -> str:
-    """Return what a program writes to a terminal that is its stderr."""
+    """Run a program with a terminal as stderr, and return what it writes there."""
     master, slave = pty.openpty()
     with subprocess.Popen([sys.executable, "-c", program], stderr=slave) as process:
         os.close(slave)
@@ -53,7 +53,7 @@ def _on_terminal(program: str) -> str:
 
 
 def test_on_a_terminal_a_line_counts_the_seconds() -> None:
-    """The line is there at once, is updated in place, and ends with the time that it took."""
+    """The line appears at once, is updated in place, and ends with the elapsed time."""
     written = _on_terminal(f"{WAIT}with announced('compiling it'): time.sleep(2.5)")
     first, *updates = written.split("\r")
     assert first == "compiling it"
@@ -64,7 +64,7 @@ def test_on_a_terminal_a_line_counts_the_seconds() -> None:
 
 @pytest.mark.sweep
 def test_an_error_ends_the_line_and_the_thread() -> None:
-    """What the work raises passes through, and nothing is written after it."""
+    """An error of the work is raised, and nothing is written after it."""
     program = (
         f"{WAIT}import threading\ntry:\n with announced('x'): raise ValueError\nexcept ValueError: pass\n"
         "assert threading.active_count() == 1; time.sleep(1.5)"
@@ -73,7 +73,7 @@ def test_an_error_ends_the_line_and_the_thread() -> None:
 
 
 def test_a_broken_stderr_ends_no_build(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A closed or missing stderr is no error of the work."""
+    """With a closed or missing stderr, the work still succeeds."""
     closed = io.StringIO()
     closed.close()
     for stream in (None, closed):
@@ -86,7 +86,7 @@ def test_a_broken_stderr_ends_no_build(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_place_that_compiles_says_so(tmp_path: Path) -> None:
-    """With an empty cache the kernels are announced, with what that takes, before the compiler runs."""
+    """With an empty cache, the build and its duration are announced before the compiler runs."""
     compiler = tmp_path / "c++"
     compiler.write_text(
         "#!/bin/sh\ncase $1 in --version) echo 1;; *) echo 'x.cpp: error: out of paper'; exit 1;; esac\n"

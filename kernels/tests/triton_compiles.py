@@ -1,6 +1,6 @@
-"""The Triton kernels go through Triton's compiler for GPUs, which needs none; ``test_triton.py`` runs this.
+"""Compile the Triton kernels for GPUs, which needs no GPU; ``test_triton.py`` runs this file.
 
-Does not: run them.
+Does not: run the kernels; see ``triton_properties.py``.
 """
 
 import itertools
@@ -30,13 +30,13 @@ OPTIONS: dict[str, tuple[tuple[str, ...], str]] = {
     "_write_page_table": (("cu_seqlens_k",), "page_size"),
     "_write_schedule": ((), "block_size"),
 }
-"""By kernel: the arguments that may be None, and the size that is compiled in."""
+"""For each kernel, the arguments that may be None, and the size that is compiled in."""
 
 
 @pytest.mark.parametrize("capability", [75, 80, 90, 100])
 @pytest.mark.parametrize("name", OPTIONS)
 def test_a_kernel_compiles(name: str, capability: int) -> None:
-    """Triton makes a binary of every form of a kernel, with and without its optional arguments."""
+    """Triton compiles every form of a kernel, with and without its optional arguments."""
     optional, size = OPTIONS[name]
     options = _triton_indices._OPTIONS
     kernel = getattr(_triton_indices, name)
@@ -50,7 +50,7 @@ def test_a_kernel_compiles(name: str, capability: int) -> None:
 
 
 class Driver:
-    """A stand-in for Triton's driver of a GPU: it compiles for one, and counts launches."""
+    """A stand-in for Triton's GPU driver: it compiles for a GPU, and counts launches."""
 
     def __init__(self) -> None:
         self.launches = 0
@@ -82,14 +82,14 @@ class Driver:
 
 @pytest.fixture
 def gpu() -> Driver:
-    """Give Triton a stand-in for a GPU, to the end of the process."""
+    """Give Triton a stand-in for a GPU, until the end of the process."""
     made = Driver()
     driver.set_active(made)
     return made
 
 
 def test_every_call_is_one_launch_and_batches_of_all_sizes_run_the_same_binary(gpu: Driver) -> None:
-    """Only whether there are a window, query counts and key offsets makes another binary; no size does."""
+    """Only the presence of a window, query counts or key offsets needs another binary; sizes do not."""
 
     def new(*shape: int) -> torch.Tensor:  # not aligned
         return torch.ones(math.prod(shape) + 1, dtype=torch.int32)[1:].view(shape)

@@ -1,7 +1,7 @@
 """Properties of the Triton kernels under Triton's interpreter; ``test_triton.py`` runs them in a process.
 
-Each is compared with the portable kernel as it runs on a GPU, without host reads. Blocks are small, so that
-rows need several programs, and programs several turns.
+Each is compared with the portable kernel without host reads, as it runs on a GPU. Blocks are small, so that a
+row needs several programs, and a program several turns.
 """
 
 import os
@@ -32,7 +32,7 @@ PAGE_SIZES = st.sampled_from([1, 3, 16])
 
 @pytest.fixture(autouse=True, params=[4, 1024])
 def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Let no portable kernel read on the host; make the blocks of the Triton kernels small, or leave them."""
+    """Disable host reads in portable kernels; make the blocks of the Triton kernels small, or not."""
     monkeypatch.setattr(_library, "may_read", lambda tensor: False)
     for name in ("_ROWS", "_WIDTH"):
         monkeypatch.setattr(_triton_indices, name, tl.constexpr(request.param))
@@ -44,7 +44,7 @@ def _blocks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 @st.composite
 def tables(draw: st.DrawFn) -> torch.Tensor:
-    """Draw ``req_to_token`` of 6 rows: dense, part of a wider tensor, or with its columns apart in memory."""
+    """Draw ``req_to_token`` of 6 rows: dense, part of a wider tensor, or with strided columns."""
     made = torch.randint(1, 10**6, (12, 2 * COLUMNS), generator=torch.Generator().manual_seed(1)).to(**INT)
     return draw(
         st.sampled_from(
@@ -62,7 +62,7 @@ def requests(data: st.DataObject, count: int) -> torch.Tensor:
 
 
 def guarded(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return memory of -7 and, inside it, an output of ``shape`` with dense rows."""
+    """Return memory filled with -7, and inside it an output of ``shape`` with dense rows."""
     memory = torch.full([size + 6 for size in shape], -7, **INT)
     return memory, memory[tuple(slice(3, 3 + size) for size in shape)]
 
@@ -78,7 +78,7 @@ def guarded(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:
 def test_paged_indices_equal_the_portable_kernel(
     data: st.DataObject, table: torch.Tensor, page_size: int, window: int, room: int
 ) -> None:
-    """All of offsets, pages, last pages and the rest: with windows, fake rows, a small buffer."""
+    """Offsets, pages, last pages and the rest are equal, with windows, fake rows and a small buffer."""
     real, fake = data.draw(st.integers(0, 7)), data.draw(st.integers(0, 1))
     count = real + fake
     lens = data.draw(st.lists(st.integers(0, COLUMNS + 9), min_size=count, max_size=count))
@@ -108,7 +108,7 @@ def test_paged_indices_equal_the_portable_kernel(
 def test_a_page_table_equals_the_portable_kernel(
     data: st.DataObject, table: torch.Tensor, page_size: int, uncounted: int, offsets: int
 ) -> None:
-    """Lengths, offsets if asked for, and the whole table, which may be wider than ``req_to_token``."""
+    """Lengths, optional offsets and the whole table are equal, even if wider than ``req_to_token``."""
     bs, width = data.draw(st.integers(0, 7)), data.draw(st.sampled_from([1, 5, COLUMNS, COLUMNS + 7]))
     lens = torch.tensor(
         data.draw(st.lists(st.integers(0, COLUMNS + 9), min_size=bs, max_size=bs)), dtype=torch.int64
@@ -129,7 +129,7 @@ def test_a_page_table_equals_the_portable_kernel(
 @EXAMPLES
 @given(queries=st.lists(st.integers(0, 70), max_size=9), spare=st.integers(0, 9), data=st.data())
 def test_a_schedule_equals_the_portable_kernel(queries: list[int], spare: int, data: st.DataObject) -> None:
-    """Query blocks, key blocks, and zeros around them, to the end of the buffer."""
+    """Query blocks, key blocks and the zeros around them are equal, to the end of the buffer."""
     bs = len(queries)
     keys = data.draw(st.lists(st.integers(0, 300), min_size=bs, max_size=bs))
     offsets = torch.tensor([0, *queries], **INT).cumsum(0).to(**INT)

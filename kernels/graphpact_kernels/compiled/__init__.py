@@ -45,19 +45,19 @@ __all__ = [
 linear = declare_compiled("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(a!) out) -> ()")
 """``(x, weight, bias, out)``: write ``x @ weight.T + bias`` to ``out``, an operator.
 
-``x`` is ``[rows, in_features]``, ``weight`` ``[out_features, in_features]`` as checkpoints have it, ``bias``
-``[out_features]`` or None, ``out`` ``[rows, out_features]``; all float32, or bfloat16 with sums in float32;
-weight and out dense. Call `load` first."""
+``x`` is ``[rows, in_features]``, ``weight`` is ``[out_features, in_features]`` as in checkpoints, ``bias`` is
+``[out_features]`` or None, ``out`` is ``[rows, out_features]``. All are float32, or all bfloat16 with sums in
+float32. ``weight`` and ``out`` must be dense. Call `load` first."""
 
 _MOST_ROWS = {torch.float32: 64, torch.bfloat16: 4}
 _MOST_ROWS_IN_PAIRS = {**_MOST_ROWS, torch.bfloat16: 16}
 
 
 def is_faster(rows: int, dtype: torch.dtype) -> bool:
-    """Return whether `linear` is faster than torch's product for ``rows`` rows, where it was measured.
+    """Return whether `linear` was measured to be faster than torch's product for ``rows`` rows.
 
-    Torch multiplies by MKL or oneDNN, which are made for many rows. With few rows, reading the weight takes
-    most of the time.
+    Torch multiplies with MKL or oneDNN, which are made for many rows. With few rows, most of the time is
+    spent reading the weight.
     """
     most = _MOST_ROWS_IN_PAIRS if multiplies_pairs() else _MOST_ROWS
     return rows <= most.get(dtype, 0)
@@ -76,12 +76,12 @@ class CompiledProvider(KernelProvider):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return why the kernels cannot run on ``device``: no CPU, or nothing to build them with; or None."""
+        """Return why the kernels cannot run on ``device`` (no CPU, or they cannot be built), or None."""
         if device.type != "cpu":
             return f"they are compiled for a CPU, not for {device.type}"
         return missing()
 
     @classmethod
     def refusal(cls, context: BackendContext) -> str | None:
-        """Return why the kernels cannot serve ``context``, or None; builds and loads them."""
+        """Build and load the kernels; return why they cannot serve ``context``, or None."""
         return super().refusal(context) or load()

@@ -2,8 +2,8 @@
 //
 // A kernel turns its index tensors into a list of `Request`s. The work is split by request, key head and a tile of
 // rows (a row is one query with one of the query heads that share the key head). A tile walks over its keys in blocks
-// of `kBlock`, with a running maximum and sum per row (FlashAttention, Dao et al. 2022). Keys and values are read where
-// they lie in the cache; 16-bit ones are widened block by block. The result of a row does not depend on other
+// of `kBlock`, with a running maximum and sum per row (FlashAttention, Dao et al. 2022). Keys and values are read in
+// place from the cache; 16-bit ones are widened block by block. The result of a row does not depend on other
 // requests, nor on the number of threads.
 //
 // Does not: know index tensors, or write the cache.
@@ -42,12 +42,12 @@ struct Options {
 constexpr int64_t kBlock = 64;               // keys in a block
 constexpr int64_t kTile = 64;                // rows in a tile
 constexpr int64_t kMicro = 4;                // rows that are multiplied at once
-constexpr int64_t kMacsPerThread = 1 << 16;  // multiplications that are worth a thread
+constexpr int64_t kMacsPerThread = 1 << 16;  // the fewest multiplications for which a thread is used
 
 template <typename A>
 constexpr A kNone = -std::numeric_limits<A>::infinity();
 
-// The memory of one tile. It is kept by its thread, so that a step allocates nothing.
+// The memory of one tile. Its thread keeps it, so that a step allocates nothing.
 template <typename A>
 struct Scratch {
   A *q, *out, *scores, *keys, *turned, *values, *most, *sum;
@@ -88,7 +88,7 @@ inline void widen(const T* from, int64_t stride, A* to, int64_t n) {
   for (; i < n; i++) to[i] = static_cast<A>(from[i * stride]);
 }
 
-// scores[row][key] = q[row] . key, for up to three rows and keys that lie anywhere.
+// scores[row][key] = q[row] . key, for up to three rows and keys at any address.
 template <typename A>
 void dot_few(const Scratch<A>& s, int64_t rows, int64_t begin, int64_t end, int64_t dim) {
   using Vec = at::vec::Vectorized<A>;
@@ -189,7 +189,7 @@ inline void by_rows(int64_t rows, const Fn& fn) {
   }
 }
 
-// Turn scores into weights relative to the running maximum of their row, and scale what the row has so far.
+// Turn scores into weights relative to the running maximum of their row, and scale the row's sums so far.
 template <typename A>
 inline void weigh(const Scratch<A>& s, int64_t row, int64_t v_dim) {
   using Vec = at::vec::Vectorized<A>;
@@ -198,7 +198,7 @@ inline void weigh(const Scratch<A>& s, int64_t row, int64_t v_dim) {
   for (int64_t j = Vec::size(); j < kBlock; j += Vec::size()) block = at::vec::maximum(block, Vec::loadu(scores + j));
   const A before = s.most[row];
   A most = at::vec::vec_reduce_all<A>([](Vec a, Vec b) { return at::vec::maximum(a, b); }, block);
-  most = before > most ? before : most;  // NaN if the block has one
+  most = before > most ? before : most;  // NaN if the block contains NaN
   if (most == kNone<A>) {                // no key was seen yet
     std::fill_n(scores, kBlock, A(0));
     return;
@@ -293,7 +293,7 @@ struct Call {
   }
 
  private:
-  // Find the keys and values of a block, widened if they are narrow, and the keys turned if rows share them.
+  // Find the keys and values of a block, widened if they are narrow; transpose the keys if rows share them.
   void fetch(const Request& request, int64_t head, int64_t at, int64_t begin, int64_t end, bool turns,
              Scratch<A>& s) const {
     for (int64_t j = begin; j < end; j++) {
@@ -323,10 +323,10 @@ struct Call {
       for (int64_t d = 0; d < dim; d++)
         for (int64_t i = j; i < last; i++) s.turned[d * kBlock + i] = s.key[i][d];
     }
-    // Columns without a key are multiplied too, and then masked: they hold any number.
+    // Columns without a key contain any number. They are multiplied too, and then masked.
   }
 
-  // Write the result of a row; zeros if it saw no key.
+  // Write the result of a row, or zeros if it saw no key.
   void write(const Request& request, int64_t head, int64_t row, int64_t r, const Scratch<A>& s) const {
     const int64_t query = request.begin + row / group, its_head = head * group + row % group;
     A most = s.most[r], sum = s.sum[r], share = 1;

@@ -1,7 +1,7 @@
 // The compiled attention kernels: over FlashInfer's index tensors and over FlashAttention's page table.
 //
-// Each makes the checks of the portable kernel of the same name. Where one fails, the portable kernel is called with
-// the same arguments: it raises the error, so that its text is written once.
+// Each makes the checks of the portable kernel of the same name. If one fails, the portable kernel is called with the
+// same arguments. It raises the error, so the text of the error exists only once.
 //
 // Does not: multiply anything itself; see attend.h.
 #include <ATen/Dispatch.h>

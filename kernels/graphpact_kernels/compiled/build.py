@@ -1,12 +1,11 @@
 """Build the C++ kernels with torch's extension builder, once, and load them.
 
-The library is kept under a key of all that it depends on: sources, flags, compiler, torch, and the vector
-instructions of the CPU. So a change of one of them builds another library, and machines that share a home
-directory do not take each other's. A build runs in its own process, and a lock lets one process build
-while the others wait.
+The library is kept under a key of everything that it depends on: sources, flags, compiler, torch, and the
+vector instructions of the CPU. So if one of them changes, another library is built, and machines that share a
+home directory do not use each other's libraries. A build runs in its own process. A lock lets one process
+build while the others wait.
 
-Does not: decide who uses the kernels, see `graphpact_kernels.compiled`; keep libraries, see
-`graphpact_kernels.compiled.cache`.
+Does not: keep libraries; see `graphpact_kernels.compiled.cache`.
 """
 
 import ctypes
@@ -32,7 +31,7 @@ _HEADERS, _SOURCES = (
     ("attend.h", "index.h"),
     ("attention.cpp", "indices.cpp", "linear.cpp", "paged_cache.cpp"),
 )
-_SECONDS, _USUAL = 600, 120  # the limit of a build, and what it takes at most on a busy machine
+_SECONDS, _USUAL = 600, 120  # the time limit of a build, and the usual maximum on a busy machine
 
 _FLAGS = ("-O3", "-fopenmp", "-fno-math-errno")
 _FLAGS_OF = {
@@ -42,7 +41,7 @@ _FLAGS_OF = {
         *("-DCPU_CAPABILITY=AVX512", "-DCPU_CAPABILITY_AVX512"),
     ),
 }
-"""By torch's name of the CPU's vector instructions; torch's own kernels are built with these."""
+"""Compiler flags by torch's name for the CPU's vector instructions; torch's kernels are built with them."""
 
 
 _KERNELS = cache.LibraryCache("kernels", "the library of compiled kernels")
@@ -54,7 +53,7 @@ _failed: str | None = None
 def missing() -> str | None:
     """Return why the kernels cannot be built here, or None. Builds nothing.
 
-    The reason is what the machine lacks, or why `load` failed in this process.
+    The reason is a tool that the machine lacks, or why `load` failed in this process.
     """
     if _failed is not None:
         return _failed
@@ -73,7 +72,7 @@ def missing() -> str | None:
 def load() -> str | None:
     """Build the kernels if the cache has none, load their operators, and return None.
 
-    If that is impossible, return the reason. It is tried once in a process.
+    If that fails, return the reason. A failed build is not tried again in the same process.
     """
     reason = missing()
     if reason is not None:
@@ -91,7 +90,7 @@ def _load(key: str) -> None:
     if library is not None:
         try:
             _register(library)
-        except OSError as error:  # for example of a machine with another C library
+        except OSError as error:  # for example, from a machine with another C library
             _KERNELS.discard(key, _first_line(error))
         else:
             return
@@ -102,7 +101,7 @@ def _load(key: str) -> None:
 
 def _register(library: cache.OpenLibrary) -> None:
     """Load a library, which registers its operators, and close it."""
-    # torch.ops.load_library would look up the path of the open file, and open what lies there by then.
+    # torch.ops.load_library would resolve the path of the open file and open the file that has it by then.
     with library:
         ctypes.CDLL(library.path())
 
@@ -119,7 +118,7 @@ def _flags() -> tuple[str, ...]:
 
 
 def _key() -> str:
-    """Return the key of the library, from all that it depends on."""
+    """Return the key of the library, from everything that it depends on."""
     compiler = _compiler()
     parts = [torch.__version__, platform.machine(), compiler, cache.version_of(compiler), *_flags()]
     return cache.key_of([*parts, *((_HERE / name).read_text("utf-8") for name in (*_HEADERS, *_SOURCES))])
@@ -136,7 +135,7 @@ def _search_path() -> str:
 
 
 def _build(key: str) -> cache.OpenLibrary:
-    """Build the library in a temporary folder, keep it, and return it as the cache has it."""
+    """Build the library in a temporary folder, copy it to the cache, and return the copy."""
     what = (
         f"compiling the kernels, once for this machine and torch; 10 to {_USUAL} seconds: {_KERNELS.folder}"
     )
@@ -153,7 +152,7 @@ def _build(key: str) -> cache.OpenLibrary:
 
 
 def _fault(output: str) -> str:
-    """Return the first error of a compiler's output, or else its last line."""
+    """Return the first error in a compiler's output, or its last line if it has none."""
     lines = [line.strip() for line in output.splitlines() if line.strip()]
     return next((line for line in lines if "error: " in line), lines[-1] if lines else "it ended early")
 

@@ -1,19 +1,20 @@
-"""Compiled libraries on disk: each is built once and kept under a key of all that it depends on.
+"""Compiled libraries on disk: each is built once and kept under a key of everything that it depends on.
 
 The cache is ``$GRAPHPACT_CACHE_DIR``, by default ``$XDG_CACHE_HOME/graphpact`` or ``~/.cache/graphpact``. An
-entry ``KIND/KEY/`` has the library, ``library.so``, and ``library.json`` with its key and SHA-256.
+entry ``KIND/KEY/`` contains the library, ``library.so``, and ``library.json`` with its key and SHA-256.
 
 An entry is written to a temporary folder and moved to its place in one step. Entries that were not used for
 `DAYS` days are removed when a new one is kept. Nothing is unpickled.
 
-A library is code, so what is loaded is what was checked: no other user can have changed the folder, the
-entry and its files (see `graphpact_kernels.compiled.ownership`); the file is hashed while it is open, and
-loaded through its descriptor. An entry that is incomplete, has changed, is of another kind or belongs to
-another user is removed, with a warning. If it cannot be removed, that is an error, because it would stay in
-the way.
+A library is code, so only a checked file may be loaded. No other user can have changed the folder, the entry
+and its files (see `graphpact_kernels.compiled.ownership`). The file is hashed while it is open, and loaded
+through its descriptor. An entry that is incomplete, was changed, is not a folder or belongs to another user
+is removed, with a warning. If it cannot be removed, that is an error, because it would block the place of a
+new one.
 
-Does not: build, or load; keep libraries on a platform without ``/proc/self/fd``, where an open file has no
-path to load it from; detect a change that this user made together with its hash.
+Does not: build libraries (see `graphpact_kernels.compiled.build`); keep libraries on a platform without
+``/proc/self/fd``, where an open file has no path to load it from; detect a change that this user made
+together with its hash.
 """
 
 import contextlib
@@ -45,14 +46,14 @@ DAYS = 90
 
 _FORMAT = 2
 _LIBRARY, _FACTS = "library.so", "library.json"
-_MOST_FACTS = 1 << 12  # bytes; they are about 120
+_MOST_FACTS = 1 << 12  # bytes; the usual size is about 120
 _VARIABLE = "GRAPHPACT_CACHE_DIR"
 _DESCRIPTORS = Path("/proc/self/fd")
 """The folder of the process's open files, each under its number."""
 
 
 def cache_folder() -> Path:
-    """Return the folder of everything that is built once and kept."""
+    """Return the folder of all caches."""
     named = os.environ.get(_VARIABLE)
     if named:
         return Path(named)
@@ -60,12 +61,12 @@ def cache_folder() -> Path:
 
 
 def key_of(parts: Iterable[object]) -> str:
-    """Return the key of a library that depends on ``parts``, each as its text."""
+    """Return the key of a library that depends on ``parts``, from the text of each."""
     return hashlib.sha256("\0".join(map(str, [_FORMAT, *parts])).encode()).hexdigest()[:32]
 
 
 def version_of(compiler: str) -> str:
-    """Return what a compiler says of its version.
+    """Return the version text that a compiler prints.
 
     Raises:
         OSError: It cannot be run.
@@ -92,7 +93,7 @@ class LibraryCache:
         return cache_folder() / self.kind
 
     def find(self, key: str) -> "OpenLibrary | None":
-        """Return the library of a key, open, or None; remove an entry that cannot be used, with a warning.
+        """Return the open library of a key, or None; remove an entry that cannot be used, with a warning.
 
         Raises:
             OSError: The folder cannot be entered.
@@ -111,13 +112,13 @@ class LibraryCache:
                 return None
 
     def keep(self, key: str, library: Path) -> "OpenLibrary":
-        """Copy a library into the cache, remove entries that nobody uses, and return the copy, open.
+        """Copy a library into the cache, remove old unused entries, and return the open copy.
 
-        If another process has kept one under the key in the meantime, that one is returned, if it is usable.
+        If another process has stored one under the key in the meantime and it is usable, return that one.
 
         Raises:
             OSError: The cache cannot be written.
-            GraphpactError: Other users can change the folder, or what is in the way cannot be removed.
+            GraphpactError: Other users can change the folder, or an unusable entry cannot be removed.
         """
         content = library.read_bytes()
         facts = json.dumps({"key": key, "sha256": hashlib.sha256(content).hexdigest()})
@@ -128,24 +129,24 @@ class LibraryCache:
                     _write(path_of(folder) / name / _FACTS, facts.encode())
                     try:
                         os.rename(name, key, src_dir_fd=folder, dst_dir_fd=folder)
-                    except OSError:  # another process was first, or what cannot be used is in the way
+                    except OSError:  # another process was first, or the place is taken by an unusable entry
                         found = self.find(key)
                         if found is not None:
                             return found
                         os.rename(name, key, src_dir_fd=folder, dst_dir_fd=folder)
-            except OSError as error:  # the system names the path in the open folder
+            except OSError as error:  # the system's message has only the path inside the open folder
                 raise OSError(error.errno, error.strerror, str(self.folder)) from error
             self._forget_unused(folder)
         found = self.find(key)
         if found is None:
             raise GraphpactError(
-                f"{self.what} was written to {self.folder / key} and cannot be used from there",
+                f"{self.what} was written to {self.folder / key}, but cannot be used from there",
                 hint=f"the warning has the reason; name another folder in {_VARIABLE}",
             )
         return found
 
     def discard(self, key: str, fault: str) -> None:
-        """Remove the entry of a key, with a warning that says why.
+        """Remove the entry of a key, and log a warning with the reason.
 
         Raises:
             OSError: The folder cannot be entered.
@@ -163,7 +164,7 @@ class LibraryCache:
             seconds: How long to wait for another process.
 
         Raises:
-            OSError: The lock cannot be made.
+            OSError: The lock cannot be created.
             GraphpactError: Other users can change the folder, or another process still holds the lock.
         """
         with self._opened(create=True):
@@ -182,7 +183,7 @@ class LibraryCache:
                 raise GraphpactError(
                     f"{self.what} is not built: another process has held {lock.lock_file} for"
                     f" {seconds:.0f} s",
-                    hint=f"end that process (`fuser {lock.lock_file}` names it), or name another folder in"
+                    hint=f"end that process (`fuser {lock.lock_file}` shows it), or name another folder in"
                     f" {_VARIABLE}",
                 ) from None
         try:
@@ -204,7 +205,7 @@ class LibraryCache:
         Raises:
             OSError: A file is missing or cannot be read.
             ValueError: The entry cannot be used.
-            RecursionError: Its facts are nested too deeply.
+            RecursionError: The JSON of ``library.json`` is nested too deeply.
         """
         if not stat.S_ISDIR(os.stat(key, dir_fd=folder, follow_symlinks=False).st_mode):
             raise ValueError("it is no folder")
@@ -250,7 +251,7 @@ class LibraryCache:
 
 @dataclass(frozen=True, slots=True)
 class OpenLibrary:
-    """A library that was checked and stays open: a context that closes it.
+    """A checked library, kept open. As a context manager, it closes the file.
 
     Attributes:
         place: Its path in the cache, for messages.
@@ -269,9 +270,9 @@ class OpenLibrary:
     def path(self) -> str:
         """Return a path from which the open file can be loaded; each call returns a different one.
 
-        The dynamic linker does not open a path from which it has loaded before, and descriptors are reused.
-        So each path contains the number of the load, in binary, written as ``/`` and ``/.``, which do not
-        change where a path leads.
+        The dynamic linker does not open a path again from which it has loaded before, but descriptors are
+        reused. So each path contains the number of the load in binary, written as ``/`` and ``/.``, which do
+        not change the file that the path names.
         """
         number = f"{next(_loads):b}".replace("0", "/").replace("1", "/.")
         return f"{_DESCRIPTORS}{number}/{self.file.fileno()}"
@@ -281,13 +282,13 @@ _loads = itertools.count(1)
 
 
 def path_of(descriptor: int) -> Path:
-    """Return a path of what a descriptor has open."""
+    """Return a path to the file that a descriptor has open."""
     return _DESCRIPTORS / str(descriptor)
 
 
 @contextlib.contextmanager
 def _new_folder(folder: int) -> Iterator[str]:
-    """Make a folder for a new entry, give its name, and remove it unless it was moved."""
+    """Make a folder for a new entry, yield its name, and remove it at the end unless it was moved."""
     name = f".new-{secrets.token_hex(8)}"
     os.mkdir(name, 0o755, dir_fd=folder)
     try:
@@ -298,13 +299,13 @@ def _new_folder(folder: int) -> Iterator[str]:
 
 
 def _write(file: Path, content: bytes) -> None:
-    """Write a new file that others cannot write, whatever the umask is."""
+    """Write a new file that other users cannot write, under any umask."""
     with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as stream:  # noqa: PTH123
         stream.write(content)
 
 
 def _delete(name: str, folder: int) -> None:
-    """Remove a folder with all that is in it, or a file, a pipe or a link itself."""
+    """Remove a folder with its contents, or a file, a pipe or a link (not its target)."""
     if stat.S_ISDIR(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         shutil.rmtree(name, dir_fd=folder)
     else:

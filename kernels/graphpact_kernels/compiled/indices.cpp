@@ -1,9 +1,9 @@
 // The compiled kernels that fill the index tensors of a step; see graphpact_kernels/indices.py.
 //
-// Each computes what the portable kernel of the same name computes. A batch that does not fit is given to that one,
-// which raises the error.
+// Each computes what the portable kernel of the same name computes. A batch that does not fit is passed to the portable
+// kernel, which raises the error.
 //
-// Does not: attend.
+// Does not: attend; see attention.cpp.
 #include <ATen/core/Tensor.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/library.h>

@@ -1,10 +1,10 @@
 // The compiled product of a few rows with a weight matrix: out = x * weight^T + bias.
 //
-// A decode step multiplies a few rows with every weight of the model, so its time is that of reading the weights once.
-// They are read as a checkpoint has them, [out_features, in_features], row by row: nothing is packed, so no second copy
-// can go stale when weights are changed in place. Rows of x are multiplied in groups of `kRows` with `kColumns` rows of
-// the weight; sums stay in registers. Rows of x that do not fit the first cache are multiplied in chunks; the sums of
-// the chunks before are kept in memory.
+// A decode step multiplies a few rows with every weight of the model, so it takes about as long as reading the weights
+// once. Weights are read row by row in the layout of checkpoints, [out_features, in_features]. Nothing is packed, so
+// no second copy can become stale when weights are changed in place. Rows of x are multiplied in groups of `kRows` with
+// `kColumns` rows of the weight; sums stay in registers. Rows of x that do not fit the L1 cache are multiplied in
+// chunks; the sums of earlier chunks are kept in memory.
 //
 // The result of a row does not depend on the other rows, nor on the number of threads. Numbers of bfloat16 are
 // multiplied in pairs where the CPU can (AVX512_BF16), elsewhere widened; sums are float32 in both.
@@ -38,7 +38,7 @@ constexpr int64_t kRows = 4, kColumns = 2;  // 8 of 16
 constexpr int64_t kChunk = 24 << 10;         // bytes of rows of x that stay in the first cache
 constexpr int64_t kAhead = 8 << 10;          // bytes of the weight that are fetched ahead of their use
 constexpr int64_t kPanel = 128 << 10;        // bytes of the weight that all rows are multiplied with in turn
-constexpr int64_t kMacsPerThread = 1 << 17;  // multiplications that are worth a thread
+constexpr int64_t kMacsPerThread = 1 << 17;  // the fewest multiplications for which a thread is used
 
 #ifdef CPU_CAPABILITY_AVX512
 // Keep a vector in a register: the compiler would load it again for each product with it.
@@ -47,7 +47,7 @@ inline Vec in_register(__m512 x) {
   return x;
 }
 
-// The sums of the numbers of 16 vectors, in one vector: a tree of 15 additions, as deep for each.
+// The sums of the numbers of 16 vectors, in one vector: a tree of 15 additions, of equal depth for each vector.
 inline __m512 sums_of(const __m512 (&v)[16]) {
   __m512 a[8], b[4];
   for (int i = 0; i < 8; i++)
@@ -80,7 +80,7 @@ inline void sum_each(const Vec (&parts)[N], float (&sums)[N]) {
 #endif
 }
 
-// The numbers of x as they are multiplied with a weight of `T`.
+// The type of the numbers of x in a product with a weight of type `T`.
 template <typename T>
 struct InputOf {
   using type = float;
@@ -94,7 +94,7 @@ struct InputOf<at::BFloat16> {
 template <typename T>
 using Input = typename InputOf<T>::type;
 
-// The numbers that a vector holds.
+// The number of elements in a vector.
 template <typename T>
 constexpr int64_t kStep = at::vec::Vectorized<T>::size();
 
@@ -122,7 +122,7 @@ C10_ALWAYS_INLINE void add_products(const float* x, const float* weight, int64_t
 #ifdef __AVX512BF16__
 inline __m512bh pairs_at(const at::BFloat16* numbers) { return (__m512bh)_mm512_loadu_si512(numbers); }
 
-// The same of bfloat16, by instructions that multiply pairs of numbers and add both products in float32.
+// The same for bfloat16, by instructions that multiply pairs of numbers and add both products in float32.
 template <int64_t R, int64_t C>
 C10_ALWAYS_INLINE void add_products(const at::BFloat16* x, const at::BFloat16* weight, int64_t k, int64_t ahead,
                                     int64_t begin, int64_t end, Vec (&parts)[R * C]) {
@@ -142,7 +142,7 @@ C10_ALWAYS_INLINE void add_products(const at::BFloat16* x, const at::BFloat16* w
   }
 }
 #else
-// The same of bfloat16, whose numbers are widened.
+// The same for bfloat16, with widened numbers.
 template <int64_t R, int64_t C>
 C10_ALWAYS_INLINE void add_products(const float* x, const at::BFloat16* weight, int64_t k, int64_t ahead, int64_t begin,
                                     int64_t end, Vec (&parts)[R * C]) {
@@ -165,7 +165,7 @@ C10_ALWAYS_INLINE void add_products(const float* x, const at::BFloat16* weight, 
 }
 #endif
 
-// Add the products of the numbers from `d` on, that fill no vector. Each is rounded once, for any `R` and `C`.
+// Add the products of the numbers from `d` on, which do not fill a vector. Each is rounded once, for any `R` and `C`.
 template <int64_t R, int64_t C, typename X, typename T>
 inline void add_rest(const X* x, const T* weight, int64_t d, int64_t k, float (&sums)[R * C]) {
   for (; d < k; d++)
@@ -183,12 +183,12 @@ struct Product {
   T* out;
   int64_t out_stride;
 
-  // Numbers of a row that fill vectors.
+  // The count of a row's numbers that fill whole vectors.
   int64_t whole() const { return k / kStep<T> * kStep<T>; }
 
-  // The products of the numbers from `from` to `to`; `kept` has the sums of those before, and gets these. All numbers
-  // at once, `kIsWhole`, are compiled by themselves: their sums never leave the registers. Uninlined, a product with a
-  // weight of 128 x 128 takes up to 1.4 times as long.
+  // Add the products of the numbers from `from` to `to` to `kept`, which has the sums of the numbers before. The case
+// of all numbers at once, `kIsWhole`, is compiled separately; its sums never leave the registers. If this is not
+// inlined, a product with a weight of 128 x 128 takes up to 1.4 times as long.
   template <int64_t R, int64_t C, bool kIsWhole>
   C10_ALWAYS_INLINE void block(int64_t row, int64_t column, int64_t from, int64_t to, Vec* kept) const {
     const Input<T>* its = x + row * k;
@@ -232,8 +232,8 @@ struct Product {
       columns<R, C, false>(row, begin, end, from, std::min(from + fits, whole()), kept.data());
   }
 
-  // All rows with the columns from `begin` to `end`: a part of the weight that stays in the second cache, while the
-  // rows that are multiplied with it stay in the first.
+  // All rows with the columns from `begin` to `end`. This part of the weight stays in the L2 cache, and the rows that
+// are multiplied with it stay in the L1 cache.
   void run(int64_t begin, int64_t end) const {
     const int64_t most = kPanel / (k * static_cast<int64_t>(sizeof(T)));
     const int64_t panel = std::max(16 * kColumns, most / kColumns * kColumns);
@@ -261,7 +261,7 @@ struct Product {
   }
 };
 
-// Return the numbers of x as they are multiplied: widened, if they are to be.
+// Return the numbers of x in the type of the product, widened if necessary.
 template <typename T>
 const Input<T>* input_of(const Tensor& x) {
   const T* numbers = x.const_data_ptr<T>();

@@ -1,16 +1,16 @@
-"""Folders and files that other users cannot have changed, opened so that this stays true while they are used.
+"""Open folders and files that other users cannot have changed, and that they cannot change during use.
 
-A folder of code is trusted if nobody but this user and root can change what lies in it:
+A folder of code is trusted if only this user and root can change its contents:
 
-- it and every folder above it, up to ``/``, belong to this user or to root. So does every symbolic link on
-  the path, which is followed step by step;
-- nobody else can write to it. A folder above it may be one where everybody can write if it is sticky, as
-  ``/tmp`` is: others can add names there, but not replace a folder of this user;
-- the group may write if it is the user's private group: the group that is named as the user and has no other
-  member, which many systems make for each user, with a umask of 002.
+- It and every folder above it, up to ``/``, belong to this user or to root. So does every symbolic link on
+  the path, which is followed step by step.
+- No other user can write to it. A folder above it may be writable for all users if it is sticky, like
+  ``/tmp``: other users can add names there, but cannot replace a folder of this user.
+- The group may write if it is the user's private group, which has the user's name and no other member. Many
+  systems make one for each user, with a umask of 002.
 
-Each step opens one name below the folder that is already open, and checks what it opened. So nothing can be
-exchanged between the check and the use.
+Each step opens one name below the folder that is already open, and checks the opened file or folder. So
+nothing can be replaced between the check and the use.
 
 Does not: read access control lists, which only the owner can set; protect from other processes of this user.
 """
@@ -24,20 +24,20 @@ from pathlib import Path
 
 from graphpact.errors import GraphpactError
 
-_MOST_LINKS = 40  # on one path, as for Linux
+_MOST_LINKS = 40  # on one path, the limit of Linux
 
 
 @contextlib.contextmanager
 def own_folder(path: Path, variable: str, *, create: bool = False) -> Iterator[int]:
-    """Open a folder that other users cannot change, and give its descriptor, for names below it.
+    """Open a folder that other users cannot change, and yield its descriptor, to open names below it.
 
     Args:
         path: The folder.
         variable: The environment variable that names another folder, for the hint of an error.
-        create: Whether to make it, and folders above it, if it is missing; only the user may enter them.
+        create: Whether to make it and the folders above it if they are missing; only the user may enter them.
 
     Raises:
-        OSError: It is missing, is no folder, or cannot be entered or made.
+        OSError: It is missing, is not a folder, or cannot be entered or made.
         GraphpactError: Other users can change it, a folder above it, or a link on the path.
     """
     names = [*reversed(path.absolute().parts)]
@@ -54,13 +54,13 @@ def own_folder(path: Path, variable: str, *, create: bool = False) -> Iterator[i
                     os.close(at)
                     at = below
                     state = os.fstat(at)
-            except OSError as error:  # the system names only the last part of the path
+            except OSError as error:  # the system's message has only the last part of the path
                 raise OSError(error.errno, error.strerror, str(where / name)) from error
             fault = fault_of(state, is_above=bool(names))
             if fault is not None:
                 raise GraphpactError(
                     f"{where / name} {fault}: code from {path} is not used",
-                    hint=f"make it yours (chown, chmod go-w), or name a folder of your own in {variable}",
+                    hint=f"make it yours (chown, chmod go-w), or name a folder that you own in {variable}",
                 )
             if target is None:
                 where /= name
@@ -77,15 +77,15 @@ def own_folder(path: Path, variable: str, *, create: bool = False) -> Iterator[i
 def open_own_file(name: str, folder: int) -> int:
     """Open a file that other users cannot have written, for reading, and return its descriptor.
 
-    A pipe in its place is not waited for, and a link is not followed.
+    If the name is a pipe, this does not wait for it; if it is a link, it is not followed.
 
     Args:
         name: The name of the file.
-        folder: Descriptor of the folder in which it lies.
+        folder: Descriptor of the folder that contains it.
 
     Raises:
         OSError: It cannot be opened.
-        ValueError: It is no regular file, or other users can write to it.
+        ValueError: It is not a regular file, or other users can write to it.
     """
     if stat.S_ISLNK(os.stat(name, dir_fd=folder, follow_symlinks=False).st_mode):
         raise ValueError(f"{name} is a link")
@@ -99,11 +99,11 @@ def open_own_file(name: str, folder: int) -> int:
 
 
 def fault_of(state: os.stat_result, *, is_above: bool = False) -> str | None:
-    """Return why others can change a folder or file, or what is in it, as a predicate; None if they cannot.
+    """Return why other users can change a folder or file or its contents, as a predicate, or None.
 
     Args:
-        state: What the system says of it.
-        is_above: Whether it is a folder above that of interest, so that it may be sticky.
+        state: Its status from the system.
+        is_above: Whether it is a folder above the checked one, so that it may be sticky.
     """
     if state.st_uid not in (os.geteuid(), 0):
         return f"belongs to another user, {state.st_uid}"
@@ -117,7 +117,7 @@ def fault_of(state: os.stat_result, *, is_above: bool = False) -> str | None:
 
 
 def _state(name: str, folder: int | None, *, create: bool) -> os.stat_result:
-    """Return what the system says of a name, without following it; make the folder if that is asked."""
+    """Return the status of a name without following a link; with ``create``, make a missing folder."""
     try:
         return os.stat(name, dir_fd=folder, follow_symlinks=False)
     except FileNotFoundError:
@@ -129,7 +129,7 @@ def _state(name: str, folder: int | None, *, create: bool) -> os.stat_result:
 
 
 def _folder_flags() -> int:
-    # O_PATH needs no right to read: many users may only pass through the folder of all homes.
+    # O_PATH needs no right to read: many users may not read the folder of all homes, only pass through it.
     return os.O_DIRECTORY | os.O_NOFOLLOW | getattr(os, "O_PATH", os.O_RDONLY)
 
 
@@ -139,6 +139,6 @@ def _is_private(group: int) -> bool:
 
     try:
         user, members = pwd.getpwuid(os.geteuid()), grp.getgrgid(group)
-    except KeyError:  # an id without a name
+    except KeyError:  # the id has no name
         return False
     return members.gr_name == user.pw_name and group == user.pw_gid and {*members.gr_mem} <= {user.pw_name}

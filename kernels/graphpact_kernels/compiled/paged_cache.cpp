@@ -1,6 +1,6 @@
-// The compiled kernels that move keys, values and indices in and out of a paged KV cache.
+// The compiled kernel that writes keys and values to a paged KV cache.
 //
-// Does not: attend.
+// Does not: attend; see attention.cpp.
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
@@ -13,7 +13,7 @@ namespace {
 
 using at::Tensor;
 
-// Copy each token's row to its slot. The rows of one tensor are equally long and dense but for their first stride.
+// Copy each token's row to its slot. The rows of one tensor have equal lengths, and each row is dense.
 void scatter(const Tensor& rows, const Tensor& slots, const Tensor& cache, const char* name) {
   TORCH_CHECK(rows.dim() == 3 && cache.dim() == 3 && rows.size(1) == cache.size(1) && rows.size(2) == cache.size(2) &&
                   rows.scalar_type() == cache.scalar_type(),

@@ -1,6 +1,6 @@
-"""`announced`: writes to stderr what a process waits for while it compiles.
+"""`announced`: write to stderr what a process waits for while it compiles.
 
-Does not: log. A person who waits a minute must see the line, whatever the handlers of logs are.
+Does not: log, because a person who waits a minute must see the line with any log handlers.
 """
 
 import contextlib
@@ -12,24 +12,24 @@ from collections.abc import Iterator
 _TICK = 1.0  # seconds between two updates of a progress line
 
 _written: set[str] = set()
-"""What this process has written as plain lines."""
+"""The plain lines that this process has written."""
 
 
 @contextlib.contextmanager
 def announced(what: str) -> Iterator[None]:
     """Return a context that writes ``what`` to stderr when it is entered.
 
-    On a terminal it is a progress line, with the seconds that have passed. Elsewhere, and under a progress
-    bar of the caller, it is one plain line, which is written once in a process.
+    On a terminal it is a progress line that shows the elapsed seconds. Elsewhere, and under a progress bar of
+    the caller, it is a plain line, written once in a process.
 
     Args:
-        what: What is done, how long it takes, and whether it will be done again.
+        what: A text that says what is done, how long it takes, and whether it will be done again.
     """
     stream = sys.stderr
     if stream is None or stream.closed:
         yield
         return
-    is_own = stream is sys.__stderr__  # else of a progress bar, or of a test
+    is_own = stream is sys.__stderr__  # otherwise a progress bar or a test has replaced it
     if not (is_own and stream.isatty()):
         if what not in _written:
             _written.add(what)
@@ -54,7 +54,7 @@ def announced(what: str) -> Iterator[None]:
 
 
 def _write(text: str) -> None:
-    """Write to stderr; if that fails, the build goes on."""
+    """Write to stderr, and ignore errors, so that the build goes on."""
     with contextlib.suppress(OSError, ValueError):
         sys.stderr.write(text)
         sys.stderr.flush()
