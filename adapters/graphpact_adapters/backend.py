@@ -1,7 +1,7 @@
-"""`BuilderBackend`: attention metadata of another engine's builder, as a backend of the suite's lanes.
+"""`BuilderBackend`: the metadata builders of another engine, as a backend of the suite's lanes.
 
-It is the engine's half of the bargain. Before each build it writes persistent buffers (`lend`), as the engine
-does; the builder makes metadata of them; a kernel reads the metadata (`graphpact_adapters.reads`).
+It does what the engine does around a builder. Before each build it writes the persistent buffers (`lend`).
+The builder makes metadata from them. A kernel reads the metadata (`graphpact_adapters.reads`).
 
     capture   lend a dummy or a live batch, build for a capture; the graph keeps what the kernel then reads,
               after what builders do inside it (`in_graph`)
@@ -9,14 +9,15 @@ does; the builder makes metadata of them; a kernel reads the metadata (`graphpac
               tasks the engine updates the kernels of the graph by the result (`graphpact_adapters.tasks`)
     eager     lend the batch as it is, build, and read the result
 
-A draft of several steps is one region: before each step the engine advances its buffers, and the builder
-brings the captured metadata up to date, both recorded (`begin_step`). No replay builds anything then. An
-engine that prepares all steps before the first one has metadata for each (`steps_of`).
+A draft of several steps is one region. Before each step the engine advances its buffers, and the builder
+updates the captured metadata. Both are recorded (`begin_step`), so a replay builds nothing. An engine that
+prepares all steps before the first one has separate metadata for each step (`steps_of`).
 
-Host and device are two memories, as in the engine: builders get the device `DEVICE`, with a name of its own.
+Host and device are two memories, as in the engine: builders get the device `DEVICE`, whose name is not
+``cpu``.
 
-So a kernel reads tensors of the capture, as the last build left them. Outputs show whether that is right: a
-builder is not asked to return what it returned before.
+So a kernel reads the tensors of the capture, with the contents that the last build left in them. The outputs
+show whether that is right. A builder need not return the same tensors again.
 
 Does not: know an engine (each adapter has a subclass), or judge; see `graphpact_adapters.experiments`.
 """
@@ -50,9 +51,9 @@ from graphpact_tape import HostMemory, poison, two_memories
 
 Phase = Literal["capture", "replay", "eager", "draft"]
 DEVICE = torch.device("cpu", 0)
-"""The device of builders, another one than the host ``cpu``; its tensors are of this machine's CPU."""
+"""The device of builders. It differs from the host ``cpu``, but its tensors are in this machine's memory."""
 NUM_GROUPS = 2
-"""KV-cache groups of a lane: their builders see the same persistent buffers."""
+"""The number of KV-cache groups of a lane. Their builders share the persistent buffers."""
 
 
 @dataclass
@@ -61,8 +62,8 @@ class Built:
 
     Args:
         reads: One entry for each group; layer ``i`` reads that of group ``i % len(reads)``. Empty for a step
-            without requests, and for the dropped result of a replay that no reader knows. Of a capture,
-            `BuilderBackend.in_graph` may replace it.
+            without requests, and for the dropped result of a replay that no reader understands. After a
+            capture, `BuilderBackend.in_graph` may replace it.
     """
 
     reads: tuple[Reads, ...]
@@ -73,9 +74,9 @@ class DraftStep:
     """The metadata of one step of a draft.
 
     Args:
-        step: Its number.
+        step: The number of the step.
         num_reqs: Requests, padding rows included.
-        built: What kernels read, as captured; None in an eager draft, whose steps are built one by one.
+        built: What kernels read, as captured. None in an eager draft: its steps are built one by one.
     """
 
     step: int
@@ -85,14 +86,14 @@ class DraftStep:
 
 @dataclass(frozen=True)
 class Words:
-    """What the texts of findings call an engine's things, which their authors know.
+    """The engine's terms, for the texts of findings.
 
     Args:
-        subject: What the author writes: a builder, a backend.
-        allocates: Where it allocates what graphs read.
-        largest: The sizes of the largest step, as it is told them.
-        next_reader: What reads lent buffers after it.
-        no_graphs: How an author says that the engine captures no graph of a kind of step.
+        subject: What the author writes: a builder or a backend.
+        allocates: The method in which it allocates the memory that graphs read.
+        largest: The sizes of the largest step, as the engine passes them.
+        next_reader: Who reads the lent buffers after it.
+        no_graphs: How an author declares that the engine captures no graph of a kind of step.
     """
 
     subject: str
@@ -104,7 +105,7 @@ class Words:
 
 @dataclass(frozen=True)
 class LentChange:
-    """A change by a builder of a buffer that its engine lent.
+    """A buffer of the engine that a builder has changed.
 
     Args:
         name: The buffer.
@@ -123,38 +124,38 @@ class LentChange:
 
 @dataclass
 class _Captured:
-    """One captured shape: what its graph reads, and the memory that was gone and is poisoned."""
+    """One captured shape: what its graph reads, and which of that memory was freed and is poisoned."""
 
     built: Built
     gone: set[int] = field(default_factory=set)
 
 
 Metadata = Built | DraftMetadata
-"""The metadata of a lane: of one step, or of each step of a draft."""
+"""The metadata of one step of a lane, or of each step of a draft."""
 
 
 def begins_steps(metadata: object) -> bool:
-    """Return whether metadata is that of a draft whose steps are built when they begin."""
+    """Return whether this is the metadata of a draft whose steps are built when they begin."""
     return isinstance(metadata, DraftMetadata) and all(isinstance(at, DraftStep) for at in metadata.steps)
 
 
 class BuilderBackend(AttentionBackend):
-    """A backend of one or more builders of an engine; see the module.
+    """A backend that calls one or more builders of an engine; see the module docstring.
 
     Attributes:
-        returned: What kernels would read of the last replay's result, which the engine drops; None before.
-        has_exact_bounds: Whether the engine's bounds of lengths on the host are exact; False as in engines
-            that speculate.
-        lent_changes: Changes of lent buffers, in the order of the builds.
-        freed: The paths of captured tensors that neither builder nor engine kept, by shape.
+        returned: What kernels would read from the last replay's result, which the engine drops. None before
+            the first replay.
+        has_exact_bounds: Whether the host's bounds on lengths are exact. False as in engines that speculate.
+        lent_changes: Changes to lent buffers, in the order of the builds.
+        freed: By shape, the paths of captured tensors that neither the builder nor the engine kept.
         device: The device of builders.
         host: The host memory of builders.
     """
 
     warmups: ClassVar[int] = 0
-    """Builds for a capture before the one whose result is recorded."""
+    """The number of builds in a capture before the one whose result is recorded."""
     types: ClassVar[set[type]]
-    """The classes of the builders that were made."""
+    """The classes of the builders made so far."""
 
     def __init_subclass__(cls) -> None:
         cls.types = set()
@@ -162,15 +163,15 @@ class BuilderBackend(AttentionBackend):
     calls: ClassVar[Mapping[Phase, str]]
     """The names of the builders' methods, by phase."""
     words: ClassVar[Words]
-    """What texts call the engine's things."""
+    """The engine's terms, for texts."""
     bounds: ClassVar[str] = "the host's bounds of lengths"
-    """What builders call the lengths that an engine which speculates does not know exactly."""
+    """The engine's name for the lengths that are not exact while it speculates."""
     tasks: ClassVar[Tasks | None] = None
-    """What of the kernels an engine updates for each replay; None where it updates nothing."""
+    """The kernel arguments that the engine updates for each replay; None if it updates none."""
     unit: ClassVar[str] = "KV-cache group"
-    """What each of the reads of a step belongs to."""
+    """What the reads of a step are divided by, for texts."""
     room: ClassVar[int] = 1
-    """How many times as many requests and tokens as there are builders are told in their configuration."""
+    """Factor on the numbers of requests and tokens in the configuration that builders get."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -189,7 +190,7 @@ class BuilderBackend(AttentionBackend):
 
     @abc.abstractmethod
     def lend(self, view: ForwardBatch, shape: GraphShape | None) -> Any:
-        """Write the engine's buffers for a batch, and return what its builders get.
+        """Write the engine's buffers for a batch, and return the arguments of its builders.
 
         Args:
             view: The batch, padded to ``shape``. One whose rows are all padding is a dummy.
@@ -198,22 +199,22 @@ class BuilderBackend(AttentionBackend):
 
     @abc.abstractmethod
     def build(self, lent: Any, phase: Phase) -> Built:
-        """Call the builders, and return what the kernels read of their metadata."""
+        """Call the builders, and return what the kernels read from their metadata."""
 
     @abc.abstractmethod
     def lent_tensors(self) -> Mapping[str, torch.Tensor]:
         """Return the engine's buffers by name."""
 
     def shared_in_step(self, lent: Any) -> Mapping[str, torch.Tensor]:
-        """Return by name what all builders of a step see and only read: the buffers, and its host tensors."""
+        """Return by name the tensors that all builders of a step only read: buffers and host tensors."""
         del lent
         return self.lent_tensors()
 
     def built_metadata(self) -> Any:
-        """Return what an engine's update of tasks gets of the last build.
+        """Return the metadata of the last build, in the form that the engine's update of tasks takes.
 
         Raises:
-            EngineError: The engine updates no tasks.
+            EngineError: This engine updates no tasks.
         """
         raise EngineError(
             f"{type(self).__name__} updates no tasks",
@@ -222,11 +223,11 @@ class BuilderBackend(AttentionBackend):
 
     @abc.abstractmethod
     def host_tensors(self, lent: Any) -> Mapping[str, torch.Tensor]:
-        """Return by name the tensors on the host that builders get with ``lent``."""
+        """Return by name the host tensors that builders get with ``lent``."""
 
     @contextmanager
     def two_memories(self, lent: Any = None) -> Iterator[None]:
-        """Let the code of builders run in the context: it copies between host and device as in its engine.
+        """Enter the context in which builders run; copies between host and device then act as in the engine.
 
         Args:
             lent: What `lend` returned; None where builders get no tensors on the host.
@@ -238,28 +239,29 @@ class BuilderBackend(AttentionBackend):
             yield
 
     def call_of(self, group: int) -> str:
-        """Return the name of the method that makes the metadata of a group's replays."""
+        """Return the name of the builder's method that makes the metadata of a group for replays."""
         del group
         return self.calls["replay"]
 
     @property
     @abc.abstractmethod
     def builders(self) -> Sequence[object]:
-        """The builders, which keep the memory that they allocated."""
+        """The builders. They own the memory that they allocated."""
 
     def in_graph(self, captured: Built) -> None:
-        """Do the work that builders record as the first nodes of a graph; none by default.
+        """Do the work that builders record as the first nodes of a graph. By default there is none.
 
-        A capture calls it in its region: for each warm-up, and for the recorded run.
+        A capture calls it inside the captured region: in each warm-up, and in the recorded run.
         """
 
     def begin_step(self, part: DraftStep) -> Built:
-        """Advance the engine's buffers to a draft step, and return what kernels read in it.
+        """Advance the engine's buffers to a draft step, and return what its kernels read.
 
-        In a graph this is recorded: device work alone, on the captured metadata. An eager step is built anew.
+        In a graph this is recorded, so it is only device work on the captured metadata. An eager step is
+        built anew.
 
         Raises:
-            EngineError: The engine's builders draft in no graph.
+            EngineError: The engine's builders do not support a draft of several steps in one graph.
         """
         raise EngineError(
             f"step {part.step}: {type(self).__name__} has no drafts of several steps in one graph",
@@ -282,22 +284,22 @@ class BuilderBackend(AttentionBackend):
         return self.steps_of(view, built)
 
     def record_metadata(self, view: ForwardBatch, metadata: Metadata) -> None:
-        """Let builders do their work in the graph, as its first nodes; that of a draft step comes with it."""
-        del view, metadata  # those of the capture that is under way
+        """Record the builders' work as the first nodes of the graph; a draft records it at each step."""
+        del view, metadata  # the arguments of the current capture
         if self._capturing is not None:
             self.in_graph(self._capturing)
 
     def captured(self, shape: GraphShape) -> Built:
-        """Return what the graph of a shape reads, with the arguments of its tasks as they are now."""
+        """Return what the graph of a shape reads, with the current arguments of its tasks."""
         built = self._captured[shape].built
         return built if self._recorder is None else Built(self._recorder.now(shape, built.reads))
 
     def updates(self, path: str, built: Built) -> bool:
-        """Return whether a leaf of what kernels read is an argument of tasks, which the engine updates."""
+        """Return whether the engine updates a leaf of the reads, because it is an argument of tasks."""
         return self._recorder is not None and self._recorder.updates(path, built.reads)
 
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Metadata) -> Metadata:
-        """Build for a replay, drop the result, and return what was captured; for a draft only lend."""
+        """Build for a replay, drop the result, and return the captured metadata. For a draft, only lend."""
         if begins_steps(captured):
             self.lend(view, shape)
         else:
@@ -309,11 +311,11 @@ class BuilderBackend(AttentionBackend):
         return captured
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Metadata:
-        """Build for an eager step; the steps of a draft are built when they begin.
+        """Build for an eager step. The steps of a draft are built when they begin.
 
-        A step without requests reaches no builder of an engine.
+        As in engines, no builder is called for a step without requests.
         """
-        del fill  # the buffers are the engine's, and are kept
+        del fill  # the engine owns the buffers, and keeps them
         if batch.out_cache_loc.dim() == 1:
             return self._build(batch, None, "eager") if batch.batch_size else Built(())
         self.lend(batch, None)
@@ -327,7 +329,7 @@ class BuilderBackend(AttentionBackend):
         return DraftMetadata(tuple(DraftStep(step, view.batch_size, built) for step in steps))
 
     def expected(self, view: ForwardBatch, shape: GraphShape | None) -> Built:
-        """Return what kernels would read of an eager build on the padded batch."""
+        """Return what kernels would read from an eager build on the padded batch."""
         return self._build(view, shape, "eager")
 
     def _build(self, view: ForwardBatch, shape: GraphShape | None, phase: Phase) -> Built:
@@ -343,19 +345,19 @@ class BuilderBackend(AttentionBackend):
                 self.lent_changes.append(change)
         return built
 
-    # -- memory that an engine's allocator would give away ---------------------------------------
+    # -- memory that an engine's allocator would reuse -------------------------------------------
 
     def _poison_freed(self) -> None:
-        """Poison captured tensors that nothing keeps: an engine drops what a capture built.
+        """Poison captured tensors that nothing keeps alive, because an engine drops what a capture built.
 
-        In a process with a GPU, the allocator gives such memory to other tensors, and the graph reads these.
+        On a GPU the allocator would give such memory to other tensors, and the graph would read those.
         """
         for shape, captured in self._captured.items():
             for path, value in leaves(captured.built):
                 if not isinstance(value, torch.Tensor) or storage_id(value) in captured.gone:
                     continue
                 if self.updates(path, captured.built):
-                    continue  # the graph reads what an update gave
+                    continue  # the graph reads the value of the last update
                 if not self.keeps(value):
                     captured.gone.add(storage_id(value))
                     self.freed.setdefault(shape, []).append(path)
@@ -376,7 +378,7 @@ class BuilderBackend(AttentionBackend):
         layer: LayerSpec,
         metadata: Built | DraftStep,
     ) -> torch.Tensor:
-        """Attend with the model of the builder's kernel; the first layer of a draft step begins it."""
+        """Attend with the model of the builder's kernel. The first layer of a draft step begins the step."""
         if isinstance(metadata, DraftStep):
             if layer.layer_id == 0:
                 self._now = self.begin_step(metadata)
@@ -393,27 +395,27 @@ class BuilderBackend(AttentionBackend):
             return recorder.attend(driver, name, group, reads, (q, k, v), layer, cache, page_size)
 
     def layer_name(self, layer: LayerSpec) -> str:
-        """Return the engine's name of a layer."""
+        """Return the engine's name for a layer."""
         return f"model.layers.{layer.layer_id}.attn"
 
     @contextmanager
     def cache_of(self, group: int, layer: LayerSpec) -> Iterator[KVBuffers]:
-        """Give the KV cache as the blocks of a group lie in it."""
+        """Yield the KV cache with its blocks where the group has them."""
         del group, layer
         yield self.context.kv_cache
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return none: memory is the engine's and the builder's own."""
+        """Return no slots: the engine and the builder own the memory."""
         del limits
         return ()
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Built:
-        """Return what an eager build gives; the hooks above do not call it."""
+        """Return the result of an eager build; the hooks above do not call this."""
         del buffers
         return self.expected(view, shape)
 
     def fill_metadata(self, view: ForwardBatch, metadata: Built) -> None:
-        """Do nothing: a build has written everything."""
+        """Do nothing, because a build has written everything."""
 
 
 Make = Callable[..., object]

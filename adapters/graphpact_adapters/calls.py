@@ -1,6 +1,6 @@
-"""`uncalled`: methods of an author's object that its engine calls, and no lane of a run does.
+"""`uncalled`: methods of an author's object that its engine calls and that no lane of a run calls.
 
-Does not: call anything, or know an engine's methods; its adapter lists them.
+Does not: know an engine's methods; its adapter lists them.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -11,13 +11,13 @@ from graphpact_conformance.suite import Uncalled
 def uncalled(
     objects: Collection[object], methods: Mapping[str, str], called: Collection[str], *, base: str
 ) -> Iterator[Uncalled]:
-    """Yield the methods that an object defines and no lane calls.
+    """Yield the methods that an author's object defines and that no lane calls.
 
     Args:
         objects: The author's objects.
         methods: When the engine calls each method.
         called: The methods that the lanes call.
-        base: Name of the engine's base class, whose methods are not the author's.
+        base: Name of the engine's base class. Its methods are left out: the author did not write them.
     """
     for name, when in methods.items():
         if name not in called and any(_defines(type(each), name, base) for each in objects):

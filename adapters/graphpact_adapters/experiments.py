@@ -1,10 +1,10 @@
 """The experiments for builders of other engines: outputs of replays, and what builders do to lent buffers.
 
-A builder owes its engine less than a backend of graphpact owes its lane: it may leave rows that no kernel
-reads, and return other numbers than at the capture. So replays are judged by their outputs, through a model
-of the kernel, and `graphpact_adapters.diagnosis` finds the field at fault.
+The contract of a builder is weaker than that of a graphpact backend: it may leave rows unwritten that no
+kernel reads, and it may return other numbers than at the capture. So replays are judged by their outputs,
+through a model of the kernel. `graphpact_adapters.diagnosis` finds the field at fault.
 
-Does not: run experiments of the suite that hold a backend to graphpact's own contract.
+Does not: run the suite's experiments on graphpact's own contract.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -38,7 +38,7 @@ OF_REPLAYS = ("GP01", "GP02", "GP03", "GP04", "GP05", "GP08", "GP09", "GP10", "G
 
 
 def captures_dummies(lane: UnderTest, steps: Drawn) -> Findings:
-    """Capture every shape with a dummy batch, from the largest on."""
+    """Capture every shape with a dummy batch, the largest first."""
     try:
         lane.rig()
     except CannotCaptureError as stopped:
@@ -50,7 +50,7 @@ def captures_dummies(lane: UnderTest, steps: Drawn) -> Findings:
             yield finding
             return
         if not _ours(lane).is_captured_with_room():
-            # Metadata that no reader knows says nothing about captures.
+            # If no reader understands the metadata, that is not a fault of the capture.
             is_unread = any(isinstance(each, ConfigError) for each in causes(stopped.error))
             rule = None if is_unread or lane.raised_at(stopped.error) is not None else "GP20"
             yield lane.of_error(
@@ -104,7 +104,7 @@ def other_orders(lane: UnderTest, steps: Drawn) -> Findings:
 def similar_batches(lane: UnderTest, steps: Drawn) -> Findings:
     """Replay a batch after one that differs in one thing: a length, the pages, the order, one decoded token.
 
-    What a builder keeps while another thing is equal is stale then.
+    This shows values that a builder keeps because something else, such as a count, did not change.
     """
     ours = _ours(lane)
     rig, sequence = ours.rig(), list[Problem]()
@@ -116,7 +116,7 @@ def similar_batches(lane: UnderTest, steps: Drawn) -> Findings:
 
 
 def lent_buffers(lane: UnderTest, steps: Drawn) -> Findings:
-    """Compare the engine's persistent buffers before and after each build: builders only read them."""
+    """Compare the engine's persistent buffers before and after each build: builders may only read them."""
     rig = _ours(lane).rig()
     for problem in steps:
         rig.step(problem)
@@ -151,7 +151,7 @@ def _words(lane: UnderTest) -> Words:
 def _captures(
     lane: BuilderUnderTest, rig: Rig, shapes: Iterable[GraphShape | None], steps: Drawn, expected: str
 ) -> Finding | None:
-    """Capture shapes, None for all; return a finding if that raises."""
+    """Capture the given shapes, or all if None; return a finding if a capture raises."""
     try:
         for shape in shapes:
             rig.capture(shape)
@@ -163,7 +163,7 @@ def _captures(
 
 
 def _judge(lane: BuilderUnderTest, rig: Rig, problems: Iterable[Problem], what: str) -> Iterator[Finding]:
-    """Replay batches; yield findings about the first wrong one."""
+    """Replay batches, and yield findings about the first one with wrong outputs."""
     for problem in map(lane.within, problems):
         step = rig.step(problem)
         if not lane.is_right(rig, step):
@@ -206,4 +206,4 @@ TASK_EXPERIMENTS: tuple[Experiment, ...] = tuple(
     replace(each, examines=(*each.examines, "GP21")) if {*OF_REPLAYS} <= {*each.examines} else each
     for each in BUILDER_EXPERIMENTS
 )
-"""The same for builders whose kernels are tasks, which an engine updates."""
+"""The experiments for builders whose kernels are tasks, which the engine updates."""

@@ -1,15 +1,14 @@
-"""What a recorded attention kernel reads of a builder's metadata: `PagedReads`, and kernels of such a kind.
+"""What a recorded attention kernel reads from a builder's metadata, and models of such kernels.
 
-A builder's metadata object has an engine's own fields, and a graph keeps those of the captured object: its
-tensors where they lie, and its host numbers as they were. A reader takes from the object what the kernel
-takes. A model of the kernel then does the work of the real one on a CPU, with the same arguments.
+Each engine has metadata objects with other fields. A graph keeps the tensors of the captured object by their
+addresses, and its host numbers by value. A reader takes the kernel's arguments from the object. A model of
+the kernel then computes on a CPU what the real kernel computes, from the same arguments.
 
     PagedReads       requests over pages of a KV cache, in one launch or several (`Part`)
     IndexedReads     requests over a list of KV slots, with the offset of each request in it
-    RecurrentReads   requests with a running sum each; see `graphpact_adapters.recurrent`
+    RecurrentReads   requests with recurrent states; see `graphpact_adapters.recurrent`
 
-The models of the first two are those of `graphpact_kernels`, which refuse what a kernel would read out of
-bounds.
+The models of the first two are the kernels of `graphpact_kernels`, which refuse reads out of bounds.
 
 Does not: know an engine's metadata (see `graphpact_adapters.vllm.readers`), or build it.
 """
@@ -36,7 +35,7 @@ from graphpact_kernels import (
 
 
 class Reads(Protocol):
-    """What a kernel reads; a dataclass of tensors, host numbers, and tuples of such dataclasses."""
+    """What a kernel reads: a dataclass with tensors, host numbers, and tuples of such dataclasses."""
 
     def attend(
         self,
@@ -59,17 +58,17 @@ class Part:
         seq_lens: ``[n]`` int32: keys of each request, those of this step included; 0 for a padding row. Host
             numbers where a launch for each request is recorded with them.
         block_table: ``[n, blocks]`` int32: block ids, read for ``seq_lens`` keys.
-        query_start_loc: ``[n + 1]`` int32: where each request's queries begin, counted from the first one of
-            the part; None where each has ``query_len``. Host numbers as above.
+        query_start_loc: ``[n + 1]`` int32: where each request's queries begin, relative to the first query of
+            the part. None if every request has ``query_len`` queries. Host numbers as above.
         query_len: Queries of each request, with ``query_start_loc=None``.
-        first_token: The part's first query in the batch.
-        num_tokens: Its queries, those of padding rows included.
-        max_query_len: The bound on a request's queries with which the kernel is launched; None: none.
-        max_seq_len: The bound on its keys; None: none.
+        first_token: The index of the part's first query in the batch.
+        num_tokens: The number of its queries, those of padding rows included.
+        max_query_len: The bound on a request's queries with which the kernel is launched, or None.
+        max_seq_len: The bound on a request's keys, or None.
         causal: Whether a query sees no later key.
-        name: The field of the metadata that has this part, such as ``decode``, for findings; "" if its fields
-            are the metadata's own.
-        names: The metadata's names of the fields above, where they differ, for findings.
+        name: The field of the metadata that holds this part, such as ``decode``, for findings; "" if the
+            metadata object itself is the part.
+        names: The metadata's names for the fields above, where they differ, for findings.
     """
 
     seq_lens: torch.Tensor | tuple[int, ...]
@@ -93,7 +92,7 @@ class PagedReads:
     Args:
         parts: The launches, in the order of their tokens.
         slot_mapping: ``[T]`` int64: the KV slot that each token writes; -1 writes none.
-        num_tokens: The tokens that are written and attended, padding ones included.
+        num_tokens: The number of tokens that are written and attended, padding tokens included.
     """
 
     parts: tuple[Part, ...]
@@ -112,7 +111,7 @@ class PagedReads:
         """Write keys and values to ``slot_mapping``, and attend part by part; rows of no part are zero.
 
         Raises:
-            KernelRefusal: The index tensors contradict each other, or the bounds of a launch.
+            KernelRefusal: The index tensors contradict each other or the bounds of a launch.
         """
         k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
         _write_new(k, v, layer, self.slot_mapping, self.num_tokens, (k_cache, v_cache))
@@ -139,14 +138,14 @@ class IndexedReads:
 
     Args:
         kv_indptr: ``[n + 1]``: where the slots of each request begin in ``kv_indices``.
-        kv_indices: ``[>= kv_indptr[-1]]``: KV slots. The kernel goes by its address and the offsets: pass all
-            of the memory that it may read.
+        kv_indices: ``[>= kv_indptr[-1]]``: KV slots. The kernel uses only the address and the offsets, so
+            pass all of the memory that it may read.
         slot_mapping: ``[T]`` int64: the KV slot that each token writes.
-        qo_indptr: ``[n + 1]``: where each request's queries begin; None for one query each.
-        appends_new: Whether the keys of each request are those of the list, and after them its new ones.
-        custom_mask: Which keys each query sees, a byte for each, query by query; None for causal attention.
+        qo_indptr: ``[n + 1]``: where each request's queries begin; None for one query per request.
+        appends_new: Whether each request also has its new keys, after those of the list.
+        custom_mask: Which keys each query sees, one byte per key, query by query; None for causal attention.
         mask_indptr: ``[n + 1]`` or ``[n]``: where each request's bytes begin in ``custom_mask``.
-        max_query_len: The bound on a request's queries with which the kernel is launched; None: none.
+        max_query_len: The bound on a request's queries with which the kernel is launched, or None.
     """
 
     kv_indptr: torch.Tensor
@@ -170,9 +169,9 @@ class IndexedReads:
         """Write keys and values to ``slot_mapping``, and attend; rows of no request are zero.
 
         Raises:
-            KernelRefusal: The index tensors contradict each other, or the bound of the launch.
+            KernelRefusal: The index tensors contradict each other or the bound of the launch.
         """
-        del page_size  # the list has slots
+        del page_size  # the list has slots, not pages
         k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
         _write_new(k, v, layer, self.slot_mapping, q.shape[0], (k_cache, v_cache))
         offsets = self.qo_indptr
@@ -197,7 +196,7 @@ def _write_new(
     num_tokens: int,
     caches: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Write the new keys and values of a layer, if any; the values of latents are a part of the keys."""
+    """Write the new keys and values of a layer, if any. The values of latents are part of the keys."""
     new = new_kv(k, v, layer)
     if new is not None:
         latent = layer.kv_lora_rank is not None
@@ -233,7 +232,7 @@ def _write(
     slots = slot_mapping[:num_tokens].long()
     if len(slots) < num_tokens or num_tokens > len(k):
         raise KernelRefusal(
-            f"{num_tokens} tokens are written; slot_mapping has {len(slot_mapping)} entries, and there are"
+            f"cannot write {num_tokens} tokens: slot_mapping has {len(slot_mapping)} entries, and there are"
             f" {len(k)} keys",
             rule="GP05",
         )
@@ -271,9 +270,9 @@ def write_slots(
 
     Args:
         k: ``[T, heads, width]``.
-        v: ``[T, heads, width]``; width 0 for latents, whose values are a part of the keys.
+        v: ``[T, heads, width]``; width 0 for latents, whose values are part of the keys.
         slot_mapping: ``[T]``: the slot of each token; -1 writes none.
-        num_tokens: How many tokens are written.
+        num_tokens: The number of tokens to write.
         k_cache: ``[slots, heads, width]``, written.
         v_cache: The same for values; for latents it may be ``k_cache``.
 
@@ -302,7 +301,7 @@ _bounded_lens = define_kernel(
 
 
 def _within(seq_lens: torch.Tensor, most: int | None) -> torch.Tensor:
-    """Return the lengths; refuse more keys than the launch is for: the last ones would not be attended."""
+    """Return the lengths, checked against the launch bound: keys beyond it would not be attended."""
     if most is None:
         return seq_lens
     out = torch.empty_like(seq_lens)
@@ -330,16 +329,16 @@ def _attend_indexed(
     starts, offsets = kv_indptr.tolist(), qo_indptr.tolist()
     if len(offsets) != len(starts):
         raise KernelRefusal(
-            f"kv_indptr has {len(starts)} offsets, qo_indptr {len(offsets)}: both have one more than"
-            " requests",
+            f"kv_indptr has {len(starts)} offsets and qo_indptr {len(offsets)}: both need one more than there"
+            " are requests",
             rule="GP05",
         )
     rows = []
     for request, (first, stop) in enumerate(pairwise(starts)):
         if not 0 <= first <= stop <= len(kv_indices):
             raise KernelRefusal(
-                f"request {request}: its keys are {first}:{stop} of {len(kv_indices)} KV slots; offsets do"
-                " not decrease, and end within the list",
+                f"request {request}: its keys are {first}:{stop} of {len(kv_indices)} KV slots; offsets must"
+                " not decrease, and must end within the list",
                 rule="GP13" if first <= stop else "GP07",
             )
         keys = kv_indices[first:stop].int()
@@ -376,7 +375,7 @@ def _attend_indexed(
 def _packed(
     mask: torch.Tensor, starts: list[int], offsets: list[int], lens: list[int]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the bytes of a mask as bits, the lowest first, and where each request's begin."""
+    """Return a mask with a bit for each byte, lowest bit first, and where each request's part begins."""
     parts, begins = [], [0]
     for request, keys in enumerate(lens):
         first, count = starts[request], (offsets[request + 1] - offsets[request]) * keys
@@ -405,7 +404,7 @@ _indexed = define_kernel(
 def leaves(reads: Any, path: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the tensors and host values of reads, with their paths, such as ``parts[0].seq_lens``.
 
-    A field that is not compared is a label, and no leaf. A tuple of numbers is one value.
+    A field with ``compare=False`` is a label and not a leaf. A tuple of numbers is one value.
     """
     if is_dataclass(reads) and not isinstance(reads, type):
         for name in _compared(reads):
@@ -439,9 +438,9 @@ def _compared(reads: Any) -> list[str]:
 
 
 def field_name(reads: Any, path: str) -> str:
-    """Return the path of a leaf as the author of the metadata writes it: without ``parts[0]``.
+    """Return the path of a leaf as the author of the metadata knows it, without ``parts[0]``.
 
-    A part without a name is left out if it is the only one.
+    The index of a part without a name is left out if it is the only part.
     """
     parts: Sequence[Part] = getattr(reads, "parts", ())
     for at, part in enumerate(parts):
@@ -454,20 +453,20 @@ def field_name(reads: Any, path: str) -> str:
 
 
 def copied(reads: Any) -> Any:
-    """Return the same reads with copies of all tensors, as they are now."""
+    """Return the reads with copies of all tensors, with their present contents."""
     tensors = {path: value.clone() for path, value in leaves(reads) if isinstance(value, torch.Tensor)}
     return with_leaves(reads, tensors)
 
 
 class Reader(Protocol):
-    """Takes from a builder's metadata what the kernel of a layer reads."""
+    """A function that returns what the kernel of a layer reads from a builder's metadata."""
 
     def __call__(self, metadata: Any, slot_mapping: torch.Tensor) -> Reads:
         """Return the reads of a metadata object.
 
         Args:
             metadata: What the builder returned.
-            slot_mapping: ``[T]`` int64: the runner's own, which kernels get apart from the metadata.
+            slot_mapping: ``[T]`` int64: the runner's tensor, which kernels get separately from the metadata.
         """
 
 

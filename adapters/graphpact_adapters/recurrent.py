@@ -1,16 +1,17 @@
-"""What a recorded kernel of a recurrent layer reads of a builder's metadata: `RecurrentReads`, and its model.
+"""`RecurrentReads`: what a recorded kernel of a recurrent layer reads from metadata, and its model.
 
-A layer of the Mamba family looks up no keys. A request has a state after each token of its last step, in
-rows of a state memory. A step starts from the state after the last accepted token, and writes the state
-after each of its own tokens into the rows of the request. The model of such kernels is linear attention:
+A layer of the Mamba family reads no cached keys. A request has a state after each token of its last step, in
+rows of a state memory. A step starts from the state after the last accepted token, and writes the state after
+each of its new tokens into the rows of the request. The model of such kernels is linear attention:
 
     S_t = S_{t-1} + k_t v_t^T            out_t = scaling * q_t^T S_t
 
-so a right output follows from the keys and values of a request alone (`graphpact_adapters.states`). The
-model does with its arguments what the kernels of vLLM 0.33 do: a row without queries reads nothing, a
-skipped index is neither read nor written, and everything else has to be in bounds.
+so the right output follows from only the keys and values of a request (`graphpact_adapters.states`). The
+model
+treats its arguments as the kernels of vLLM 0.33 do: a row without queries reads nothing, a skipped index is
+neither read nor written, and everything else has to be in bounds.
 
-Does not: convolve, decay or gate; metadata does not say by how much.
+Does not: convolve, decay or gate, because that does not depend on metadata.
 """
 
 from collections.abc import Sequence
@@ -27,20 +28,23 @@ from graphpact_kernels import define_kernel
 @named_options
 @dataclass(frozen=True)
 class RecurrentReads:
-    """What a recurrent kernel reads in a step of decodes or of drafts to verify.
+    """What a recurrent kernel reads in a decode step, or in a step that verifies drafts.
 
     Args:
-        state_indices: ``[n]`` or ``[n, columns]`` int32: the state rows of each request. Column ``j`` has the
-            state after token ``j`` of a step.
+        state_indices: ``[n]`` or ``[n, columns]`` int32: the state rows of each request. Column ``j`` is for
+            the state after token ``j`` of a step.
         slot_mapping: ``[T]`` int64: the KV slot that each token writes; -1 writes none.
-        num_tokens: The tokens that are computed, padding ones included.
-        num_requests: The rows of the launch; None: as many as ``query_start_loc`` or ``num_tokens`` say.
-        query_start_loc: ``[n + 1]`` int32: where each request's queries begin; None where each has
-            ``query_len``.
+        num_tokens: The number of tokens that are computed, padding tokens included.
+        num_requests: The number of rows of the launch; None to derive it from ``query_start_loc`` or
+            ``num_tokens``.
+        query_start_loc: ``[n + 1]`` int32: where each request's queries begin; None if every request has
+            ``query_len`` queries.
         query_len: Queries of each request, with ``query_start_loc=None``.
         num_accepted_tokens: ``[n]`` int32: tokens of the last step that were accepted, the first one
-            included. A step starts from the state in column ``num_accepted_tokens - 1``; None: in column 0.
-        skipped: State indices that the kernel neither reads nor writes. Row 0 is scratch for all others.
+            included. A step starts from the state in column ``num_accepted_tokens - 1``, or with None in
+            column 0.
+        skipped: State indices that the kernel neither reads nor writes. Without a skipped index, padding uses
+            row 0, scratch.
     """
 
     state_indices: torch.Tensor
@@ -61,20 +65,22 @@ class RecurrentReads:
         cache: KVBuffers,
         page_size: int,
     ) -> torch.Tensor:
-        """Write keys and values to ``slot_mapping``, step the states, and return ``[T, heads, v_head_dim]``.
+        """Write keys and values to ``slot_mapping``, advance the states, and return the output.
 
-        Rows of no request are zero. Keys in the KV cache are read by no kernel of this kind: the suite
-        compares them.
+        The output is ``[T, heads, v_head_dim]``.
+
+        Output rows that belong to no request are zero. Kernels of this kind do not read the keys in the KV
+        cache; they are written because the suite compares them.
 
         Raises:
             ConfigError: The lane has no states, or writes no keys.
-            KernelRefusal: The index tensors contradict each other, or the state memory.
+            KernelRefusal: The index tensors contradict each other or the state memory.
         """
         del page_size
         states, new = getattr(cache, "states", None), new_kv(k, v, layer)
         if states is None or new is None:
             raise ConfigError(
-                f"recurrent reads, and a lane with {'no states' if states is None else 'frozen keys'}",
+                f"recurrent reads in a lane with {'no states' if states is None else 'frozen keys'}",
                 hint='give the builders their kind: Builders(make, kind="mamba")',
             )
         k_cache, v_cache = cache.k[layer.cache_layer], cache.v[layer.cache_layer]
@@ -110,7 +116,7 @@ def _step(
     states: torch.Tensor,
     out: torch.Tensor,
 ) -> None:
-    """Step ``states``, ``[rows, kv_heads, head_dim, v_head_dim]`` float64, and write ``out``."""
+    """Advance ``states``, ``[rows, kv_heads, head_dim, v_head_dim]`` float64, and write ``out``."""
     table = (state_indices if state_indices.dim() > 1 else state_indices[:, None]).tolist()
     starts = _starts(query_start_loc, query_len, num_requests)
     _check(q, k, table, starts, num_accepted_tokens, num_requests, num_tokens)
@@ -168,8 +174,8 @@ def _check(
     accepted = num_requests if num_accepted_tokens is None else len(num_accepted_tokens)
     if min(len(table), len(starts) - 1, accepted) < num_requests:
         raise KernelRefusal(
-            f"{num_requests} requests: state_indices has {len(table)} rows, query_start_loc {len(starts)}"
-            f" entries, num_accepted_tokens {accepted}: each has one for each request, the offsets one more",
+            f"{num_requests} requests: state_indices has {len(table)} rows, query_start_loc {len(starts)} and"
+            f" num_accepted_tokens {accepted} entries; each needs one per request, offsets one more",
             rule="GP05",
         )
     if (
@@ -179,8 +185,8 @@ def _check(
         or num_tokens > min(len(q), len(k))
     ):
         raise KernelRefusal(
-            f"query_start_loc is {[*starts]} for {num_tokens} of {len(q)} tokens: offsets begin at 0, do not"
-            " decrease, and end within the tokens",
+            f"query_start_loc is {[*starts]} for {num_tokens} of {len(q)} tokens: offsets must begin at 0,"
+            " must not decrease, and must end within the tokens",
             rule="GP05",
         )
     for row in range(num_requests):

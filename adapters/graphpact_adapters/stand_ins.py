@@ -1,19 +1,19 @@
-"""Modules in the place of those that a machine without the engine's dependencies lacks: for authors.
+"""Stand-ins for modules that are not installed, so that an author's code can be imported without them.
 
     from graphpact_adapters import stand_ins
 
     stand_ins.install(absent=["flashinfer", "zmq"], heavy=["acme.distributed"])
     from acme.attention import AcmeMetadataBuilder                              # which imports them
 
-A builder's file imports much that its builder never calls. :func:`install` puts two finders on
-``sys.meta_path``: one at the end, which is asked only for modules that are really absent and answers for an
-explicit list of names; and one at the front, which answers for a few heavy modules of the engine itself. Both
-serve :class:`StandIn`. A module that is absent and in neither list raises ``ModuleNotFoundError`` as usual.
+A builder's file imports many modules that its builder never uses. :func:`install` puts two finders on
+``sys.meta_path``. The one at the end is reached only for modules that are not installed, and serves those in
+an explicit list. The one at the front serves a few heavy modules of the engine itself. Both serve
+:class:`StandIn`. A module that is not installed and in neither list raises ``ModuleNotFoundError`` as usual.
 
-A stand-in computes nothing, so a builder whose result depends on one is not the builder that was released.
+A stand-in computes nothing, so a builder whose result depends on one is not the released builder.
 :func:`called` collects the calls of stand-ins from the first builder on, and reports name them.
 
-Does not: edit a module that was imported, or stand in for one that is there.
+Does not: edit a module that was imported, or replace an installed module that is not in the second list.
 """
 
 import functools
@@ -30,7 +30,7 @@ _watchers: list[list[str]] = []
 
 
 class _Permissive(ABCMeta):
-    """The type of stand-ins: they can be called, subclassed, subscripted and used as decorators."""
+    """The metaclass of stand-ins, which can be called, subclassed, subscripted and used as decorators."""
 
     def __getattr__(cls, name: str) -> "_Permissive":
         if name.startswith("__") or not cls.__dict__.get("_is_stand_in"):
@@ -63,7 +63,7 @@ class _Permissive(ABCMeta):
 
 
 class StandIn(metaclass=_Permissive):
-    """Something of an absent module: any attribute of it is a stand-in too, and a call returns itself."""
+    """An object of an absent module. Every attribute of it is a stand-in too, and a call returns itself."""
 
     _is_stand_in = True
 
@@ -76,7 +76,7 @@ def _stand_in(module: str, name: str) -> _Permissive:
 
 
 class _Module(ModuleType):
-    """A module whose every attribute is a stand-in, made when it is first read."""
+    """A module in which every attribute is a stand-in, made when it is first read."""
 
     __path__: list[str]
 
@@ -89,7 +89,7 @@ class _Module(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Serves stand-ins for some modules and for everything below them."""
+    """A finder that serves stand-ins for some modules and for everything below them."""
 
     def __init__(self, names: Collection[str]) -> None:
         self.names = frozenset(names)
@@ -97,7 +97,7 @@ class _Finder(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None = None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Return the spec of a stand-in, or None where the name is not in the list."""
+        """Return the spec of a stand-in, or None if the name is not in the list."""
         del path, target
         parts = fullname.split(".")
         if not any(".".join(parts[: n + 1]) in self.names for n in range(len(parts))):
@@ -105,7 +105,7 @@ class _Finder(MetaPathFinder, Loader):
         return importlib.machinery.ModuleSpec(fullname, self, is_package=True)
 
     def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType:
-        """Return the stand-in of a module."""
+        """Return the stand-in for a module."""
         module = _Module(spec.name)
         module.__path__ = []
         return module
@@ -118,8 +118,8 @@ def install(absent: Collection[str], heavy: Collection[str] = ()) -> None:
     """Put both finders in place, for the rest of the process.
 
     Args:
-        absent: third-party modules; a stand-in is served only where the real one is not found.
-        heavy: modules of the engine, for which a stand-in is served although they are there.
+        absent: third-party modules; a stand-in is served only if the real one is not found.
+        heavy: modules of the engine; a stand-in is served although they are installed.
 
     """
     sys.meta_path.insert(0, _Finder(heavy))
@@ -127,11 +127,12 @@ def install(absent: Collection[str], heavy: Collection[str] = ()) -> None:
 
 
 def package(name: str, folder: Path) -> None:
-    """Put a bare package in the place of one whose ``__init__`` imports too much.
+    """Replace a package whose ``__init__`` imports too much by one without an ``__init__``.
 
     Args:
         name: the package.
-        folder: where its modules are; these are the real ones. Its own attributes are stand-ins.
+        folder: the folder of its modules, which are the real ones. The package's own attributes are
+            stand-ins.
 
     """
     made = _Module(name)
@@ -141,15 +142,15 @@ def package(name: str, folder: Path) -> None:
 
 @functools.cache
 def called() -> list[str]:
-    """Return a list that collects the stand-ins called in this process, from the first call of this on."""
+    """Return the list of stand-ins called in this process; collecting starts with the first call of this."""
     _watchers.append([])
     return _watchers[-1]
 
 
 NOTE = "a stand-in, which computes nothing, was called: "
-"""How the note of a report on a stand-in begins."""
+"""The beginning of a report's note on a stand-in."""
 
 
 def notes() -> list[str]:
-    """Return a note for each stand-in that was called, for the report of a run."""
+    """Return a note for each stand-in that was called, for a report."""
     return [NOTE + name for name in sorted(set(called()))]

@@ -1,16 +1,16 @@
-"""Recurrent states as memory of a lane: `StateMemory`, its right contents, and `RecurrentLane`.
+"""Recurrent states in the memory of a lane: `StateMemory`, its expected contents, and `RecurrentLane`.
 
-    before a step   the rows of each live request hold sums over its cached keys and values: the right one in
-                    the column of its last accepted token, sums of fewer and of more tokens in the others.
-                    Rows of no request hold `UNOWNED`: NaN would hide what a kernel adds to them. Row 0 is
-                    scratch: it holds numbers of no request
-    right outputs   linear attention in float64 over the cached and new tokens of a request, from the lists of
-                    the problem
-    after a step    the rows of live requests hold the state after each new token; other rows are as before
+    before a step   the rows of each live request hold sums over its cached keys and values: the right sum in
+                    the column of its last accepted token, sums of fewer or more tokens in other columns.
+                    Rows of no request hold `UNOWNED`, because NaN would hide what a kernel adds to them.
+                    Row 0 is scratch and belongs to no request
+    right outputs   linear attention in float64 over the cached and new tokens of a request, from the lists
+                    of the problem
+    after a step    the rows of live requests hold the state after each new token; other rows are unchanged
 
 States are part of the cache, so the suite compares them wherever it compares KV slots.
 
-Does not: read metadata, or step states; see `graphpact_adapters.recurrent`.
+Does not: read metadata, or advance states; see `graphpact_adapters.recurrent`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,20 +31,20 @@ from graphpact_conformance.world.lanes import Config
 from graphpact_conformance.world.problems import Problem, ProblemRequest
 
 UNOWNED = 1e3
-"""Elements of state rows that no request owns: far from those of any request."""
+"""The elements of unowned state rows; their value is far from those of any request."""
 
 
 class StateMemory(KvMemory):
-    """A KV cache, and beside it recurrent states; backends get the attributes below with ``kv``.
+    """A KV cache with recurrent states; backends get the attributes below with ``kv``.
 
     Args:
         config: The configuration of the lane.
-        device: Its device.
+        device: The device of the lane.
 
     Attributes:
         states: For each layer ``[state_rows, kv_heads, head_dim, v_head_dim]`` float64.
         state_blocks: ``[num_rows, groups, columns]`` int32: the state rows of each request row in each
-            KV-cache group; no row occurs twice. Those of request row 0 are scratch.
+            KV-cache group; no row occurs twice. The state rows of request row 0 are scratch.
         num_accepted: ``[num_rows]`` int32: accepted tokens of the last step of each request, from 1 to the
             number of columns.
     """
@@ -90,7 +90,7 @@ class StateMemory(KvMemory):
                 for column, row in enumerate(blocks):
                     seen = request.cached[: max(len(request.cached) + min(column - last, 0), 0)]
                     states[row] = added(keys[seen], values[seen]).sum(0)
-                    if column > last:  # drafts that were rejected
+                    if column > last:  # rejected drafts
                         states[row] += torch.randn(states.shape[1:], generator=generator, dtype=torch.float64)
         for request in problem.requests:
             self.num_accepted[request.row] = accepted_of(request, problem, self.state_blocks.shape[2])
@@ -120,7 +120,7 @@ class StateMemory(KvMemory):
         return found
 
     def differs(self, name: str, actual: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
-        """Return a mask of wrong elements outside scratch: in states those that rounding does not explain."""
+        """Return a mask of wrong elements outside scratch; in states, differences of rounding are allowed."""
         if name not in self._layers:
             return super().differs(name, actual, right)
         found = ~same(actual, right) & (excess(actual, right, tolerance_of(torch.float64)) > 1)
@@ -128,7 +128,7 @@ class StateMemory(KvMemory):
         return found
 
     def place(self, name: str, rows: Sequence[int]) -> tuple[str, tuple[int, ...]]:
-        """Return rows in words, and their KV slots: states have none."""
+        """Return a description of rows, and their KV slots; states have no slots."""
         if name not in self._layers:
             return super().place(name, rows)
         return f"{name} in state rows {[*rows[:8]]}", ()
@@ -140,7 +140,7 @@ def state_name(layer: int) -> str:
 
 
 def accepted_of(request: ProblemRequest, problem: Problem, columns: int) -> int:
-    """Return the accepted tokens of a request's last step, from 1 to ``columns``; always the same ones."""
+    """Return the number of accepted tokens of a request's last step, 1 to ``columns``; deterministic."""
     return 1 + (request.accepted + request.row + problem.seed) % columns
 
 
@@ -150,7 +150,7 @@ def added(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 class LinearOracle(OracleBackend):
-    """Linear attention in float64, a key at a time, from the lists of a problem: there is no state."""
+    """Linear attention in float64, computed from the lists of a problem key by key, without states."""
 
     def attend_one(self, q: torch.Tensor, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return ``[heads, v_head_dim]``: the values of all keys, weighed by scaled scores."""

@@ -1,8 +1,9 @@
 """`Tasks`: kernels of a builder whose arguments an engine updates in the graph, as on an NPU.
 
-Such a kernel takes lengths as a list of the host, and a graph keeps lists by value. So an engine does not
-drop what ``build()`` returns: for each replay it updates the recorded kernels, or tasks, with the metadata of
-the step. A task may be given another tensor too, such as a block table in new memory.
+Such a kernel takes lengths as a host list, and a graph keeps lists by value. So the engine uses what
+``build()``
+returns: for each replay it updates the recorded kernels, the tasks, with the metadata of the step. An update
+may also give a task another tensor, such as a block table in new memory.
 
     def update_graph_params(graph, attn_metadata):
         for task in graph:
@@ -11,10 +12,10 @@ the step. A task may be given another tensor too, such as a block table in new m
 
     checked = Builders(make, read=read, tasks=Tasks(("seq_lens", "block_table"), update_graph_params))
 
-`UpdatableGraph` is what an update gets: the tasks of the graph that is replayed, in captured order. The tape
-checks them, see `graphpact_tape.tasks`: each is updated once for each replay, in that order.
+An update gets an `UpdatableGraph`: the tasks of the graph that is replayed, in captured order. The tape
+checks that each task is updated once for each replay, in that order; see `graphpact_tape.tasks`.
 
-Does not: model the kernel; its reads do, see `graphpact_adapters.reads`.
+Does not: model the kernel; see `graphpact_adapters.reads`.
 """
 
 import functools
@@ -46,7 +47,7 @@ class Update(Protocol):
 
         Args:
             graph: The tasks of the graph that is replayed.
-            metadata: What the builders made for the step: see the adapter.
+            metadata: The builders' metadata of the step, in the form that the adapter describes.
         """
 
 
@@ -56,11 +57,12 @@ class Tasks:
     """Which arguments of a builder's kernel an engine updates for each replay, and how.
 
     Args:
-        arguments: Their names, as in the metadata: see `graphpact_adapters.reads.Part`. Numbers and tuples of
-            numbers are updated by value; device tensors are rebound, so each update gives an address.
-        update: The engine's update; None to update each task with what the reader takes of the step's
-            metadata, as a provider of parameters does.
-        key: The key of a captured shape's graph; two graphs of one key are an error. By default the shape.
+        arguments: Their names in the metadata; see `graphpact_adapters.reads.Part`. Numbers and tuples of
+            numbers are updated by value. Device tensors are rebound: each update gives a new address.
+        update: The engine's update. None to update each task with what the reader returns for the step's
+            metadata.
+        key: Returns the key of a captured shape's graph; two graphs with one key are an error. By default the
+            shape.
     """
 
     arguments: tuple[str, ...]
@@ -68,7 +70,7 @@ class Tasks:
     key: Callable[[GraphShape], Hashable] = lambda shape: shape
 
     def __post_init__(self) -> None:
-        """Refuse tasks without an argument that is updated."""
+        """Raise if no argument is named."""
         if not self.arguments:
             raise ConfigError(
                 "Tasks(arguments=()): no argument is updated",
@@ -82,11 +84,11 @@ class KernelTask:
 
     Args:
         layer: The name of its layer.
-        group: What its layer's reads belong to: the KV-cache group.
+        group: The KV-cache group of its layer.
         key: Its key in the driver.
         driver: The driver.
-        paths: The leaf of the reads of each argument, by name.
-        captured: The arguments of the capture, by name.
+        paths: By argument name, the path of the leaf in the reads.
+        captured: By argument name, the values of the capture.
     """
 
     layer: str
@@ -95,22 +97,22 @@ class KernelTask:
     driver: GraphDriver = field(repr=False)
     paths: Mapping[str, str] = field(repr=False)
     captured: Mapping[str, Any] = field(repr=False)
-    _now: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # by the leaf
+    _now: dict[str, Any] = field(default_factory=dict, init=False, repr=False)  # by path of the leaf
 
     def update(self, **arguments: Any) -> None:
-        """Give the arguments of the next replay, all of them, by name.
+        """Set all arguments of the next replay, by name.
 
         Raises:
-            ReplayError: GP21: it is not the turn of this task, or the arguments are not those of its kernel.
+            ReplayError: GP21: another task is next, or the arguments are not those of this kernel.
         """
         values, rebound = _by_kind(arguments, self.captured)
         self.driver.update_task(self.key, values, rebound=rebound)
-        # As in a graph: numbers by value, memory by its address.
+        # A graph keeps numbers by value and tensors by address.
         self._now = {self.paths[name]: _kept(value) for name, value in arguments.items()}
 
     @property
     def now(self) -> dict[str, Any]:
-        """The arguments of the last update that are still there, by the leaf of the reads."""
+        """The arguments of the last update that are still alive, by path of the leaf."""
         found = {path: v.revive() if isinstance(v, WeakTensor) else v for path, v in self._now.items()}
         return {path: value for path, value in found.items() if value is not None}
 
@@ -142,7 +144,8 @@ class UpdatableGraph(Sequence[KernelTask]):
             cpu_update_input: Arguments by name: one mapping for all tasks, or one for each, in order.
 
         Raises:
-            ReplayError: There are as many mappings as neither; see `KernelTask.update` too.
+            ReplayError: The number of mappings is neither one nor that of the tasks; see also
+                `KernelTask.update`.
         """
         given = [*cpu_update_input] * (len(self) if len(cpu_update_input) == 1 else 1)
         if len(given) != len(self):
@@ -163,7 +166,7 @@ class TaskRecorder:
     """Records the kernels of a backend as tasks, and updates them.
 
     Args:
-        tasks: What is updated, and how.
+        tasks: The arguments to update, and how.
     """
 
     def __init__(self, tasks: Tasks) -> None:
@@ -176,15 +179,15 @@ class TaskRecorder:
         """Begin the capture of a shape.
 
         Raises:
-            CaptureError: The graph of another shape has its key.
+            CaptureError: The graph of another shape has the same key.
         """
         key = self._tasks.key(shape)
         for other, graph in self._graphs.items():
             if other != shape and graph.key == key:
                 raise CaptureError(
-                    f"the graphs of {other} and {shape} have one key, {key}: an update finds both",
-                    hint="give each graph a key of its own: a count of tokens is that of several graphs, if"
-                    " they differ in requests or kind of step",
+                    f"the graphs of {other} and {shape} have one key, {key}: an update would find both",
+                    hint="give each graph a unique key; a number of tokens is not unique if graphs differ in"
+                    " requests or kind of step",
                     rule="GP21",
                 )
         self._shape = shape
@@ -204,13 +207,13 @@ class TaskRecorder:
         """Record the kernel of a layer as a task, and return its output.
 
         Raises:
-            ConfigError: An argument that is to be updated is none of the kernel's.
+            ConfigError: A name in `Tasks.arguments` is not an argument of the kernel.
         """
         assert self._shape is not None  # noqa: S101  a capture is under way
         graph = self._graphs[self._shape]
         paths = paths_of(reads, self._tasks.arguments)
         call = _Call(reads, paths, layer, page_size)
-        self._calls[self._shape].append(call)  # the operator finds it as long as the graph is there
+        self._calls[self._shape].append(call)  # kept as long as the graph, whose operator looks it up
         q = tensors[0]
         out = q.new_zeros(q.shape[0], layer.num_q_heads, layer.v_head_dim)
         values, rebound = _by_kind(call.arguments, call.arguments)
@@ -227,8 +230,8 @@ class TaskRecorder:
 
         Args:
             shape: The shape that is replayed.
-            metadata: What an engine's update gets of the step.
-            reads: What the reader takes of it, for each group.
+            metadata: The metadata of the step, for the engine's update.
+            reads: What the reader returns for it, for each group.
         """
         graph = self._graphs[shape]
         if self._tasks.update is not None:
@@ -239,7 +242,7 @@ class TaskRecorder:
             task.update(**{name: found[path] for name, path in task.paths.items()})
 
     def now(self, shape: GraphShape, reads: Sequence[Reads]) -> tuple[Reads, ...]:
-        """Return the reads of a captured shape with the arguments of its tasks as they are now."""
+        """Return the reads of a captured shape, with the current arguments of its tasks."""
         found = list(reads)
         for task in self._graphs.get(shape, ()):
             found[task.group] = with_leaves(found[task.group], task.now)
@@ -252,18 +255,17 @@ class TaskRecorder:
 
 
 def paths_of(reads: Reads, names: Sequence[str]) -> dict[str, str]:
-    """Return the leaf of each argument of a kernel, by the name that its metadata has for it.
+    """Return the path of the leaf for each argument of a kernel, by its name in the metadata.
 
     Raises:
-        ConfigError: The kernel has no such argument, or it is None.
+        ConfigError: The kernel has no such argument, or its value is None.
     """
     there = {field_name(reads, path): path for path, value in leaves(reads) if value is not None}
     if unknown := [name for name in names if name not in there]:
         raise ConfigError(
             f"Tasks(arguments=...) has {', '.join(unknown)}, which is no argument of the kernel; its reads"
             f" have {', '.join(there)}",
-            hint="name what the reader returns: a field of its parts, or the name that Part(names=...) gives"
-            " it",
+            hint="give the names of fields that the reader returns, or their names in Part(names=...)",
         )
     return {name: there[name] for name in names}
 
@@ -277,7 +279,7 @@ def _kept(value: Any) -> Any:
 def _by_kind(
     arguments: Mapping[str, Any], like: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, torch.Tensor]]:
-    """Return arguments by their parameters: those by value, and tensors where ``like`` has tensors."""
+    """Return arguments by their parameters, as values, or as tensors if ``like`` has tensors."""
     values: dict[str, Any] = {}
     rebound: dict[str, torch.Tensor] = {}
     for name, value in arguments.items():
@@ -298,18 +300,18 @@ class _Cache:
 
 
 class _Call:
-    """What the operator of a task needs beside tensors and updated arguments.
+    """What the operator of a task needs in addition to tensors and updated arguments.
 
     Args:
         reads: The reads of the capture.
-        paths: The leaf of each updated argument, by name.
+        paths: By argument name, the path of the leaf of each updated argument.
         layer: The layer.
-        page_size: Slots of a page.
+        page_size: KV slots in a page.
 
     Attributes:
-        number: By which the operator finds it.
-        arguments: The updated arguments of the capture, by name.
-        fixed: The other tensors, which the graph reads by their addresses; none once it is recorded.
+        number: The number by which the operator finds it.
+        arguments: By name, the values of the updated arguments at the capture.
+        fixed: The other tensors, which the graph reads by their addresses. Empty after the recording.
     """
 
     def __init__(self, reads: Reads, paths: Mapping[str, str], layer: LayerSpec, page_size: int) -> None:
@@ -322,12 +324,12 @@ class _Call:
         fixed = {path: value for path, value in others.items() if isinstance(value, torch.Tensor)}
         self.fixed = list(fixed.values())
         self._fixed_paths = list(fixed)
-        # It has host numbers alone: a graph keeps those, and memory by its address.
+        # Only host numbers are kept here; the graph keeps the tensors by address.
         self._template = with_leaves(reads, dict.fromkeys([*fixed, *paths.values()]))
         _CALLS[self.number] = self
 
     def forget(self) -> None:
-        """Drop the tensors: the graph has them."""
+        """Drop the tensors, which the graph holds."""
         self.fixed = []
 
     def reads(self, fixed: Sequence[torch.Tensor], updated: Mapping[str, Any]) -> Reads:
@@ -354,7 +356,7 @@ def _run(
     out: torch.Tensor,
     **updated: Any,
 ) -> None:
-    """Attend, with the reads of this replay."""
+    """Attend with the reads of this replay."""
     found = _CALLS[call]
     layer = found.layer
     cache = _Cache({layer.cache_layer: k_cache}, {layer.cache_layer: v_cache})
@@ -363,7 +365,7 @@ def _run(
 
 @functools.cache
 def _operator(parameters: tuple[tuple[str, str], ...]) -> Callable[..., Any]:
-    """Return the operator of kernels with some updated arguments, each a name and its type."""
+    """Return the operator for kernels with these updated arguments, each a name and a schema type."""
     updated = "".join(f", {kind} {name}" for name, kind in parameters)
     return define_kernel(
         f"attend_task_{next(_NUMBERS)}(Tensor q, Tensor? k, Tensor? v, Tensor(a!) k_cache,"
@@ -378,7 +380,7 @@ def _parameters(arguments: Mapping[str, Any]) -> tuple[tuple[str, str], ...]:
 
 
 def _parameter(name: str) -> str:
-    """Return the name of an argument as a schema may have it: ``decode.seq_lens`` has a point."""
+    """Return the name of an argument in a schema, where the point of ``decode.seq_lens`` is not allowed."""
     return re.sub(r"\W", "_", name)
 
 
@@ -389,7 +391,7 @@ def _kind(name: str, value: Any) -> str:
     """Return the type of an argument in a schema.
 
     Raises:
-        ConfigError: It is no number, no tuple of integers and no tensor.
+        ConfigError: The value is neither a number, nor a tuple of integers, nor a tensor.
     """
     if isinstance(value, torch.Tensor):
         return "Tensor"
@@ -398,6 +400,6 @@ def _kind(name: str, value: Any) -> str:
     if isinstance(value, (tuple, list)) and all(type(each) is int for each in value):
         return "int[]"
     raise ConfigError(
-        f"{name} is updated, and is {value!r} at the capture",
+        f"{name} is to be updated, but is {value!r} at the capture",
         hint="return a number, a tuple of integers or a tensor for it from the reader",
     )

@@ -1,6 +1,6 @@
-"""`BuilderUnderTest`: the builders of an engine in one configuration; its subjects are rigs.
+"""`BuilderUnderTest`: the builders of an engine in one configuration.
 
-Does not: draw batches, or run experiments.
+Does not: run experiments; see `graphpact_adapters.experiments`.
 """
 
 import sys
@@ -26,7 +26,7 @@ from graphpact_tape import two_memories
 from graphpact_tape.tape import TapeDriver
 
 ROOM = 8
-"""How many times as many requests and tokens builders are told, to see whether a buffer is too small."""
+"""Factor on the numbers of requests and tokens that builders get, to find buffers that are too small."""
 
 
 class TaskTape(TapeDriver):
@@ -41,13 +41,13 @@ class BuilderUnderTest(LaneUnderTest):
     """A lane whose attention metadata comes from builders of another engine.
 
     Args:
-        most_tokens: The most new tokens of a request in its batches; None for no bound of its own.
+        most_tokens: The most new tokens of a request in its batches; None for no additional bound.
     """
 
     most_tokens: int | None = None
 
     def within(self, problem: Problem) -> Problem:
-        """Return a batch without the tokens of each request beyond `most_tokens`."""
+        """Return a batch in which each request has at most `most_tokens` new tokens."""
         most = self.most_tokens
         if most is None:
             return problem
@@ -66,9 +66,10 @@ class BuilderUnderTest(LaneUnderTest):
                 yield from cls.__mro__
 
     def raised_at(self, error: BaseException) -> str | None:
-        """Return the file, line and function of the author's code that raised an error or a cause of it.
+        """Return the file, line and function of the author's code that raised an error or its cause.
 
-        It is any code but ours, torch and the standard library: a factory may import what it likes.
+        The author's code is all code outside graphpact, torch and the standard library, because a factory may
+        import any package.
         """
         for each in causes(error):
             last = None
@@ -76,7 +77,7 @@ class BuilderUnderTest(LaneUnderTest):
                 module = frame.f_globals.get("__name__", "")
                 package = module.partition(".")[0]
                 if module == two_memories.__module__:
-                    continue  # between the author's call and torch
+                    continue  # frames between the author's call and torch
                 if package.startswith("graphpact"):
                     last = None
                 elif package != "torch" and package not in sys.stdlib_module_names:
@@ -86,14 +87,14 @@ class BuilderUnderTest(LaneUnderTest):
         return None
 
     def finding(self, rule: str | None, *, hook: str | None = None, **about: Any) -> Finding:
-        """Return a finding; a hook is named by the builder's method that it calls."""
+        """Return a finding. Its hook is the name of the builder's method that graphpact's hook calls."""
         assert issubclass(self.backend, BuilderBackend)  # noqa: S101  lanes of builders have no other
         calls = self.backend.calls
         named = {"init_metadata_capture": calls["capture"], "init_metadata_replay": calls["replay"]}
         return super().finding(rule, hook=named.get(hook, hook) if hook else None, **about)
 
     def outputs_with(self, rig: Rig, problem: Problem, view: ForwardBatch, built: Built) -> StepRecord:
-        """Run the model eagerly on a padded batch, with given reads of its kernels, and return the record."""
+        """Run the model eagerly on a padded batch, whose kernels use the given reads; return the record."""
         rig.load(problem)
         step = StepRecord(problem)
         try:
@@ -110,7 +111,7 @@ class BuilderUnderTest(LaneUnderTest):
         return step
 
     def is_captured_with_room(self) -> bool:
-        """Return whether the lane is captured when builders are told more requests and tokens."""
+        """Return whether captures succeed if builders get larger numbers of requests and tokens."""
         roomy = type(self.backend.__name__, (self.backend,), {"room": ROOM})
         try:
             replace(self, backend=roomy).rig()
@@ -119,7 +120,7 @@ class BuilderUnderTest(LaneUnderTest):
         return True
 
     def is_right(self, rig: Rig, step: StepRecord) -> bool:
-        """Return whether a step ended without an error, and agrees with the oracle."""
+        """Return whether a step ended without an error and agrees with the oracle."""
         return step.error is None and not differences(rig, step, self.answer(rig, step.problem))
 
 

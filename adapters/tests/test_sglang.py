@@ -140,7 +140,7 @@ def test_a_pair_that_is_not_called_is_told_in_these_words() -> None:
     assert finding.actual == (
         "UncalledPair prepares graphs in init_forward_metadata_capture_cuda_graph and"
         " init_forward_metadata_replay_cuda_graph, which SGLang no longer calls; it calls"
-        " init_forward_metadata_out_graph, and that of EngineBase does nothing"
+        " init_forward_metadata_out_graph, and EngineBase.init_forward_metadata_out_graph does nothing"
     )
     assert "move their work to init_forward_metadata_out_graph" in str(finding.help)
 
@@ -353,7 +353,7 @@ def test_new_keys_follow_those_of_the_list(masked: bool) -> None:
     [
         ([0, 3, 9], "GP13", "3:9 of 5"),
         ([0, 4, 3], "GP07", "4:3 of 5"),
-        ([0, 3], "GP05", "both have one more"),
+        ([0, 3], "GP05", "both need one more"),
     ],
 )
 def test_offsets_that_leave_the_list_are_refused(indptr: list[int], rule: str, said: str) -> None:

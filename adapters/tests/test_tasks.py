@@ -57,7 +57,7 @@ def test_a_missed_update_is_told_with_task_and_argument() -> None:
     assert "task 'model.layers.1.attn' of decode[bs=" in found.actual
     assert "was not updated before this replay and keeps actual_seq_lengths_q=" in found.actual
     assert found.hook == "build"
-    assert "go over all tasks" in str(found.help)
+    assert "update all tasks" in str(found.help)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """The adapter ``sglang``: backends like SGLang's `AttentionBackend`, as its graph runners call them.
 
-    given      what they are constructed with
-    batch      what they get for each step: modes, inputs of speculation; and what only an engine can make
+    given      what backends are constructed with
+    batch      what backends get for each step: modes and inputs of speculation, in our types or the engine's
     runner     the runner's persistent buffers: padding, batches
-    readers    what kernels read of SGLang's metadata
+    readers    what kernels read from SGLang's metadata
     backend    the calls of a capture, a replay and an eager step
     adapter    `Backends`: a factory, and the lanes in which it is checked
 

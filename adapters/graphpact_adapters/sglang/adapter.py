@@ -38,7 +38,7 @@ METHODS = {
     "update_verify_buffers_to_fill_after_draft": "after a draft, for a verify that was planned before it",
     "init_mha_chunk_metadata": "in extends of latents with cached keys",
 }
-"""Methods of backends that SGLang calls and the lanes do not, and when."""
+"""The methods of backends that SGLang calls and that lanes do not call, and when SGLang calls them."""
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
     "mha": frozenset({HeadLayout.MHA, HeadLayout.GQA}),
     "mla": frozenset({HeadLayout.MLA}),
@@ -55,22 +55,22 @@ class Backends:
     Args:
         make: ``model_runner -> backend``: a backend class, or a function. It gets plain values: see
             `graphpact_adapters.sglang.given`. An object with ``attn_backends``, one for each draft step, is
-            checked in lanes of draft decode, any other in all others.
-        read: ``(metadata, batch) -> reads``: what the kernel reads of the metadata; by default by the names
-            of its fields.
+            checked in lanes of draft decode. Any other object is checked in all other lanes.
+        read: ``(metadata, batch) -> reads``: returns what the kernel reads from the metadata. The default
+            recognises metadata by the names of its fields.
         kind: What the KV cache holds.
-        page_sizes: The sizes of a KV page that the backend serves.
-        head_dims: The sizes of a head that it serves; None for any.
-        trees: Whether it serves drafts with branches. Then draft extends have another number of tokens than
-            draft steps and one.
+        page_sizes: The page sizes of the KV cache that the backend serves.
+        head_dims: The ``head_dim`` values that it serves; None for any.
+        trees: Whether it serves drafts with branches (top-k > 1). If so, a request of a draft extend has a
+            number of tokens other than the number of draft steps plus one.
         modes: The kinds of step; None for all that the kind has. Extends run eagerly, as in an engine without
-            graphs of prefill.
+            prefill graphs.
         graph_modes: The kinds of step that SGLang captures in graphs with the backend; None for all but
-            extends. Steps of other modes are checked eagerly, and never in a graph.
-        engine: What only an installed engine can make; by default the types of
+            extends. Steps of other modes are checked only eagerly.
+        engine: Makes the objects that only an installed engine can make; by default the types of
             `graphpact_adapters.sglang.batch`.
-        tasks: What of the kernels the engine updates for each replay, as on an NPU. An update gets the batch
-            of the replay. Not for draft decodes.
+        tasks: The kernel arguments that the engine updates for each replay, as on an NPU. An update gets the
+            batch of the replay. Not for draft decodes.
     """
 
     make: Make
@@ -91,7 +91,7 @@ class Backends:
 
     @property
     def experiments(self) -> Sequence[Experiment]:
-        """The experiments of its lanes."""
+        """The experiments that run in its lanes."""
         return BUILDER_EXPERIMENTS if self.tasks is None else TASK_EXPERIMENTS
 
     @property
@@ -107,7 +107,7 @@ class Backends:
 
     @cached_property
     def _example(self) -> Any:
-        """A backend, to see what kind of one the factory makes."""
+        """A backend of the factory, to find out its kind."""
         table = torch.zeros(2, 8, dtype=torch.int32)
         sizes = ModelRunnerSizes(
             kind=self.kind,
@@ -127,7 +127,7 @@ class Backends:
         )
         with two_memories(HostMemory(), DEVICE):
             made = self.make(model_runner(sizes, table))
-        stand_ins.called()  # those of imports do not count
+        stand_ins.called()  # calls made by imports do not count
         return made
 
     @property
@@ -141,11 +141,11 @@ class Backends:
         )
 
     def backend(self, support: GraphSupport = GraphSupport.UNIFORM) -> type[SglangBackend]:
-        """Return the backend class of lanes whose steps have this graph support."""
+        """Return the backend class of lanes with this graph support."""
         adapter = self
 
         class OfFactory(SglangBackend):
-            """Backends of a given factory."""
+            """A backend made by the given factory."""
 
             make = staticmethod(adapter.make)
             read = staticmethod(adapter.read)
@@ -169,11 +169,11 @@ class Backends:
         return OfFactory
 
     def needs(self, options: Options) -> Iterator[Needs]:
-        """Yield what backends read of the model runner and batch, and the adapter lacks."""
+        """Yield the names that backends read from the model runner and batch and that the adapter lacks."""
         return needs_of(lambda asked: [*replace(self).lanes(asked)], options)
 
     def uncalled(self, plans: Sequence[PlannedLane]) -> Iterator[Uncalled]:
-        """Yield the methods of backends that SGLang calls, and none of the lanes of a run."""
+        """Yield the methods of backends that SGLang calls and that no lane of a run calls."""
         del plans
         yield from uncalled([self._example], METHODS, (), base="AttentionBackend")
 

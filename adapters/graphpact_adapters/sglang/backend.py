@@ -1,4 +1,4 @@
-"""`SglangBackend`: a backend of SGLang as a backend of the suite, with the calls that SGLang's runners make.
+"""`SglangBackend`: a backend of SGLang as one of the suite, called as SGLang's runners call it.
 
     once      ``init_cuda_graph_state(max_bs, max_num_tokens)``, before the first capture
     capture   ``init_forward_metadata_out_graph(batch, in_capture=True)``; then in the graph, before any
@@ -7,12 +7,13 @@
     replay    ``init_forward_metadata_out_graph(batch)``; the graph repeats what it recorded
     eager     ``init_forward_metadata(batch)``
 
-Where a backend has not these, the pair of earlier releases is called:
-``init_forward_metadata_capture_cuda_graph`` and ``init_forward_metadata_replay_cuda_graph``. Where it has the
-pair beside methods that do nothing, as those of SGLang's base class do, SGLang calls the methods: such a
-backend is refused.
+If a backend lacks these methods, the pair of earlier releases is called instead:
+``init_forward_metadata_capture_cuda_graph`` and ``init_forward_metadata_replay_cuda_graph``. A backend is
+refused if it has this pair, but its methods of the first list do nothing, such as those inherited from
+SGLang's
+base class: SGLang would call those.
 
-Does not: choose lanes, or judge; see `graphpact_adapters.sglang.adapter`.
+Does not: choose lanes; see `graphpact_adapters.sglang.adapter`.
 """
 
 import copy
@@ -41,16 +42,16 @@ _OF_A_NOOP = frozenset({"RESUME", "NOP", "LOAD_CONST", "RETURN_VALUE", "RETURN_C
 WORDS = Words(
     subject="backend",
     allocates="init_cuda_graph_state()",
-    largest="the max_bs requests and max_num_tokens tokens that init_cuda_graph_state() is told",
+    largest="the max_bs requests and max_num_tokens tokens that are passed to init_cuda_graph_state()",
     next_reader="the runner, and the backends of other draft steps, read",
-    no_graphs="if SGLang captures no graphs of such steps with this backend, say so: Backends(make,"
+    no_graphs="if SGLang captures no graphs of such steps with this backend, declare it: Backends(make,"
     " graph_modes={ForwardMode.DECODE}); steps of other modes are then checked without graphs",
 )
 """SGLang's words."""
 
 
 class SglangReader(Protocol):
-    """Takes from a backend's metadata what the kernel of a layer reads."""
+    """A function that returns what the kernel of a layer reads from a backend's metadata."""
 
     def __call__(self, metadata: Any, batch: Any) -> Reads:
         """Return the reads of metadata; see `graphpact_adapters.sglang.readers.read_sglang_metadata`."""
@@ -59,8 +60,9 @@ class SglangReader(Protocol):
 def sglang_sizes(context: BackendContext, kind: Kind, *, trees: bool = False) -> ModelRunnerSizes:
     """Return the sizes of a lane as SGLang counts them.
 
-    A sequence that drafts is shorter than the context; the drafts have room after it in ``req_to_token``. Of
-    a chain a request verifies one token more than draft steps; of a tree any number.
+    A sequence that drafts is shorter than the context, so that the drafts have room after it in
+    ``req_to_token``. With a chain, a request verifies one token more than there are draft steps; with a tree,
+    any number.
     """
     layer, limits, mode = context.layers[0], context.limits, context.mode
     drafts = mode is Mode.DRAFT_DECODE
@@ -102,7 +104,7 @@ def _is_triple(backend: Any) -> bool:
 
 
 def uncalled_pair(backend: Any) -> str | None:
-    """Return how a backend prepares graphs only where SGLang does not call it, in words; None if not so."""
+    """Return how a backend prepares graphs if only in methods that SGLang no longer calls, or None."""
     cls, pair = type(backend), [name for name in _PAIR if hasattr(backend, name)]
     if not pair or not _is_triple(backend):
         return None
@@ -112,12 +114,12 @@ def uncalled_pair(backend: Any) -> str | None:
     owner = next(each for each in cls.__mro__ if called in vars(each))
     return (
         f"{cls.__name__} prepares graphs in {' and '.join(pair)}, which SGLang no longer calls; it calls"
-        f" {called}, and that of {owner.__name__} does nothing"
+        f" {called}, and {owner.__name__}.{called} does nothing"
     )
 
 
 def _does_nothing(backend: Any, name: str) -> bool:
-    """Return whether a backend has no such method, or one without a statement."""
+    """Return whether a backend lacks a method, or has one with an empty body."""
     code = getattr(getattr(backend, name, None), "__code__", None)
     return code is None or {each.opname for each in dis.get_instructions(code)} <= _OF_A_NOOP
 
@@ -135,14 +137,14 @@ class _OfStep:
 
 
 class SglangBackend(BuilderBackend):
-    """A backend of one class of SGLang's shape; a subclass has the factory.
+    """A backend that calls one with SGLang's interface; a subclass sets the factory.
 
     Attributes:
         make: The factory: ``model_runner -> backend``.
-        read: Takes from metadata what the kernel reads.
+        read: Returns what the kernel reads from metadata.
         kind: What the KV cache holds.
-        trees: Whether draft extends are those of a draft with branches.
-        engine: Makes what only an installed engine can.
+        trees: Whether drafts have branches (top-k > 1).
+        engine: Makes the objects that only an installed engine can make.
     """
 
     make: ClassVar[Make]
@@ -180,16 +182,16 @@ class SglangBackend(BuilderBackend):
 
     @property
     def _steps(self) -> Sequence[Any]:
-        """The backends of draft steps that attend; empty for a backend of single steps.
+        """The backends of the draft steps that attend; empty for a backend of single steps.
 
-        The last of ``speculative_num_steps`` does not attend, so a backend for it may be there or not.
+        The last of ``speculative_num_steps`` steps does not attend, so a backend for it is optional.
         """
         if not self.sizes.drafts:
             return ()
         steps, most = self._backend.attn_backends, self.sizes.num_steps - 1
         if len(steps) < most:
             raise ConfigError(
-                f"{type(self._backend).__name__}.attn_backends has {len(steps)} of {most} backends, and a"
+                f"{type(self._backend).__name__}.attn_backends has {len(steps)} of {most} backends, but a"
                 f" draft of speculative_num_steps = {most + 1} reads attn_backends[{most - 1}]",
                 hint="make speculative_num_steps - 1 backends or more: every step but the last attends",
             )
@@ -201,7 +203,7 @@ class SglangBackend(BuilderBackend):
 
     @property
     def buffers(self) -> GraphRunnerBuffers:
-        """The runner's buffers, made once the backend has said how it wants padding rows."""
+        """The runner's buffers, made when the backend's fill value for padding rows is known."""
         if self._buffers is None:
             with self.engine.running():
                 fill = int((*self._steps, self._backend)[0].get_cuda_graph_seq_len_fill_value())
@@ -215,7 +217,7 @@ class SglangBackend(BuilderBackend):
         return {**self.buffers.tensors(), "req_to_token": self.context.req_to_token}
 
     def host_tensors(self, lent: LentBatch) -> Mapping[str, torch.Tensor]:
-        """Return the lengths on the host: the buffer, and those of the step."""
+        """Return the host tensors of lengths: the persistent buffer, and that of the step."""
         return {
             "seq_lens_cpu": self.buffers.tensors()["seq_lens_cpu"],
             "of the step": lent.rows["seq_lens_cpu"],
@@ -226,7 +228,7 @@ class SglangBackend(BuilderBackend):
         return self.buffers.lend(view, shape)
 
     def build(self, lent: LentBatch, phase: Phase) -> Built:
-        """Prepare a step, and return what the kernels read; what a graph reads follows in `in_graph`."""
+        """Prepare a step, and return what the kernels read; for a capture, `in_graph` returns it later."""
         if phase == "capture" and (why := uncalled_pair(self._backend)) is not None:
             raise ConfigError(
                 why,
@@ -257,11 +259,11 @@ class SglangBackend(BuilderBackend):
             shape in self._finished_in_graph
             or any(a is None or a is b for a, b in zip(after, before, strict=True))
         ):
-            return Built(())  # nothing was returned, or nothing that kernels can read yet
+            return Built(())  # there is no metadata, or kernels cannot read it yet
         return Built(self._read(self._batches[shape]))
 
     def built_metadata(self) -> Any:
-        """Return the batch of the replay, for which SGLang's runner updates the tasks of the graph."""
+        """Return the batch of the replay, which SGLang's runner uses to update the tasks of the graph."""
         return self._replayed
 
     def _call(self, batch: Given, lent: LentBatch, phase: Phase) -> None:
@@ -299,7 +301,7 @@ class SglangBackend(BuilderBackend):
             )
 
     def in_graph(self, captured: Built) -> None:
-        """Record the metadata work that belongs in the graph, and take what its kernels read."""
+        """Record the metadata work that belongs in the graph, and keep what its kernels read."""
         shape, backend = self._shape, self._backend
         assert shape is not None  # noqa: S101  a capture is under way
         batch = self._batches[shape]
@@ -315,12 +317,12 @@ class SglangBackend(BuilderBackend):
             captured.reads = self._read(batch)
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Metadata:
-        """Prepare an eager step, or all steps of a draft; one without requests reaches no backend."""
-        del fill  # the buffers are the engine's, and are kept
+        """Prepare an eager step, or all steps of a draft. No backend is called without requests."""
+        del fill  # the engine owns the buffers, and keeps them
         return self.steps_of(batch, self._build(batch, None, "eager") if batch.batch_size else Built(()))
 
     def steps_of(self, view: ForwardBatch, built: Built | None) -> Metadata:
-        """Return the reads of a step; of a draft those of each step apart, which were prepared together."""
+        """Return the reads of a step, or of each step of a draft, which were prepared together."""
         assert built is not None  # noqa: S101  drafts are prepared before their first step
         if not self.sizes.drafts:
             return built
@@ -332,12 +334,12 @@ class SglangBackend(BuilderBackend):
         return [current_metadata(each) for each in self._steps or [self._backend]]
 
     def _read(self, batch: Any) -> tuple[Reads, ...]:
-        """Return the reads of each draft step; of a backend of single steps one."""
+        """Return the reads of each draft step, or of the only step."""
         read = type(self).read
         return tuple(read(part, at) for part, at in zip(self._metadata(), self._each(batch), strict=True))
 
     def _each(self, batch: Any) -> Iterator[Any]:
-        """Yield the batch of each draft step, with the slots that it writes; or the batch as it is."""
+        """Yield a batch for each draft step, with the slots that it writes, or the batch of the only step."""
         if not self.sizes.drafts:
             yield batch
             return
@@ -349,6 +351,6 @@ class SglangBackend(BuilderBackend):
 
 
 def current_metadata(backend: Any) -> Any:
-    """Return the metadata that a backend's layers read now."""
+    """Return the metadata that a backend's layers currently read."""
     decode = getattr(backend, "forward_decode_metadata", None)
     return getattr(backend, "forward_metadata", None) if decode is None else decode

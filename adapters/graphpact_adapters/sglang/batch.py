@@ -1,8 +1,9 @@
 """What SGLang's runners give to a backend for each step: forward modes, batches, and inputs of speculation.
 
 The names are SGLang's (``srt/model_executor/forward_batch_info.py``, ``srt/speculative/eagle_info.py``), so
-that backends take either. A backend of an installed SGLang compares modes with SGLang's own enum, and asks
-inputs for methods: an `EngineTypes` makes those from these.
+that backends accept these types as well as SGLang's. A backend that imports an installed SGLang compares
+modes with SGLang's enum and calls methods of its inputs. For such a backend an `EngineTypes` converts these
+types to SGLang's.
 
 Does not: fill a batch; see `graphpact_adapters.sglang.runner`.
 """
@@ -17,7 +18,7 @@ import torch
 
 
 class SglangForwardMode(enum.IntEnum):
-    """The kind of a step, with the questions that backends ask.
+    """The kind of a step, with the predicates that backends call.
 
     Attributes:
         EXTEND: Prompts, or parts of them.
@@ -36,7 +37,7 @@ class SglangForwardMode(enum.IntEnum):
     DRAFT_EXTEND_V2 = enum.auto()
 
     def is_extend(self, include_draft_extend_v2: bool = False) -> bool:  # noqa: FBT001, FBT002  SGLang's own
-        """Return whether requests have several new tokens; of a draft extend only if asked."""
+        """Return whether requests have several new tokens; a draft extend counts only if included."""
         several = (SglangForwardMode.EXTEND, SglangForwardMode.MIXED, SglangForwardMode.TARGET_VERIFY)
         return self in several or (include_draft_extend_v2 and self.is_draft_extend_v2())
 
@@ -63,11 +64,11 @@ class SglangForwardMode(enum.IntEnum):
         return self is SglangForwardMode.TARGET_VERIFY
 
     def is_draft_extend_v2(self) -> bool:
-        """Return whether the draft model reads verified tokens, as many for every request."""
+        """Return whether the draft model reads verified tokens, the same number for every request."""
         return self is SglangForwardMode.DRAFT_EXTEND_V2
 
     def is_draft_extend(self, include_v2: bool = True) -> bool:  # noqa: FBT001, FBT002  SGLang's own
-        """Return the same, as earlier releases asked."""
+        """Return the same, by the name of earlier releases."""
         return include_v2 and self.is_draft_extend_v2()
 
 
@@ -76,12 +77,12 @@ class VerifyInput:
     """The drafts that a target verifies: SGLang's ``EagleVerifyInput``.
 
     Args:
-        custom_mask: bool, flat: for each draft token which keys it sees, of ``seq_len + draft_token_num``. At
-            a capture it is the runner's own, all True and longer than needed; at a replay that of the live
-            requests alone.
+        custom_mask: bool, flat: for each draft token, which of its ``seq_len + draft_token_num`` keys it
+            sees. At a capture it is the runner's buffer, all True and longer than needed. At a replay it
+            covers only the live requests.
         draft_token_num: Drafts of each request.
         spec_steps: Draft steps.
-        topk: Branches of a draft tree: 1, a chain.
+        topk: Branches of a draft tree; 1 is a chain.
     """
 
     custom_mask: torch.Tensor
@@ -97,7 +98,7 @@ class DraftExtendInput:
     Args:
         num_tokens_per_req: Tokens of each request, accepted or not.
         num_correct_drafts: ``[bs]`` int32: accepted drafts.
-        num_accept_tokens: ``[bs]`` int32: one more.
+        num_accept_tokens: ``[bs]`` int32: accepted drafts plus one.
         extend_seq_lens_tensor: ``[bs]`` int32: tokens of each request; None at a capture.
         extend_seq_lens_cpu: The same on the host; None at a capture.
     """
@@ -124,16 +125,16 @@ Speculation = VerifyInput | DraftExtendInput | DraftInput
 
 
 class EngineTypes(Protocol):
-    """What only an installed engine can make; `OWN` is for backends that take the types of this module."""
+    """Makes objects of an installed engine; `OWN` is for backends that take the types of this module."""
 
     def forward_mode(self, mode: SglangForwardMode) -> Any:
-        """Return the engine's own mode."""
+        """Return the engine's value for a mode."""
 
     def spec_info(self, given: Speculation) -> Any:
-        """Return the engine's own input of speculation."""
+        """Return the engine's object for an input of speculation."""
 
     def bind(self, batch: Any, model_runner: Any, *, in_capture: bool) -> None:
-        """Complete a batch by what the engine's runner binds to it."""
+        """Add to a batch what the engine's runner binds to it."""
 
     def running(self) -> AbstractContextManager[None]:
         """Return a context for each call of a backend."""
@@ -154,4 +155,4 @@ class _Own:
 
 
 OWN: EngineTypes = _Own()
-"""The engine of backends that import none."""
+"""The `EngineTypes` for backends that import no engine."""

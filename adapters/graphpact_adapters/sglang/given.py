@@ -1,11 +1,11 @@
-"""What a backend of SGLang is given in place of a model runner: plain values, and nothing else.
+"""The plain values that a backend of SGLang gets in place of a model runner.
 
-A backend reads a few dozen attributes of its model runner. :class:`Given` holds exactly those that somebody
-wrote down. A new release that reads another one says so, by its path, instead of computing with a default.
-:func:`model_runner` returns one with the sizes of a lane; a factory may complete it before it constructs a
-backend.
+A backend reads a few dozen attributes of its model runner. :class:`Given` holds exactly those that are listed
+here. If a new release reads another one, an error names its path, and no default is used.
+:func:`model_runner` returns such an object with the sizes of a lane. A factory may add to it before it
+constructs a backend.
 
-Does not: import SGLang, or hold what only SGLang can make: its configuration, its pools.
+Does not: import SGLang, or hold objects that only SGLang can make, such as its configuration and pools.
 """
 
 from collections.abc import Collection
@@ -31,16 +31,18 @@ class ModelRunnerSizes:
         head_dim: Size of a key.
         v_head_dim: Size of a value.
         kv_lora_rank: Size of a latent; None for heads.
-        dtype: Of queries and KV cache.
-        page_size: KV slots of a page.
-        context_len: The longest sequence; drafts may follow it, up to the columns of ``req_to_token``.
-        max_requests: Most requests of a step.
+        dtype: Dtype of queries and KV cache.
+        page_size: KV slots in a page.
+        context_len: Length of the longest sequence, in tokens. Drafts may follow it, up to the columns of
+            ``req_to_token``.
+        max_requests: The most requests of a step.
         width: Tokens of a request in a step of the lane's graphs.
         num_draft_tokens: Tokens of a request in target verify and draft extend; None without speculation.
-        num_steps: Draft steps, as SGLang counts them: the last one does not attend. 0 without speculation.
+        num_steps: Draft steps in SGLang's count, which includes a last one that does not attend; 0 without
+            speculation.
         topk: Branches of a draft.
         is_draft_worker: Whether the backend serves the draft model.
-        drafts: Whether a step is a draft decode of several steps.
+        drafts: Whether the lane runs draft decodes of several steps.
     """
 
     kind: Kind
@@ -62,24 +64,24 @@ class ModelRunnerSizes:
 
     @property
     def slots_per_token(self) -> int:
-        """KV slots of a token in ``out_cache_loc``: one for each step of a draft decode."""
+        """KV slots per token in ``out_cache_loc``: in a draft decode one for each step."""
         return self.num_steps if self.drafts else 1
 
     def times(self, room: int) -> "ModelRunnerSizes":
-        """Return sizes of ``room`` times as many requests."""
+        """Return sizes with ``room`` times as many requests."""
         return replace(self, max_requests=self.max_requests * room)
 
 
 class NotInModelRunnerError(NeedsValueError):
     """A backend read an attribute that it was not given.
 
-    It is no ``AttributeError``: ``getattr(runner, name, default)`` and ``hasattr`` raise it too, since a
-    default would hide what the backend began to read.
+    It is not an ``AttributeError``, so ``getattr(runner, name, default)`` and ``hasattr`` raise it too. A
+    default would hide that a backend reads a new attribute.
     """
 
 
 class Given:
-    """A strict namespace over plain values. Values may be set later, as a backend does with its runner.
+    """A strict namespace over plain values. Values may be set later, as a backend does on its runner.
 
     Args:
         path: The name of the object in errors, for instance ``model_runner.model_config``.
@@ -96,8 +98,8 @@ class Given:
         self.__dict__.update(values, _path=path, _absent=frozenset(absent))
 
     def __getattr__(self, name: str) -> Any:
-        """Raise: Python asks here only for what is not among the values."""
-        if name.startswith("__"):  # a protocol of Python's, such as copying; the values may not be there yet
+        """Raise, because Python calls this only for a name without a value."""
+        if name.startswith("__"):  # Python's protocols, such as copying; the values may not be set yet
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         if name in self._absent:
             raise AttributeError(f"{self._path} has no attribute {name!r}")
@@ -105,7 +107,7 @@ class Given:
         return assume_missing(
             self._path,
             name,
-            f"{self._path}.{name} was read, and is not given; given are {there}",
+            f"{self._path}.{name} was read, but is not given; given are {there}",
             hint=f"give {self._path} a value for {name!r}, or list it as absent if an engine may lack it",
             error=NotInModelRunnerError,
         )
@@ -115,7 +117,7 @@ class Given:
 
 
 def model_runner(sizes: ModelRunnerSizes, req_to_token: torch.Tensor) -> Given:
-    """Return what a backend is given: a strict model runner over plain values.
+    """Return a strict model runner over plain values, for the constructor of a backend.
 
     Args:
         sizes: The sizes of the lane.

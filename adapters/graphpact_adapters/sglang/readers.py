@@ -1,15 +1,16 @@
-"""What the kernels of SGLang's attention backends read of their metadata.
+"""What the kernels of SGLang's attention backends read from their metadata.
 
     pages     ``page_table``, ``cache_seqlens_int32``, ``cu_seqlens_q``: FlashAttention-3, TRT-LLM
-    blocks    ``block_kv_indices``, ``seq_lens_k``: the MLA family of TRT-LLM. Without ``cu_seqlens_q`` each
-              request has as many queries as the layout of a batch has
-    slots     ``kv_indptr``, ``kv_indices``: Triton. With ``qo_indptr`` the list is the prefix alone, and the
-              new keys of a request follow it
+    blocks    ``block_kv_indices``, ``seq_lens_k``: the MLA family of TRT-LLM. Without ``cu_seqlens_q`` the
+              batch has the number of queries of each request
+    slots     ``kv_indptr``, ``kv_indices``: Triton. With ``qo_indptr`` the list holds only the prefix, and
+              the new keys of a request follow it
 
-A kernel goes by the address of a tensor and by lengths, not by the shape of a view: a view that a capture
-made for a dummy may be shorter than what a replay writes. Readers widen such views to their memory.
+A kernel uses the address of a tensor and the lengths, not the shape of a view. A view that a capture made for
+a dummy batch may be shorter than what a replay writes, so readers widen such views to the end of their
+memory.
 
-Does not: read metadata whose kernel does something else; its author gives a reader.
+Does not: read the metadata of any other kernel; its author gives a reader.
 """
 
 from typing import Any
@@ -75,7 +76,7 @@ def slots(metadata: Any, batch: Any) -> IndexedReads:
 
 
 def widened(view: torch.Tensor) -> torch.Tensor:
-    """Return a list from its first number to the end of its memory: what an address reaches."""
+    """Return a list from its first number to the end of its memory, which a kernel can read."""
     size = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset()
     return view.as_strided((size,), (1,))
 
@@ -87,12 +88,12 @@ def read_sglang_metadata(metadata: Any, batch: Any) -> Reads:
     """Return the reads of metadata by the names of its fields.
 
     Args:
-        metadata: The backend's metadata, as it was captured.
-        batch: The batch of the capture. Its ``out_cache_loc`` is the runner's buffer; in a draft decode the
-            slots of the step.
+        metadata: The captured metadata of the backend.
+        batch: The batch of the capture. Its ``out_cache_loc`` is the runner's buffer, or in a draft decode
+            the slots of the step.
 
     Raises:
-        ConfigError: The fields are of no known form.
+        ConfigError: The fields match no known kernel.
     """
     for name, reader in _FORMS:
         if getattr(metadata, name, None) is not None:
@@ -100,5 +101,5 @@ def read_sglang_metadata(metadata: Any, batch: Any) -> Reads:
     there = ", ".join(sorted(getattr(metadata, "__dict__", {}))) or "none"
     raise ConfigError(
         f"{type(metadata).__name__} has no page_table, block_kv_indices or kv_indptr; its fields are {there}",
-        hint="give a reader of your own: Backends(make, read=...)",
+        hint="write a reader for it: Backends(make, read=...)",
     )

@@ -1,13 +1,14 @@
-"""The model runner's half: its persistent buffers, how it pads them, and the batch that a backend gets.
+"""The model runner's part: its persistent buffers, how it pads them, and the batch that a backend gets.
 
-    capture   every row is padding: request row 0, KV slot 0, and the backend's own fill value as its length
-    replay    live rows are copied, the rest is padded the same; the batch is a new object in each step, and
-              its ``out_cache_loc`` is the live batch's own tensor, elsewhere in each step
-    eager     new tensors of the batch alone
+    capture   every row is padding: request row 0, KV slot 0, and as its length the backend's fill value
+    replay    live rows are copied, and the rest is padded in the same way. Each step has a new batch object,
+              whose ``out_cache_loc`` is the live batch's tensor, at another address in each step
+    eager     new tensors, without padding
 
-A draft extend shows its buffers whole, longer than the batch, and a draft decode has the slots of all steps.
+In a draft extend the batch shows the whole buffers, longer than the batch. A draft decode has the slots of
+all steps.
 
-Does not: choose what to capture, or call a backend.
+Does not: call a backend; see `graphpact_adapters.sglang.backend`.
 """
 
 from dataclasses import dataclass
@@ -38,21 +39,21 @@ MODES = {
     Mode.DRAFT_DECODE: SglangForwardMode.DECODE,
     Mode.DRAFT_EXTEND: SglangForwardMode.DRAFT_EXTEND_V2,
 }
-"""SGLang's mode of each kind of step: a draft decode is a decode of the draft model."""
+"""SGLang's mode for each kind of step. A draft decode is a decode of the draft model."""
 ABSENT = ("_original_forward_mode", "kv_loc_plan", "out_cache_loc_dsv4")
 """Attributes of a batch that only some runners set."""
 
 
 @dataclass(frozen=True)
 class LentBatch:
-    """A step, as the runner sees it.
+    """One step as the runner sees it.
 
     Args:
         view: The batch, padded to the shape.
         shape: The captured shape; None for an eager step.
-        mode: The kind of step: of an idle batch that of its graph.
-        live: Live requests.
-        rows: The step's own tensors, padded, by the name of the buffer.
+        mode: The kind of step; for an idle batch, that of its graph.
+        live: The number of live requests.
+        rows: The step's tensors, padded, by the name of the buffer.
     """
 
     view: ForwardBatch
@@ -68,11 +69,11 @@ class LentBatch:
 
 
 class GraphRunnerBuffers:
-    """The persistent buffers of a runner, and the batches over them.
+    """The persistent buffers of a runner. It makes batches whose tensors are views of them.
 
     Args:
         sizes: The sizes of the lane.
-        fill: The length of a padding row, as the backend wants it.
+        fill: The length of a padding row, as the backend requires it.
         engine: Makes modes and inputs of speculation.
         device: Device of the buffers.
     """
@@ -101,7 +102,7 @@ class GraphRunnerBuffers:
         return self._tensors
 
     def lend(self, view: ForwardBatch, shape: GraphShape | None) -> LentBatch:
-        """Write the buffers for a batch that a graph holds.
+        """Write the buffers for a batch.
 
         Args:
             view: The batch, padded to ``shape``; one whose rows are all padding rows is a dummy.
@@ -114,7 +115,7 @@ class GraphRunnerBuffers:
         width = tokens // bs if bs else 1
         first = live * width if view.extend_seq_lens is None else tokens
         slots = view.out_cache_loc
-        if mode is Mode.DRAFT_DECODE:  # the last step of SGLang's draft does not attend
+        if mode is Mode.DRAFT_DECODE:  # the last draft step of SGLang does not attend
             slots = torch.nn.functional.pad(slots, (0, 1)).flatten()
         drafts = view.num_correct_drafts
         rows = {
@@ -201,7 +202,7 @@ class GraphRunnerBuffers:
         chain = torch.ones(width, width, dtype=torch.bool).tril()
         lens = lent.rows["seq_lens_cpu"].tolist()
         if phase == "replay":
-            lens = lens[: lent.live]  # of padding rows there are no drafts
+            lens = lens[: lent.live]  # padding rows have no drafts
         rows = [torch.cat([torch.ones(width, n, dtype=torch.bool), chain], dim=1).flatten() for n in lens]
         empty = torch.zeros(0, dtype=torch.bool)
         return torch.cat([*rows, empty]).to(self._device)
@@ -229,7 +230,7 @@ _NONE = (
     "global_num_token_non_padded",
     "global_num_token_non_padded_cpu",
 )
-"""Attributes of a batch for features that the suite has no lanes for."""
+"""Attributes of a batch for features that no lane of the suite covers."""
 
 
 def _padded(rows: torch.Tensor, live: int, size: int, value: int = 0) -> torch.Tensor:

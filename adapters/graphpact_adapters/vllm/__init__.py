@@ -1,9 +1,9 @@
 """The adapter ``vllm``: builders like vLLM's `AttentionMetadataBuilder`, as its model runner V2 calls them.
 
     common     what builders get for each step
-    given      what they are constructed with
+    given      what builders are constructed with
     runner     the model runner's persistent buffers: padding, dummies
-    readers    what kernels read of vLLM's metadata
+    readers    what kernels read from vLLM's metadata
     backend    the calls of a capture, a replay and an eager step
     adapter    `Builders`: a factory, and the lanes in which it is checked
 

@@ -1,20 +1,22 @@
 """`VllmBackend`: builders of vLLM as a backend, with the calls that model runner V2 makes.
 
-    capture   ``build_for_cudagraph_capture`` for every group, twice: V2 warms up with metadata of its own
-    replay    ``build(0, common)`` for every group; the result is dropped. Runners of earlier releases gave no
-              padding rows to it: an author's choice (`VllmBackend.pads_replays`)
+    capture   ``build_for_cudagraph_capture`` for every group, twice: V2 warms up with separate metadata
+    replay    ``build(0, common)`` for every group; the result is dropped. Runners of earlier releases pass no
+              padding rows; the author chooses (`VllmBackend.pads_replays`)
     draft     the metadata of a capture serves all steps: in the graph, each step advances the buffers and
-              calls ``update_draft_decode_metadata``; an eager draft builds each step, ``build_for_drafting``
+              calls ``update_draft_decode_metadata``; an eager draft calls ``build_for_drafting`` for each
+              step
     idle      as a capture: V2 gives a rank without requests the metadata of a dummy, and replays
-    groups    the blocks of a request are others in each group, so that a group's metadata serves no other
-    order     groups are built in turn, in the other order in every second step: a release may change it
+    groups    each group has other blocks for a request, so the metadata of one group is wrong for another
+    order     groups are built one after another, in reverse order in every second step, because a release
+              may change the order
     states    a group of recurrent layers after the first takes the metadata of the first, with another block
               table, if the builder has ``supports_update_block_table``: at captures too, and always in order
 
-Model runner V1 differs in what concerns builders with ``supports_update_block_table``: each group is captured
-with metadata of its own, and in all other steps a group after the first takes that of the first.
+Model runner V1 differs for builders with ``supports_update_block_table``: each group is captured with
+separate metadata, and in all other steps a group after the first takes the metadata of the first.
 
-Does not: choose lanes, or judge; see `graphpact_adapters.vllm.adapter`.
+Does not: choose lanes; see `graphpact_adapters.vllm.adapter`.
 """
 
 import inspect
@@ -36,7 +38,7 @@ from graphpact_adapters.vllm.runner import Lent, RunnerBuffers, is_all_padding
 
 
 class OfLane(Protocol):
-    """The part of a `BackendContext` that sizes are made of."""
+    """The part of a `BackendContext` from which sizes are made."""
 
     @property
     def layers(self) -> Sequence[LayerSpec]:
@@ -62,7 +64,7 @@ _ON_HOST = (
     "_seq_lens_cpu",
     "_num_computed_tokens_cpu",
 )
-"""Fields on the host that the builders of a step share."""
+"""Host fields that the builders of a step share."""
 ModelRunner = Literal["V1", "V2"]
 UPDATE = "update_block_table"
 ROPE = 8
@@ -70,7 +72,7 @@ ROPE = 8
 
 
 def num_drafts_of(mode: ForwardMode, draft: DraftLimits) -> int:
-    """Return the speculative tokens of the engine of a lane; 0 without drafts."""
+    """Return ``num_speculative_tokens`` of a lane's engine; 0 without drafts."""
     if mode is ForwardMode.TARGET_VERIFY:
         return draft.num_draft_tokens - 1
     return draft.num_steps if mode is ForwardMode.DRAFT_DECODE else 0
@@ -82,7 +84,7 @@ def vllm_sizes(
     """Return the sizes of a lane as vLLM's configuration counts them.
 
     Args:
-        context: Of the lane's backend.
+        context: The context of the lane's backend.
         capture_sizes: Token counts that are captured.
         kind: What the KV cache holds; with windows, the groups of layers without one are ``full``.
         group: The KV-cache group.
@@ -131,16 +133,16 @@ WORDS = Words(
 
 
 class VllmBackend(BuilderBackend):
-    """A backend of builders of one class; a subclass has the factory.
+    """A backend that calls builders of one class; a subclass sets the factory.
 
     Attributes:
         make: The factory: ``(kv_cache_spec, layer_names, vllm_config, device) -> builder``.
-        read: Takes from metadata what the kernel reads.
+        read: Returns what the kernel reads from metadata.
         kind: What the KV cache holds.
         capture_sizes: Token counts that the lane captures.
         varlen: The most tokens of a request in a graph of decodes of different lengths; None in other lanes.
         pads_replays: Whether a replay's build gets the padding rows and tokens of the graph.
-        model_runner: The runner whose calls are made.
+        model_runner: The model runner whose calls are made.
     """
 
     make: ClassVar[Make]
@@ -194,7 +196,7 @@ class VllmBackend(BuilderBackend):
         self._builds = 0
         self._found: dict[int, Any] = {}  # the metadata of the last build by group, which the engine keeps
         self._objects: dict[int, tuple[Built, dict[int, Any]]] = {}
-        """The metadata of captures by group, by the identity of what was read of it: drafts update it."""
+        """Captured metadata by group, by the identity of its reads. Drafts update it in the graph."""
 
     @property
     def builders(self) -> Sequence[object]:
@@ -221,7 +223,7 @@ class VllmBackend(BuilderBackend):
 
     @contextmanager
     def cache_of(self, group: int, layer: LayerSpec) -> Iterator[KVBuffers]:
-        """Give a copy of the layer's cache with the blocks where the group has them, and write it back."""
+        """Yield a copy of the layer's cache with the group's block order, and write it back at the end."""
         cache, at = self.context.kv_cache, layer.cache_layer
         slots = self.buffers.slots[group]
         if slots is None:
@@ -240,7 +242,7 @@ class VllmBackend(BuilderBackend):
             cache.v[at].copy_(v[slots])
 
     def build(self, lent: Lent, phase: Phase, step: int = 0) -> Built:
-        """Build for each group, in the other order than the step before; ``step`` is that of a draft."""
+        """Build for each group, in the reverse order of the step before. ``step`` is the step of a draft."""
         if phase == "replay" and not self.pads_replays:
             lent = lent.unpadded()
         updates = self._updates(phase)
@@ -268,18 +270,18 @@ class VllmBackend(BuilderBackend):
         return built
 
     def built_metadata(self) -> dict[str, Any]:
-        """Return the metadata of the last build by layer name, group after group as they were built."""
+        """Return the metadata of the last build by layer name, in the order in which groups were built."""
         names = self.sizes.layer_names
         return {name: made for group, made in self._found.items() for name in names[group::NUM_GROUPS]}
 
     def _updates(self, phase: Phase) -> bool:
-        """Return whether groups after the first take the metadata of the first one."""
+        """Return whether groups after the first take the metadata of the first group."""
         if not updates_block_tables(self._builders[0]):
             return False
         return phase in ("replay", "eager") if self.model_runner == "V1" else self.kind == "mamba"
 
     def call_of(self, group: int) -> str:
-        """Return the name of the method that makes the metadata of a group's replays."""
+        """Return the name of the builder's method that makes the metadata of a group for replays."""
         return UPDATE if group and self._updates("replay") else super().call_of(group)
 
     def _in_turn(self) -> list[int]:
@@ -290,7 +292,7 @@ class VllmBackend(BuilderBackend):
     def begin_step(self, part: DraftStep) -> Built:
         """Advance the buffers, and update the captured metadata; in an eager draft, build for the step."""
         if part.built is None and not part.num_reqs:
-            return Built(())  # no builder sees a step without requests
+            return Built(())  # no builder is called for a step without requests
         if part.built is None:
             lent = self.buffers.lend_step(part.step, part.num_reqs)
             with self.two_memories(lent):
@@ -322,14 +324,15 @@ class VllmBackend(BuilderBackend):
 
 
 def updates_block_tables(builder: object) -> bool:
-    """Return whether a builder declares that it makes metadata of that of another group."""
+    """Return whether a builder declares that it makes metadata from that of another group."""
     return bool(getattr(builder, "supports_update_block_table", False))
 
 
 def _takes(function: Callable[..., object], name: str) -> bool:
-    """Return whether a function has a parameter of a name, or takes any.
+    """Return whether a function accepts a keyword argument.
 
-    V2 asks for the builder's class: Mamba2, GDN and the short convolutions take the counts, Linear does not.
+    V2 decides by the builder's class: Mamba2, GDN and the short convolutions take the counts of accepted
+    tokens, Linear does not.
     """
     parameters = inspect.signature(function).parameters.values()
     return any(each.name == name or each.kind is each.VAR_KEYWORD for each in parameters)

@@ -1,8 +1,8 @@
-"""`CommonAttentionMetadata`: what vLLM's model runner gives to every builder of a step, typed here.
+"""`CommonAttentionMetadata`: the batch that vLLM's model runner gives to every builder in a step.
 
 It has the fields and methods of vLLM's class of the same name (``vllm/v1/attention/backend.py``), so that
-builders take either; those of releases since 0.11 too, which later ones lack. Fields of features that the
-suite has no lanes for are None.
+builders accept it. It also has those that later releases removed, from release 0.11 on. Fields for features
+that no lane of the suite covers are None.
 
 Does not: fill them; see `graphpact_adapters.vllm.runner`.
 """
@@ -25,29 +25,30 @@ class CommonAttentionMetadata:
         query_start_loc_cpu: The same on the host.
         seq_lens: ``[num_reqs]`` int32: keys of each request, those of this step included; 0 in padding rows.
         num_reqs: Requests, padding rows included.
-        num_actual_tokens: Tokens, padding tokens included: the name is vLLM's, which calls it misleading.
+        num_actual_tokens: Tokens, padding tokens included. The name is vLLM's; its own comment calls it
+            misleading.
         max_query_len: The most queries of a request.
-        max_seq_len: The most keys of a request, or a larger number.
+        max_seq_len: An upper bound on the keys of a request.
         block_table_tensor: ``[num_reqs, blocks]`` int32: block ids; 0 in padding rows, and past the last.
         slot_mapping: ``[T]`` int64: the KV slot that each token writes; -1 for padding tokens.
         causal: Whether queries see no later keys.
-        logits_indices_padded: None: of fast prefill with a shared KV cache.
+        logits_indices_padded: None; for fast prefill with a shared KV cache.
         num_logits_indices: None, as above.
         max_logits_per_req: None, as above.
-        encoder_seq_lens: None: of cross attention.
+        encoder_seq_lens: None; for cross attention.
         encoder_seq_lens_cpu: None, as above.
-        dcp_local_seq_lens: None: of decode context parallelism.
+        dcp_local_seq_lens: None; for decode context parallelism.
         dcp_local_seq_lens_cpu: None, as above.
         dcp_local_seq_lens_cpu_upper_bound: None, as above.
         seq_lens_cpu_upper_bound: ``[num_reqs]`` int32 on the host: at least ``seq_lens``.
         is_prefilling: ``[num_reqs]`` bool on the host: whether a prompt is not yet computed.
         positions: ``[T]`` int64.
-        req_idx: None: the rows of the requests in the runner's tables, for prefill context parallelism.
-        mm_req_doc_ranges: None: of multimodal prefixes.
-        rswa_prefix_lens: None: of a reference window.
-        replayssm_decode_base_cpu: None: of replayed state space models.
-        _seq_lens_cpu: ``[num_reqs]`` int32 on the host: exactly ``seq_lens``, of releases since 0.11. None
-            where a runner that speculates does not know them; `seq_lens_cpu` copies them from the device.
+        req_idx: None; for prefill context parallelism, the rows of the requests in the runner's tables.
+        mm_req_doc_ranges: None; for multimodal prefixes.
+        rswa_prefix_lens: None; for a reference window.
+        replayssm_decode_base_cpu: None; for replayed state space models.
+        _seq_lens_cpu: ``[num_reqs]`` int32 on the host: exactly ``seq_lens``, in releases since 0.11. None if
+            the runner speculates and so does not know them; `seq_lens_cpu` then copies them from the device.
         _num_computed_tokens_cpu: ``[num_reqs]`` int32 on the host: keys that are in the cache already; None
             as above.
     """
@@ -95,15 +96,15 @@ class CommonAttentionMetadata:
         return self._num_computed_tokens_cpu
 
     def __getattr__(self, name: str) -> Any:
-        """Raise: Python asks here only for what is no field."""
-        if name.startswith("__"):  # of Python's own protocols, such as copying
+        """Raise, because Python calls this only for a name that is not a field."""
+        if name.startswith("__"):  # Python's protocols, such as copying
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return assume_missing(
             "common_attn_metadata",
             name,
             f"common_attn_metadata.{name}: the suite has no value for it",
-            hint=f"read it with getattr(common_attn_metadata, {name!r}, ...) where an engine may lack it, or"
-            " give it to the builder in its factory",
+            hint=f"read it with getattr(common_attn_metadata, {name!r}, ...) if an engine may lack it, or"
+            " pass it to the builder in its factory",
             error=NotGivenError,
         )
 
@@ -120,7 +121,7 @@ class CommonAttentionMetadata:
         return self.seq_lens - self.naive_query_lens()
 
     def token_to_req_indices(self, buffer: torch.Tensor) -> torch.Tensor:
-        """Return the start of ``buffer`` with the request of each token; padding tokens get the last one."""
+        """Return the head of ``buffer`` with each token's request index; padding gets the last index."""
         tokens = torch.arange(self.num_actual_tokens, dtype=torch.int32, device=buffer.device)
         found = torch.searchsorted(self.query_start_loc[1:], tokens, right=True)
         out = buffer[: self.num_actual_tokens]

@@ -1,16 +1,16 @@
-"""Plain values that the suite gives to any author's builder of vLLM's kind.
+"""The plain values with which a vLLM builder of any author is constructed.
 
 A builder is constructed with a KV cache spec, the names of its layers, a configuration and a device.
-:func:`kv_cache_spec` and :func:`vllm_config` return the first and the third as namespaces: the names that
-builders read, with the values of a single GPU without quantization, and with the sizes of the lane under
-test. No engine is imported.
+:func:`kv_cache_spec` and :func:`vllm_config` return the first and the third as namespaces. These have the
+names that builders read, with the values for a single GPU without quantization and the sizes of the lane
+under test. No engine is imported.
 
-A namespace is strict: reading a name that it lacks raises :class:`NotGivenError`, an ``AttributeError``, with
-the path that was read, so that a new release of an engine says what it began to read. A builder's factory may
-set attributes of it before it constructs the builder.
+A namespace is strict: to read a name that it lacks raises :class:`NotGivenError`, an ``AttributeError`` with
+the path. So an error shows which new name a release of the engine reads. A builder's factory may set
+attributes before it constructs the builder.
 
-Does not: make an engine's own spec, configuration or layer classes; a factory makes them where a builder asks
-for them with ``isinstance``.
+Does not: make an engine's spec, configuration or layer classes; a factory makes them if a builder checks them
+with ``isinstance``.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,7 @@ class Namespace:
     """Named values; reading any other name raises.
 
     Args:
-        path: How a reader names this namespace, such as ``vllm_config.cache_config``.
+        path: The name of this namespace in errors, such as ``vllm_config.cache_config``.
         values: The values, by name.
     """
 
@@ -45,15 +45,15 @@ class Namespace:
         self.__dict__.update(values, _path=path)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):  # of Python's own protocols, such as copying
+        if name.startswith("_"):  # Python's protocols, such as copying
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         path, known = self._path, ", ".join(sorted(self.names()))
         return assume_missing(
             path,
             name,
             f"{path}.{name}: the suite has no value for it; it has {known}",
-            hint=f"set it in the builder's factory, `{path}.{name} = ...`, or construct the builder with an "
-            "object of your own",
+            hint=f"set it in the builder's factory, `{path}.{name} = ...`, or construct the builder"
+            " with another object",
             error=NotGivenError,
         )
 
@@ -92,7 +92,7 @@ class GraphMode(Enum):
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of a lane of the suite, from which everything given to a builder follows.
+    """The sizes of a lane of the suite. All values given to a builder are derived from them.
 
     Attributes:
         num_layers: Layers that share the builder's metadata.
@@ -100,19 +100,19 @@ class Sizes:
         num_kv_heads: Heads of the KV cache; 1 for ``mla``.
         head_size: Elements of a cached key; for ``mla`` of the latent vector and its rotary part together.
         head_size_v: Elements of a cached value; 0 for ``mla``, whose value is part of the latent vector.
-        dtype: Of the model and of the cache.
-        block_size: Tokens of a block of the cache.
-        max_model_len: Longest sequence, in tokens.
-        max_num_seqs: Most requests of a step.
-        max_num_tokens: Most tokens of a step.
+        dtype: Dtype of the model and of the cache.
+        block_size: Tokens in a block of the cache.
+        max_model_len: Length of the longest sequence, in tokens.
+        max_num_seqs: The most requests of a step.
+        max_num_tokens: The most tokens of a step.
         capture_sizes: Numbers of tokens for which a graph is captured, ascending.
-        num_blocks: Blocks of the cache; None for block 0 and those of the longest step.
+        num_blocks: Blocks of the cache; None for block 0 and those of the largest step.
         num_speculative_tokens: Draft tokens of a request that a step verifies; 0 without speculation.
         kind: What the cache holds.
         sliding_window: Keys that a query sees, for ``sliding_window``; else None.
         rope_size: Elements of the rotary part of an MLA key.
-        state_shapes: Of one request's recurrent states, for ``mamba``: convolution, then scan.
-        chunk_size: Tokens of a chunk of the scan that fills recurrent states, for ``mamba``.
+        state_shapes: Shapes of one request's recurrent states, for ``mamba``: convolution, then scan.
+        chunk_size: Tokens in a chunk of the scan that fills recurrent states, for ``mamba``.
     """
 
     num_layers: int
@@ -135,7 +135,7 @@ class Sizes:
     chunk_size: int = 16
 
     def __post_init__(self) -> None:
-        """Refuse a window without its kind, and the kind without a window."""
+        """Raise if there is a window without kind ``sliding_window``, or that kind without a window."""
         if (self.sliding_window is None) == (self.kind == "sliding_window"):
             raise ConfigError(
                 f"sizes of kind {self.kind!r} with sliding_window={self.sliding_window}",
@@ -143,7 +143,7 @@ class Sizes:
             )
 
     def times(self, factor: int) -> "Sizes":
-        """Return sizes with ``factor`` times as many requests, tokens and tokens of a capture."""
+        """Return sizes with ``factor`` times as many requests, tokens and captured tokens."""
         return replace(
             self,
             max_num_seqs=self.max_num_seqs * factor,
@@ -158,7 +158,7 @@ class Sizes:
 
 
 def kv_cache_spec(sizes: Sizes) -> Namespace:
-    """Return what an engine says about one group of its KV cache.
+    """Return the specification of one group of an engine's KV cache.
 
     It has the names of vLLM's ``FullAttentionSpec``, ``MLAAttentionSpec``, ``SlidingWindowSpec`` or
     ``MambaSpec``.
@@ -197,7 +197,7 @@ def kv_cache_spec(sizes: Sizes) -> Namespace:
 
 
 def vllm_config(sizes: Sizes) -> Namespace:
-    """Return an engine's configuration: groups of settings, each a namespace of its own."""
+    """Return an engine's configuration, in which each group of settings is a namespace."""
     path = "vllm_config"
 
     def group(name: str, **values: Any) -> Namespace:
@@ -222,7 +222,7 @@ def vllm_config(sizes: Sizes) -> Namespace:
                 cudagraph_mode=GraphMode.FULL_DECODE_ONLY,
                 cudagraph_capture_sizes=list(sizes.capture_sizes),
                 max_cudagraph_capture_size=max(sizes.capture_sizes, default=None),
-                max_capture_size=max(sizes.capture_sizes, default=None),  # as releases up to 0.11 have it
+                max_capture_size=max(sizes.capture_sizes, default=None),  # the name in releases up to 0.11
                 static_forward_context={name: _layer(sizes, name) for name in sizes.layer_names},
             ),
             "scheduler_config": group(

@@ -1,19 +1,19 @@
-"""`RunnerBuffers`: the model runner's half of the bargain with vLLM's builders, as model runner V2 keeps it.
+"""`RunnerBuffers`: the persistent buffers of vLLM's model runner V2, and what builders get from them.
 
     persistent   ``query_start_loc``, ``seq_lens``, ``positions``, and for each KV-cache group a block table
                  and a slot mapping: allocated once, for the largest step; builders get the first rows
     windows      blocks that no query sees are block 0 in the table of a group with a window
-    a replay     live requests first; padding rows have no query (offsets stay), no key, blocks of zeros, and
-                 padding tokens the slot -1
-    a dummy      tokens shared evenly by all requests, whose keys are those tokens; blocks of zeros, slots -1,
-                 ``max_seq_len`` the longest sequence, ``max_query_len`` what the graph must hold. Captures
-                 have dummies, and replays of an idle rank
+    a replay     live requests come first; padding rows have no query (equal offsets), no key and blocks of
+                 zeros; padding tokens have the slot -1
+    a dummy      all requests share the tokens evenly, and their keys are those tokens; blocks are zeros,
+                 slots are -1, ``max_seq_len`` is the longest sequence, ``max_query_len`` is what the graph
+                 must support. Captures use dummies, and so do replays of an idle rank
     states       a block table of recurrent layers has a column for each token of a step: the state rows of
                  the request. Accepted tokens are kept by request row, and gathered for each step
 
 From ``vllm/v1/worker/gpu`` of vLLM 0.33: ``input_batch.py``, ``model_runner.py``, ``model_states``.
 
-Does not: copy token ids or sample: the lane's runner does.
+Does not: copy token ids or sample; the lane's runner does.
 """
 
 from collections.abc import Sequence
@@ -29,17 +29,17 @@ from graphpact_adapters.vllm.given import Sizes
 
 PAD_SLOT = -1
 MOST_SLOTS = 2**16
-"""Slots of a cache whose blocks are others in each group; a high cache of the suite has holes for memory."""
+"""The most slots of a cache in which each group has other blocks; larger caches have unbacked holes."""
 
 
 @dataclass(frozen=True)
 class Lent:
-    """What the builders of one step get.
+    """What builders get in one step.
 
     Args:
         common: One entry for each KV-cache group.
         num_accepted_tokens: ``[num_reqs]`` int32: accepted tokens of the last step of each request, 1 in
-            padding rows; None without recurrent states or speculation, and in dummies.
+            padding rows. None in dummies, and without recurrent states or speculation.
         num_decode_draft_tokens_cpu: ``[num_reqs]`` int32 on the host: drafts of each decode, -1 for other
             rows; None as above.
     """
@@ -49,7 +49,7 @@ class Lent:
     num_decode_draft_tokens_cpu: torch.Tensor | None = None
 
     def unpadded(self) -> "Lent":
-        """Return the same without padding rows and padding tokens, in the same memory."""
+        """Return views of the same memory without padding rows and padding tokens."""
         (first, *_) = self.common
         num_reqs = int((first.query_start_loc_cpu.diff() > 0).sum())  # live requests come first
         num_tokens = int(first.query_start_loc_cpu[-1])
@@ -61,31 +61,31 @@ class Lent:
 
 
 class States(Protocol):
-    """What an engine keeps of recurrent layers: see `graphpact_adapters.states.StateMemory`."""
+    """What an engine stores for recurrent layers; see `graphpact_adapters.states.StateMemory`."""
 
     state_blocks: torch.Tensor
     num_accepted: torch.Tensor
 
 
 def is_all_padding(view: ForwardBatch) -> bool:
-    """Return whether a batch has no live request, as dummies and batches of an idle rank."""
+    """Return whether a batch has no live request, like a dummy or a batch of an idle rank."""
     return not bool((view.req_pool_indices != 0).any())  # row 0 is scratch
 
 
 class RunnerBuffers:
-    """The persistent buffers of a runner, and their contents for a step.
+    """The persistent buffers of a runner, which writes them in each step.
 
     Args:
         sizes: The sizes of the lane.
-        num_groups: KV-cache groups; each has a block table and a slot mapping of its own.
+        num_groups: KV-cache groups; each has its block table and slot mapping.
         table: ``[rows, positions]`` int32: KV slots of the suite's requests, by request row.
         num_slots: Slots of the KV cache.
         device: Device of the buffers.
         num_steps: Steps of a draft; 1 in lanes that do not draft.
         varlen: The most tokens of a request in graphs of decodes of different lengths. The host then knows
-            only how many tokens a batch has: its offsets share them evenly.
+            only the number of tokens of a batch, so its offsets share them evenly.
         states: The state rows and accepted tokens of the suite's requests; None without recurrent states.
-        windows: Of each group the keys that a query sees, its own included; None for all.
+        windows: For each group, the number of keys that a query sees, its own included; None for all.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class RunnerBuffers:
         self.block_tables = [zeros(requests, blocks) for _ in range(num_groups)]
         self.slot_mappings = zeros(num_groups, tokens, dtype=torch.int64)
         self.slots = [self._slots(group, num_slots, device) for group in range(num_groups)]
-        # Of the runner alone: builders never see it.
+        # Only for the runner: builders never see it.
         self._draft_slots = zeros(num_groups, tokens, num_steps, dtype=torch.int64)
 
     def tensors(self) -> dict[str, torch.Tensor]:
@@ -133,9 +133,10 @@ class RunnerBuffers:
         }
 
     def _slots(self, group: int, num_slots: int, device: torch.device) -> torch.Tensor | None:
-        """Return ``[slots]`` int64: where a group has each slot of the suite; None for the same slots.
+        """Return ``[slots]`` int64: for each slot of the suite the slot in a group, or None if equal.
 
-        Block 0 is block 0 in all groups, and each group has the others one further than the group before.
+        Block 0 is block 0 in all groups. Each group has the other blocks shifted by one more than the group
+        before.
         """
         if group == 0 or num_slots > MOST_SLOTS or self._states is not None:
             return None
@@ -143,17 +144,17 @@ class RunnerBuffers:
         return torch.cat([slots[:1], slots[1:].roll(group, 0)]).flatten()
 
     def in_group(self, group: int, slots: torch.Tensor) -> torch.Tensor:
-        """Return where a group has slots of the suite."""
+        """Return the slots in a group for slots of the suite."""
         own = self.slots[group]
         return slots if own is None else own[slots.long()]
 
     def lend(self, view: ForwardBatch, shape: GraphShape | None, *, has_exact_bounds: bool = False) -> Lent:
-        """Write the buffers for a batch, and return what builders get of them.
+        """Write the buffers for a batch, and return what builders get from them.
 
         Args:
             view: The batch, padded to ``shape``; one whose rows are all padding rows is a dummy.
             shape: The captured shape; None for an eager step, which has no padding.
-            has_exact_bounds: Whether ``seq_lens_cpu_upper_bound`` is exact also when drafts are verified.
+            has_exact_bounds: Whether ``seq_lens_cpu_upper_bound`` is exact when drafts are verified too.
         """
         if shape is not None and is_all_padding(view):
             return self._lend_dummy(shape)
@@ -196,15 +197,15 @@ class RunnerBuffers:
         for group, table in enumerate(self.block_tables):
             self._draft_slots[group, :total] = self.in_group(group, slots)
             table.zero_()
-            if self._states is not None:  # those of padding rows are zeros
+            if self._states is not None:  # zeros in padding rows
                 table[: len(lens)] = self._states.state_blocks[view.req_pool_indices, group]
                 continue
             for row, (request, length) in enumerate(zip(view.req_pool_indices.tolist(), lens, strict=True)):
-                # The blocks of a draft are there before it begins.
+                # The blocks of a draft are allocated before it begins.
                 ahead = self._draft_slots.shape[2] - 1 if length else 0
                 blocks = self.in_group(group, self._table[request, : length + ahead : block]) // block
                 table[row, : len(blocks)] = blocks
-                if (window := self._windows[group]) is not None:  # blocks before it were given back
+                if (window := self._windows[group]) is not None:  # earlier blocks were freed
                     table[row, : max(0, length - counts[row] - window + 1) // block] = 0
         self.slot_mappings.copy_(self._draft_slots[:, :, 0])
         # After asynchronous speculation the host knows only that at most all drafts were accepted.
@@ -255,7 +256,7 @@ class RunnerBuffers:
                 requests,
                 tokens,
                 starts,
-                # A graph of a ragged mode must hold one request that has all its tokens.
+                # A graph of a ragged mode must support one request that has all tokens.
                 max_query_len=max(counts) if is_uniform else self._varlen or tokens,
                 max_seq_len=self._sizes.max_model_len,
                 bound=torch.tensor(counts, dtype=torch.int32),
@@ -265,9 +266,9 @@ class RunnerBuffers:
         )
 
     def advance(self, step: int, num_reqs: int) -> None:
-        """Advance the buffers to a step of a draft, by device work alone; the first is lent already.
+        """Advance the buffers to a step of a draft, with device work only; step 0 is lent already.
 
-        As V2, it advances padding rows too, up to the longest sequence.
+        Like V2, it advances padding rows too, up to the longest sequence.
         """
         self.slot_mappings[:, :num_reqs] = self._draft_slots[:, :num_reqs, step]
         if step:
@@ -276,7 +277,7 @@ class RunnerBuffers:
             self.positions[:num_reqs].add_(1).clamp_(max=most - 1)
 
     def lend_step(self, step: int, num_reqs: int) -> Lent:
-        """Advance the buffers to a step of an eager draft, and return what builders get of them."""
+        """Advance the buffers to a step of an eager draft, and return what builders get from them."""
         self.advance(step, num_reqs)
         bound = self.seq_lens[:num_reqs].clone()
         return Lent(
@@ -327,12 +328,12 @@ class RunnerBuffers:
 
 
 def _even(total: int, requests: int) -> list[int]:
-    """Return where each request's queries begin if they share all queries evenly."""
+    """Return where each request's queries begin if all queries are shared evenly."""
     return [total * at // requests for at in range(requests + 1)]
 
 
 def _offsets(counts: Sequence[int], into: torch.Tensor) -> list[int]:
-    """Write where each request's queries begin; later entries repeat the last one."""
+    """Write where each request's queries begin; the entries after them repeat the last offset."""
     starts = [0]
     for count in counts:
         starts.append(starts[-1] + count)
