@@ -5,7 +5,7 @@
 Each bug breaks the agreement between capture and replay, as bugs of released engines did. Without checks the
 model still generates text, sometimes wrong text. The pact, a strict lane, or verification names the bug.
 
-Does not: need a GPU, or change the installed plugins.
+It needs no GPU, and it does not change the installed plugins.
 """
 
 from collections.abc import Sequence

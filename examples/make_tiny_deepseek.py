@@ -4,7 +4,7 @@ The model is not trained, so its text is noise. It shows that an MLA model loads
 graphs in absorbed form, with the same tokens as transformers. A seed fixes the weights, so the file can be
 reproduced. The byte tokenizer is that of ``tiny-llama``.
 
-Does not: train, or need more than torch and transformers.
+It needs only torch and transformers.
 
     python examples/make_tiny_deepseek.py
     graphpact generate --config examples/deepseek.toml "Return a " --max-new-tokens 20

@@ -6,9 +6,9 @@ first bytes of such documents. The loss is the cross-entropy to the target's dis
 distance to its hidden states. As in serving, a head reads the target's hidden states first and then its own:
 each batch is run ``--unroll`` times, each time with the hidden states of the run before.
 
-Then the script measures what the head is worth: it lets the target continue the prompts of ``prompts.txt``
-greedily, drafts at each verification with the saved weights, and counts the tokens of a verification. Those
-prompts are not used in training: no text that begins with one is generated for it.
+Then the script measures the acceptance of the head. The target continues the prompts of ``prompts.txt``
+greedily, and the saved weights draft for each verification; the script counts the tokens of a verification.
+Those prompts are not used in training: no text that begins with one of them is generated for it.
 
 Does not: change the target, or serve; the speculation plugin does.
 A run is not reproducible bit for bit: the learning rate depends on the elapsed share of ``--minutes``.
@@ -68,8 +68,8 @@ def generate_texts(
 ) -> torch.Tensor:
     """Return ``[rows, length + 1]`` ids: beginnings of documents, continued by the target.
 
-    Half of the rows are continued greedily, the others drawn at temperature 0.8. What follows the end of a
-    text is padding.
+    Half of the rows are continued greedily, the others are drawn at temperature 0.8. The tokens after the end
+    of a text are padding.
     """
     rng = random.Random(args.seed)  # noqa: S311  (no secret)
     usable = [d for d in documents if not any(d[: len(p)] == p for p in excluded)]
@@ -94,7 +94,7 @@ def generate_texts(
 
 
 def windows(documents: list[list[int]], length: int) -> torch.Tensor:
-    """Return ``[rows, length + 1]`` ids: the documents as one stream, cut."""
+    """Return ``[rows, length + 1]`` ids: the documents as one stream, cut into rows."""
     stream = [id_ for ids in documents for id_ in ids]
     rows = len(stream) // (length + 1)
     return torch.tensor(stream[: rows * (length + 1)]).view(rows, length + 1)
@@ -129,7 +129,7 @@ class UnrolledAttention:
     """The attention of ``batch`` texts at once, in run ``step`` of several.
 
     Row ``t`` of a run stands for a draft whose last ``step`` tokens were drafted. So it sees the keys of run
-    0 up to row ``t - step`` and, if the head has keys of its own, one key of each later run.
+    0 up to row ``t - step`` and, if the head has its own keys, one key of each later run.
 
     Args:
         batch: Texts in the flat row of tokens.
@@ -212,7 +212,7 @@ def loss_of(head: DraftHead, target: LlamaForCausalLM, ids: torch.Tensor, args: 
     batch, length = ids.shape[0], ids.shape[1] - 1
     positions = torch.arange(length).repeat(batch)
     frozen = None
-    if isinstance(head, LlamaForCausalLMFrozenKvMtp):  # a query has the position of its token
+    if isinstance(head, LlamaForCausalLMFrozenKvMtp):  # a query has its token's position
         positions = positions + 1
         cache = given.past_key_values.layers[head.config.target_kv_layer]
         frozen = cache.keys[:, :, :-1], cache.values[:, :, :-1]
@@ -303,7 +303,7 @@ class OneRequest:
     Args:
         frozen: Keys and values ``[L, kv_heads, dim]`` of each layer of the target.
         positions: Positions of the tokens of this step.
-        read: Tokens that the target has read.
+        read: The number of tokens that the target has read.
     """
 
     frozen: list[tuple[torch.Tensor, torch.Tensor]]
@@ -421,7 +421,7 @@ class Acceptance:
 
     @property
     def tokens(self) -> float:
-        """Mean tokens of a verification, the one that the target adds included."""
+        """Mean number of tokens of a verification, including the one that the target adds."""
         return 1 + sum(self.accepted) / len(self.accepted)
 
     def __str__(self) -> str:
@@ -534,9 +534,9 @@ def main() -> None:
     add("--decay", type=float, default=0.9, help="weight of each run, relative to the one before")
     add("--regression", type=float, default=0.5, help="weight of the distance of hidden states (EAGLE)")
     add("--num-steps", type=int, default=3, help="drafts of each verification that is measured")
-    add("--tokens", type=int, default=128, help="tokens by which a prompt is continued, at most")
+    add("--tokens", type=int, default=128, help="the most tokens by which a prompt is continued")
     add("--blind", action="store_true", help="train a head that reads no hidden states, to compare")
-    add("--compare", help="what such a head reaches, for the model card")
+    add("--compare", help="the acceptance of such a head, for the model card")
     train(parser.parse_args())
 
 

@@ -1,4 +1,4 @@
-"""`AcmeBackend`: a whole attention backend for decode, as small as one can be.
+"""`AcmeBackend`: a complete attention backend for decode, as small as possible.
 
 Its kernel reads one index tensor, a table of KV slots. Everything else that it reads is in the view.
 
@@ -51,10 +51,10 @@ class AcmeBackend(AttentionBackend):
         head_layouts=frozenset({HeadLayout.MHA, HeadLayout.GQA}),
         seq_len_fill_value=1,  # a padding request has one key, in scratch
     )
-    fill_is_device_only = True  # no host read, no host number: the graph may do this work
+    fill_is_device_only = True  # no host read and no host number, so a graph may record it
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return every graph-resident buffer: here one, a row for each request."""
+        """Return every buffer that graphs read: here only the table, with a row for each request."""
         width = limits.max_context_len
         return [metadata_slot("acme.table", lambda bs, _: (bs, width), torch.int64, role="table", axis="bs")]
 
@@ -100,7 +100,7 @@ class AcmeBackend(AttentionBackend):
         seen: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """Return the attention of each request's query: the kernel.
+        """Return the attention of each request's query; this stands for the kernel.
 
         Args:
             q: ``[bs, num_q_heads, head_dim]``.

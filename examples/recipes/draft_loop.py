@@ -1,6 +1,6 @@
 """`DraftLoop`: a draft decode that runs the model once for each draft step, all in one graph.
 
-Does not: choose among branches: each continues by itself.
+Does not: choose among branches; each branch continues separately.
 """
 
 from collections.abc import Sequence
@@ -33,7 +33,7 @@ class DraftLoop(GraphRunner):
             ids, drafts = step.view.input_ids, []
             for i, (view, metadata) in enumerate(each_step(step.view, step.metadata)):
                 batch = replace(view, input_ids=ids, positions=view.positions + i)
-                if view.mrope_positions is not None:  # of a model with images
+                if view.mrope_positions is not None:  # a model with images
                     batch.mrope_positions = view.mrope_positions + i
                 ids = forward(batch, metadata, step.backend.forward).logits.argmax(-1)
                 drafts.append(ids)

@@ -2,7 +2,8 @@
 
 The recorder of `graphpact_tape` runs the region once and keeps its operations; this driver repeats them.
 
-Does not: have a strict mode, streams or asynchronous copies: the base class does all work at once, in order.
+Does not: support a strict mode, streams or asynchronous copies. The base class does all work at once, in
+order.
 """
 
 import time
@@ -23,7 +24,7 @@ class TimedGraph(Graph):
     """The recorded operations of a region.
 
     Attributes:
-        seconds: The time of all replays by operation; eager calls are not measured.
+        seconds: For each operation, its total time over all replays. Eager calls are not measured.
     """
 
     def __init__(self, recording: Recording) -> None:
@@ -52,7 +53,7 @@ class TimedGraph(Graph):
                     self.seconds[name] += time.perf_counter() - start
 
     def release(self) -> None:
-        """Drop the work and every tensor that only it held."""
+        """Drop the recorded work, and every tensor that only this graph holds."""
         self._work, self._external, self.outputs, self.pool_nbytes = None, [], None, 0
 
     def external_tensors(self) -> list[torch.Tensor]:
@@ -69,7 +70,7 @@ class TimedDriver(RecordingDriver):
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
         """Return why this driver cannot record on ``device``, or None."""
-        return None if device.type == "cpu" else "it measures on the host, so for a CPU only"
+        return None if device.type == "cpu" else "it measures time on the host, so it serves only a CPU"
 
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
         """Run ``fn`` ``warmup`` times, then once more and record every operation."""

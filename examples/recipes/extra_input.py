@@ -1,6 +1,6 @@
-"""`WithHidden`: a runner whose graphs read a field of its own, ``acme.hidden`` of `ForwardBatch.extra`.
+"""`WithHidden`: a runner whose graphs read an additional field, ``acme.hidden`` of `ForwardBatch.extra`.
 
-Does not: require the field: the slot is optional, and holds zeros in a step whose batch has none.
+Does not: require the field. The slot is optional, and contains zeros in a step whose batch lacks the field.
 """
 
 from collections.abc import Sequence
@@ -16,10 +16,10 @@ WIDTH = 8
 
 
 class WithHidden(AttentionOutside):
-    """A runner with one more static input than the mode has."""
+    """A runner with one static input in addition to those of the mode."""
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Return the inputs of the mode and one more; a list of one's own would lack some of a lane's."""
+        """Return the inputs of the mode and one more. A new list would lack inputs that a lane needs."""
         return [
             *super().slots(),
             GraphSlot(

@@ -1,8 +1,8 @@
-"""`HostLengthsBackend`: attention whose kernel takes its lengths as a list of the host, as on an NPU.
+"""`HostLengthsBackend`: attention whose kernel takes its lengths as a host list, as on an NPU.
 
-A graph keeps host arguments by value. So every layer is a task, whose list is updated before each replay.
+A graph keeps host arguments by value. So every layer is a task, and its list is updated before each replay.
 
-Does not: call an NPU's kernel: `attend_lengths` stands in its place, with the same kinds of arguments.
+Does not: call an NPU's kernel; `attend_lengths` stands for it, with the same kinds of arguments.
 """
 
 from collections.abc import Sequence
@@ -40,7 +40,7 @@ def attend_lengths(
     scaling: float,
     actual_seq_lengths_kv: list[int],
 ) -> None:
-    """Write into ``out`` the attention of each request's query to its first keys, as many as its length."""
+    """Write into ``out`` the attention of each request's query to the first ``length`` of its keys."""
     lengths = torch.tensor(actual_seq_lengths_kv, device=q.device)
     seen = torch.arange(table.shape[1], device=q.device) < lengths[:, None]
     keys, values = (
@@ -60,7 +60,7 @@ class HostLengths:
     Args:
         out_cache_loc: ``[bs]`` int64: KV slot of each new token. A tensor of the view.
         table: ``[bs, max_context_len]`` int64: KV slot of each key, zero after the last one.
-        shape: The captured shape: the graph's part of the keys of its tasks.
+        shape: The captured shape, which is part of the keys of the graph's tasks.
         lengths: ``[bs]``: keys of each request, on the host.
     """
 
@@ -106,7 +106,7 @@ class HostLengthsBackend(AttentionBackend):
     ) -> HostLengths:
         """Refresh the metadata, and update the task of every layer, in the order of the capture."""
         fresh: HostLengths = super().init_metadata_replay(view, shape, captured)
-        if self.driver is not None:  # the driver of the lane
+        if self.driver is not None:  # the lane's driver
             for layer in self.context.layers:
                 key = TaskKey(fresh.shape, layer.layer_id)
                 self.driver.update_task(key, {"actual_seq_lengths_kv": fresh.lengths})
@@ -120,7 +120,7 @@ class HostLengthsBackend(AttentionBackend):
         layer: LayerSpec,
         metadata: HostLengths,
     ) -> torch.Tensor:
-        """Write new keys and values, if any, and attend in a task, or without a driver by a call."""
+        """Write new keys and values, if any, and attend: in a task, or without a driver by a plain call."""
         caches = (
             self.context.kv_cache.k[layer.cache_layer],
             self.context.kv_cache.v[layer.cache_layer],

@@ -1,6 +1,6 @@
-"""`SlowSteps`: an observer that prints the steps of a lane that took long.
+"""`SlowSteps`: an observer that prints the slow steps of a lane.
 
-Does not: change a step: an observer returns what the hook returned.
+Does not: change a step. An observer returns what the hook returned.
 """
 
 import sys
@@ -11,11 +11,11 @@ from typing import Any
 from graphpact import ForwardBatch, Lane, hookimpl
 
 SECONDS = 0.1
-"""Steps that take longer are printed."""
+"""Seconds; slower steps are printed."""
 
 
 class SlowSteps:
-    """An observer for one lane; the lane builds none, a configuration or a caller does."""
+    """An observer for one lane. A configuration or a caller constructs it, not the lane."""
 
     @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> Generator[None, Any, Any]:

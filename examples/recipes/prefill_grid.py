@@ -16,7 +16,7 @@ SMALLEST = 16
 
 
 class PrefillGrid(GraphRunner):
-    """A runner of prefill, and of prefill with decodes among it: the lane has one of the two modes."""
+    """A runner of prefill, or of prefill mixed with decodes; a lane has one of the two modes."""
 
     modes = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
     needs = GraphSupport.ALWAYS  # requests of one step have different numbers of tokens

@@ -1,7 +1,8 @@
 """`PromptLookup`: drafts without a draft model, looked up in the text of the request itself.
 
-A draft repeats what followed the newest two tokens where they occurred last. All of it is device work of
-fixed shapes: the host reads no length, no token and no number of accepted drafts.
+A draft repeats the tokens that followed the last earlier occurrence of the newest two tokens. All work is on
+the
+device and has fixed shapes: the host reads no length, no token and no number of accepted drafts.
 
 Does not: draft well for text that does not repeat itself.
 """
@@ -54,7 +55,7 @@ class PromptLookup(SpeculationAlgorithm):
         tokens = step.state["tokens"]
         drafts = self._lookup(tokens[step.req_pool_indices], step.seq_lens, width - 1)
         verified = step.verify(drafts, None)
-        # The tokens after the accepted ones mean nothing. The next step writes over them.
+        # The tokens after the accepted ones are invalid; the next step overwrites them.
         at = step.seq_lens[:, None] + torch.arange(1, width + 1, device=tokens.device)
         tokens[rows, at] = verified.next_token_ids.view(-1, width)
 
@@ -71,6 +72,6 @@ class PromptLookup(SpeculationAlgorithm):
         last, at = tokens.gather(1, newest), torch.arange(1, tokens.shape[1], device=tokens.device)
         before = tokens.gather(1, newest - 1)
         found = (tokens[:, 1:] == last) & (tokens[:, :-1] == before) & (at < newest)
-        match = (found * at).amax(dim=1, keepdim=True)  # without one 0, the first token
-        ahead = torch.arange(count, device=tokens.device) % (newest - match)  # a short text again and again
+        match = (found * at).amax(dim=1, keepdim=True)  # without a match 0, the first token
+        ahead = torch.arange(count, device=tokens.device) % (newest - match)  # a short text is repeated
         return tokens.gather(1, match + 1 + ahead)

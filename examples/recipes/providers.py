@@ -1,7 +1,7 @@
-"""`AcmeWithProviders`: one body of metadata, and two sets of kernels that read it.
+"""`AcmeWithProviders`: a backend with one metadata code path, and two sets of kernels that read it.
 
-Does not: need a library; a vendor's provider asks in `unavailable` whether it is installed, and imports it in
-its constructor.
+Does not: need a library. A vendor's provider checks in `unavailable` whether its library is installed, and
+imports it in its constructor.
 """
 
 from dataclasses import replace
@@ -17,7 +17,7 @@ class NativeKernels(KernelProvider):
     """Torch's fused kernel, on CUDA devices."""
 
     name = "native"
-    # only where these kernels support less than the backend declares
+    # only if these kernels support less than the backend declares
     capabilities = replace(AcmeBackend.capabilities, dtypes=frozenset({torch.bfloat16}))
 
     @classmethod
@@ -76,6 +76,6 @@ class AcmeWithProviders(AcmeBackend):
         seen: torch.Tensor,
         scaling: float,
     ) -> torch.Tensor:
-        """Return the attention of each request, by the kernels that were chosen."""
+        """Return the attention of each request, computed by the chosen kernels."""
         out: torch.Tensor = self.kernels.attend(q, keys, values, seen, scaling)
         return out

@@ -3,7 +3,7 @@
 Every layer's attention is an eager call between two segments of the graph. No graph reads its metadata, so
 any attention backend can serve it.
 
-Does not: choose sizes by itself: `DecodeRunner` captures the configured ones.
+Does not: choose capture sizes; `DecodeRunner` captures the configured ones.
 """
 
 from typing import Any
@@ -18,10 +18,10 @@ from graphpact.step import Forward, Region, StepOutputs
 
 
 class AttentionOutside(DecodeRunner):
-    """A runner of decode graphs with one segment more than there are layers."""
+    """A runner of decode graphs, each with one more segment than there are layers."""
 
     needs = GraphSupport.NEVER
-    eager_attention = True  # the lane makes metadata anew in each step
+    eager_attention = True  # the lane makes new metadata in each step
 
     def default_batch_sizes(self) -> list[int]:
         """Return the request counts to capture if none are configured; the last is the largest step."""
@@ -37,7 +37,7 @@ class AttentionOutside(DecodeRunner):
             layer: LayerSpec,
             metadata: Any,
         ) -> torch.Tensor:
-            del metadata  # that of the capture; `step.attend` reads that of this replay
+            del metadata  # from the capture; `step.attend` reads the metadata of this replay
             return step.driver.eager_call(step.attend, q, k, v, layer)
 
         def region() -> StepOutputs:

@@ -1,9 +1,9 @@
 """`ShortContexts`: a runner of decode graphs for requests of at most 64 keys.
 
-Kernels that size their work by the captured lengths (a bounded `max_seq_len`, splits of the keys) then do no
-more work than such requests need. A batch with a longer request runs eagerly, counted with its reason.
+Kernels that size their work by the captured lengths (a bounded `max_seq_len`, splits of the keys) then do
+only the work that such requests need. A batch with a longer request runs eagerly, counted with its reason.
 
-Does not: capture graphs for long requests. Those are a `variant` of the shapes, or another lane.
+Does not: capture graphs for long requests. For those, add a `variant` of the shapes, or another lane.
 """
 
 from dataclasses import replace
@@ -15,7 +15,7 @@ from graphpact.runners import DecodeRunner
 from graphpact.shapes import default_decode_batch_sizes
 
 LONGEST = 64
-"""Keys of the longest request that the graphs serve."""
+"""The most keys of a request that the graphs serve."""
 LONG_CONTEXT = EagerReason("acme_long_context", f"a request has more than {LONGEST} keys")
 OTHER_RANKS = EagerReason("acme_other_ranks", f"another rank may have a request of more than {LONGEST} keys")
 
@@ -32,10 +32,11 @@ class ShortContexts(DecodeRunner):
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
         """Return the smallest shape that holds the batch, or why it runs eagerly.
 
-        Ranks that gather have to agree, and see only their own lengths: their batches run eagerly.
+        Ranks that gather must choose the same way, but each knows only its own lengths. So their batches run
+        eagerly.
         """
         fit = super().fit(batch)
-        if isinstance(fit, EagerReason):  # no shape holds it
+        if isinstance(fit, EagerReason):  # no shape is large enough
             return fit
         if batch.global_num_tokens_cpu is not None:
             return OTHER_RANKS
@@ -45,7 +46,7 @@ class ShortContexts(DecodeRunner):
     def dummy(self, shape: GraphShape) -> ForwardBatch:
         """Return a batch of the longest requests that the graphs serve, on scratch memory.
 
-        The dummy of the base class would do for backends whose graphs hold no bound of lengths.
+        For backends whose graphs keep no bound on lengths, the dummy of the base class is enough.
         """
         dummy = super().dummy(shape)
         longest = min(LONGEST, self.context.limits.max_context_len)

@@ -1,7 +1,7 @@
 """`StagedOffsets`: a backend whose replays copy offsets from host memory, without waiting for the device.
 
 The host knows all lengths, so it writes the offsets into staging memory, and an asynchronous copy brings them
-to the slot that the kernel reads. An event tells when the staging memory may be written again.
+to the slot that the kernel reads. An event marks when the staging memory may be written again.
 
 Does not: copy in captures and eager steps. There `fill_metadata` computes the offsets on the device.
 """
@@ -33,14 +33,14 @@ class StagedMetadata(AcmeMetadata):
 
 
 class StagedOffsets(AcmeBackend):
-    """`AcmeBackend` with offsets in the place of lengths."""
+    """`AcmeBackend` with offsets instead of lengths."""
 
     capabilities = replace(AcmeBackend.capabilities, needs_host_plan=True)  # it reads seq_lens_cpu
     fill_is_device_only = False
-    _copied: Event | None = None  # one for all shapes: they share the staging memory
+    _copied: Event | None = None  # one for all shapes, which share the staging memory
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return the slots of `AcmeBackend`, and two with a row more than there are requests."""
+        """Return the slots of `AcmeBackend`, and two with one more entry than there are requests."""
 
         def rows(bs: int, _: int) -> tuple[int]:
             return (bs + 1,)
@@ -53,13 +53,13 @@ class StagedOffsets(AcmeBackend):
         ]
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> StagedMetadata:
-        """Bind the slots; in an eager step they are new memory."""
+        """Bind the slots, or in an eager step new memory."""
         base = super().allocate_metadata(view, shape, buffers)
         offsets, staging = buffers("acme.kv_indptr"), buffers("acme.kv_indptr_staging")
         return StagedMetadata(base.out_cache_loc, base.num_keys, base.table, offsets, staging)
 
     def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Compute everything on the device: for captures and eager steps."""
+        """Compute everything on the device, for captures and eager steps."""
         super().fill_metadata(view, metadata)
         metadata.kv_indptr[0].zero_()
         metadata.kv_indptr[1:].copy_(view.seq_lens.cumsum(0))
@@ -86,5 +86,5 @@ class StagedOffsets(AcmeBackend):
         layer: LayerSpec,
         metadata: Any,
     ) -> torch.Tensor:
-        """Attend by the offsets: a request has as many keys as lie between two of them."""
+        """Attend with the number of keys of each request, which is the difference of two offsets."""
         return super().forward(q, k, v, layer, replace(metadata, num_keys=metadata.kv_indptr.diff()))

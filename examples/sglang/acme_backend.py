@@ -1,4 +1,4 @@
-"""An attention backend for SGLang, as a new one has it: lengths and page table in its own buffers."""
+"""A typical new attention backend for SGLang, with lengths and page table in its own buffers."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -39,12 +39,12 @@ class AcmeAttnBackend:
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read: a graph keeps the addresses of its capture."""
         del max_num_tokens
-        pages = -(-self.req_to_token.shape[1] // self.page_size)  # drafts go beyond the context length
+        pages = -(-self.req_to_token.shape[1] // self.page_size)  # drafts may exceed the context length
         self.seq_lens = torch.zeros(max_bs, dtype=torch.int32, device=self.req_to_token.device)
         self.page_table = torch.zeros(max_bs, pages, dtype=torch.int32, device=self.req_to_token.device)
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, *, in_capture: bool = False) -> None:
-        """Prepare a capture or a replay: the host's part, and this kernel's whole work."""
+        """Prepare a capture or a replay on the host, which for this kernel is all the work."""
         bs = forward_batch.batch_size
         if in_capture:
             width = len(forward_batch.input_ids) // bs
@@ -76,7 +76,7 @@ class AcmeAttnBackend:
         )
 
     def keys(self, forward_batch: Any) -> torch.Tensor:
-        """Return the keys of each request; ``seq_lens`` of a verify does not count its drafts."""
+        """Return the keys of each request; in a target verify ``seq_lens`` does not count the drafts."""
         bs = forward_batch.batch_size
         lens: torch.Tensor = forward_batch.seq_lens[:bs]
         verifies = forward_batch.forward_mode.is_target_verify()

@@ -1,4 +1,4 @@
-"""A backend whose metadata has names of its own, checked with a reader that says what the kernel reads."""
+"""A backend with other names in its metadata, checked with a reader that returns what the kernel reads."""
 
 from typing import Any, NamedTuple
 

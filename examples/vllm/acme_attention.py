@@ -1,4 +1,4 @@
-"""A metadata builder for vLLM, as a new attention backend has it: lengths and blocks in its own buffers."""
+"""The metadata builder of a typical new vLLM backend, with lengths and blocks in its own buffers."""
 
 import enum
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ class AcmeMetadata:
     Args:
         num_actual_tokens: Tokens of the step, padding included.
         max_query_len: The most queries of a request.
-        max_seq_len: The most keys of a request, or a larger number.
+        max_seq_len: An upper bound on the keys of a request.
         query_start_loc: ``[num_reqs + 1]`` int32: where each request's queries begin.
         seq_lens: ``[num_reqs]`` int32: keys of each request.
         block_table: ``[num_reqs, blocks]`` int32: the blocks of each request.

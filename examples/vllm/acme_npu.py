@@ -1,4 +1,4 @@
-"""A builder for an NPU, whose kernel takes lengths as a list of the host: the engine updates it in graphs."""
+"""A builder for an NPU, whose kernel takes lengths as a host list that the engine updates in graphs."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -12,7 +12,7 @@ from graphpact_adapters.vllm import Builders, PagedReads, Part, Tasks, Updatable
 
 @dataclass
 class NpuMetadata:
-    """What the kernel takes: a list, and tensors by their addresses."""
+    """The kernel's arguments: a host list, and tensors by their addresses."""
 
     num_actual_tokens: int
     query_start_loc: torch.Tensor
@@ -49,7 +49,7 @@ class NpuMetadataBuilder:
 
 
 def read(metadata: NpuMetadata, slot_mapping: torch.Tensor) -> PagedReads:
-    """Return what the kernel takes; a tuple is a list of the host."""
+    """Return the kernel's arguments; a tuple is a host list."""
     launch = Part(
         seq_lens=tuple(metadata.seq_lens_list),
         block_table=metadata.block_tables,

@@ -1,6 +1,6 @@
-"""my_attention: an attention backend and a runner for graphpact, as a third party writes them.
+"""my_attention: an attention backend and a runner for graphpact, as a third party would write them.
 
-Does not: import a kernel library; its kernel is PyTorch's attention.
+The kernel is PyTorch's attention, so no kernel library is needed.
 """
 
 from my_attention.backend import MyAttentionBackend, MyAttentionMetadata
