@@ -1,7 +1,7 @@
-"""Builders of recurrent layers in two shapes of vLLM's, right ones, and for each a list of wrong variants.
+"""Builders of recurrent layers with two vLLM interfaces: a right one of each, and wrong variants.
 
-    Scan     one set of fields for decodes and drafts, as Mamba2 has
-    Delta    drafts and decodes with fields of their own, and a mask, as GDN has; groups share all but the
+    Scan     one set of fields for decodes and drafts, as in Mamba2
+    Delta    separate fields for drafts and decodes, and a mask, as in GDN; groups share everything except the
              block table
 
 Does not: contain code of vLLM, or compute prefills.
@@ -23,7 +23,7 @@ class Support(Enum):
 
 
 class Builder:
-    """What all builders here share: the sizes, and persistent tensors for the largest step."""
+    """The base of all builders here: the sizes, and persistent tensors for the largest step."""
 
     supports_update_block_table = False
 
@@ -39,7 +39,7 @@ class Builder:
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> Support:
-        """Return that graphs hold decodes, and drafts of equal numbers."""
+        """Return that graphs support decodes, and drafts with equal numbers of tokens."""
         del vllm_config, kv_cache_spec
         return Support.UNIFORM_BATCH
 
@@ -62,10 +62,10 @@ class ScanMetadata:
 
 
 class Scan(Builder):
-    """A right builder in Mamba2's shape: drafts have offsets, decodes a token each."""
+    """A right builder like Mamba2's: drafts have offsets, decodes have one token each."""
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> ScanMetadata:
-        """Build for a dummy, all of whose tokens are accepted."""
+        """Build for a dummy in which all tokens are accepted."""
         accepted = common.query_start_loc.diff() if self.drafts else None
         return self.build(0, common, num_accepted_tokens=accepted)
 
@@ -110,7 +110,7 @@ class Scan(Builder):
 
 
 class UpdatedScan(Scan):
-    """A right one whose later groups take the metadata of the first with another block table."""
+    """A right builder: later groups take the metadata of the first with another block table."""
 
     supports_update_block_table = True
 
@@ -128,12 +128,12 @@ class UpdatedScan(Scan):
 
 
 class UpdatedRows(UpdatedScan):
-    """Wrong with V1, which captures each group alone: accepted tokens stay in the first group."""
+    """Wrong with V1, which captures each group separately: accepted tokens stay in the first group."""
 
     def update_block_table(
         self, metadata: ScanMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> ScanMetadata:
-        """Return the metadata with the state rows of another group alone."""
+        """Return the metadata, with only the state rows of another group."""
         updated = super().update_block_table(metadata, blk_table, slot_mapping)
         return replace(metadata, state_indices_tensor_d=updated.state_indices_tensor_d)
 
@@ -158,7 +158,7 @@ class StalePadding(Scan):
     """Wrong: padding rows keep the state rows of an earlier batch."""
 
     def state_indices_of(self, common: CommonAttentionMetadata) -> torch.Tensor:
-        """Copy live rows alone."""
+        """Copy only live rows."""
         live = int((common.query_start_loc_cpu.diff() > 0).sum())
         self.state_indices[:live].copy_(self.rows_of(common.block_table_tensor[:live]))
         return self.state_indices[: common.num_reqs]
@@ -179,7 +179,7 @@ class StaleAccepted(Scan):
 
 
 class CapturedWithoutDrafts(Scan):
-    """Wrong: a capture knows of no accepted tokens, and records a launch that begins at the first state."""
+    """Wrong: a capture has no accepted tokens, so it records a launch that begins at the first state."""
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> ScanMetadata:
         """Build without them."""
@@ -187,7 +187,7 @@ class CapturedWithoutDrafts(Scan):
 
 
 class PaddingIsPrefill(Scan):
-    """Wrong: a step with padding rows is taken for one with prefills, and leaves what a graph reads."""
+    """Wrong: steps with padding rows are treated as prefills, and the graph's tensors are not written."""
 
     def build(
         self,
@@ -210,7 +210,7 @@ class PaddingIsPrefill(Scan):
 
 
 class NoAccepted(Scan):
-    """Wrong with a kernel without offsets: padding rows have no accepted token."""
+    """Wrong with a kernel without offsets: padding rows have 0 accepted tokens."""
 
     def accepted_of(self, common: CommonAttentionMetadata, accepted: torch.Tensor) -> torch.Tensor:
         """Write 0 into rows without queries."""
@@ -219,7 +219,7 @@ class NoAccepted(Scan):
 
 
 class FreshIndices(Scan):
-    """Wrong: every build returns a new tensor, and a graph reads that of the capture."""
+    """Wrong: every build returns a new tensor, but a graph reads the tensor of the capture."""
 
     def state_indices_of(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """Copy the block table."""
@@ -230,14 +230,14 @@ class WritesLent(Scan):
     """Wrong: a capture writes into the block table that the runner lent."""
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> ScanMetadata:
-        """Mark the rows of the dummy, after it has copied them."""
+        """Copy the rows of the dummy, and then overwrite them."""
         metadata = super().build_for_cudagraph_capture(common)
         common.block_table_tensor.fill_(1)
         return metadata
 
 
 class SharedWithFirst(UpdatedScan):
-    """Wrong: a later group keeps the tensors of the first where the block table is empty, as at captures."""
+    """Wrong: with an empty block table, as at captures, a later group keeps the tensors of the first."""
 
     def update_block_table(
         self, metadata: ScanMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
@@ -254,7 +254,7 @@ class FirstGroup(UpdatedScan):
     def update_block_table(
         self, metadata: ScanMetadata, blk_table: torch.Tensor, slot_mapping: torch.Tensor
     ) -> ScanMetadata:
-        """Return the metadata as it is."""
+        """Return the metadata unchanged."""
         del blk_table, slot_mapping
         return metadata
 
@@ -279,7 +279,7 @@ class DeltaMetadata:
 
 
 class Delta(Builder):
-    """A right builder in GDN's shape: drafts go where the runner says that a row has any."""
+    """A right builder like GDN's: rows for which the runner gives a number of drafts are drafts."""
 
     supports_update_block_table = True
 
@@ -290,7 +290,7 @@ class Delta(Builder):
         self.masks = torch.empty(self.most, dtype=torch.bool, device=device)
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> DeltaMetadata:
-        """Build for a dummy, all of whose tokens but the first are drafts, and accepted."""
+        """Build for a dummy in which all tokens but the first are drafts, and all are accepted."""
         drafts = common.query_start_loc_cpu.diff() - 1
         return self.build(0, common, common.query_start_loc.diff(), drafts)
 
@@ -365,7 +365,7 @@ class Delta(Builder):
 
 
 class FrozenCount(Delta):
-    """Wrong: a capture counts rows with keys before the step, and a dummy has none but one."""
+    """Wrong: a capture counts only rows with earlier keys, which in a dummy gives a count of one."""
 
     def count(self, has_drafts: torch.Tensor, common: CommonAttentionMetadata) -> int:
         """Count rows with earlier keys, and at least one."""
@@ -373,7 +373,7 @@ class FrozenCount(Delta):
 
 
 class KeptAccepted(Delta):
-    """Wrong: accepted tokens are views of what the runner gave, which is new in each step."""
+    """Wrong: accepted tokens are views of the runner's tensor, which is new in each step."""
 
     def build(
         self,

@@ -1,4 +1,4 @@
-"""Backends in SGLang's shape, for tests: right ones, planted public bugs, and right ones in unusual style.
+"""Backends with SGLang's interface, for tests: right ones, planted public bugs, right ones in unusual style.
 
 Six families, written from SGLang's interface alone:
 
@@ -9,8 +9,8 @@ Six families, written from SGLang's interface alone:
     ExpandedBackend   a row of the page table for each token
     DraftBackend      a backend for each step of a draft
 
-`PLANTED` has the bugs, each with its thread; a bug is a subclass of the right backend that is its twin.
-`UNUSUAL` has right backends whose style an author may choose.
+`PLANTED` lists the bugs with their threads. Each bug is a subclass of a right backend, its twin. `UNUSUAL`
+lists right backends in other styles that authors may choose.
 
 Does not: contain code of SGLang.
 """
@@ -138,7 +138,7 @@ class PagedBackend:
 
 
 class ReboundAtReplay(PagedBackend):
-    """Prepares replays as captures, in new memory: the graph reads that of the capture."""
+    """Prepares replays like captures, in new memory, but the graph reads the memory of the capture."""
 
     def init_forward_metadata_out_graph(self, batch: Any, *, in_capture: bool = False) -> None:
         """Prepare a step in new memory."""
@@ -148,7 +148,7 @@ class ReboundAtReplay(PagedBackend):
 
 
 class TableNotPopulated(PagedBackend):
-    """Binds the page table at a capture, and leaves it as it is at replays."""
+    """Binds the page table at a capture, and does not write it at replays."""
 
     def refresh(self, metadata: Any, batch: Any, *, in_capture: bool) -> None:
         """Bring the lengths up to date."""
@@ -158,12 +158,12 @@ class TableNotPopulated(PagedBackend):
 
 
 class ColumnsOfTheLongest(PagedBackend):
-    """Writes pages only up to the longest sequence before: columns are stale when sequences grow again."""
+    """Writes pages only up to the longest sequence of the batch before: later columns become stale."""
 
     longest = 0
 
     def refresh(self, metadata: Any, batch: Any, *, in_capture: bool) -> None:
-        """Write as many columns as the batch before had."""
+        """Write as many columns as the previous batch had."""
         del in_capture
         metadata.cache_seqlens_int32.copy_(self.keys(batch))
         longest = -(-int(self.keys(batch).max()) // self.page_size)
@@ -173,7 +173,7 @@ class ColumnsOfTheLongest(PagedBackend):
 
 
 class PrefixOnly(PagedBackend):
-    """Counts the prefix alone in a draft extend, whose kernel wants the new keys too."""
+    """Counts only the prefix in a draft extend, although its kernel needs the new keys too."""
 
     def refresh(self, metadata: Any, batch: Any, *, in_capture: bool) -> None:
         """Bring captured metadata up to date, without the new keys at a replay."""
@@ -198,7 +198,7 @@ class SizedByContext(PagedBackend):
 
 
 class FilledByContext(PagedBackend):
-    """Wants padding rows as long as the context, to capture for the longest; a verify adds drafts to them."""
+    """Gives padding rows the context length, to capture for the longest; a verify adds drafts to it."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of a padding row."""
@@ -206,7 +206,7 @@ class FilledByContext(PagedBackend):
 
 
 class LongestOfTheDummy(PagedBackend):
-    """Bounds the kernel's keys by the sum of the lengths, which at a capture is that of a dummy."""
+    """Bounds the kernel's keys by the sum of the lengths, which at a capture comes from a dummy."""
 
     def refresh(self, metadata: Any, batch: Any, *, in_capture: bool) -> None:
         """Bring captured metadata up to date, with the most keys that the batch may have."""
@@ -215,7 +215,7 @@ class LongestOfTheDummy(PagedBackend):
 
 
 def read_bounded(metadata: PagedMetadata, batch: Any) -> PagedReads:
-    """Return the reads of a kernel that is launched for so many keys."""
+    """Return the reads of a kernel that is launched for at most that many keys."""
     tokens = len(batch.out_cache_loc)
     part = Part(
         seq_lens=metadata.cache_seqlens_int32,
@@ -238,12 +238,12 @@ class InGraphBackend(PagedBackend):
         """Leave the work to the graph."""
 
     def init_forward_metadata_in_graph(self, batch: Any) -> None:
-        """Refresh captured metadata, on the device alone."""
+        """Refresh captured metadata, only on the device."""
         self.fill(self.captured[batch.batch_size], batch)
 
 
 class AsksTheHost(InGraphBackend):
-    """Asks for the longest sequence in the graph."""
+    """Reads the longest sequence on the host inside the graph."""
 
     def pages(self, batch: Any) -> torch.Tensor:
         """Return the pages of the longest sequence, and zeros after them."""
@@ -264,19 +264,19 @@ class FreshRaw(InGraphBackend):
         super().init_forward_metadata(batch)
 
     def refresh(self, metadata: Any, batch: Any, *, in_capture: bool) -> None:
-        """Copy what the graph's work is made of."""
+        """Copy the inputs of the graph's work."""
         del metadata, in_capture
         self.raw = batch.seq_lens.to(torch.int32)
 
     def keys(self, batch: Any) -> torch.Tensor:
-        """Return the keys by the copy."""
+        """Return the keys from the copy."""
         if self.raw is None:
             return super().keys(batch)
         return self.raw + self.width(batch) if batch.forward_mode.is_target_verify() else self.raw
 
 
 class MadeByTheWarmUp(InGraphBackend):
-    """Makes lengths once: the recorded run finds those of the warm-up, and records no work."""
+    """Makes lengths only once: the recorded run finds those of the warm-up, and records no work."""
 
     made: tuple[int, torch.Tensor] | None = None
 
@@ -336,7 +336,7 @@ class BlocksBackend(PagedBackend):
 
 
 class PackedOffsets(BlocksBackend):
-    """Packs the queries of a draft extend by what was accepted; the runner's have equal distances."""
+    """Packs the queries of a draft extend by accepted tokens, although the runner's have a uniform stride."""
 
     def refresh(self, metadata: Any, batch: Any, *, in_capture: bool) -> None:
         """Bring captured metadata up to date, with other offsets at a replay."""
@@ -423,7 +423,7 @@ class SlotsBackend(PagedBackend):
         metadata.kv_indices[: len(flat)].copy_(flat)
 
     def stride(self, batch: Any) -> int | None:
-        """Return the distance of the first queries of two requests; None: by their number."""
+        """Return the stride between the first queries of two requests; None to use the numbers of queries."""
         return None if batch.forward_mode.is_extend() else self.num_draft_tokens
 
     def write_mask(self, metadata: SlotsMetadata, batch: Any, lens: torch.Tensor) -> None:
@@ -437,7 +437,7 @@ class SlotsBackend(PagedBackend):
 
 
 class StrideOfTheSteps(SlotsBackend):
-    """Takes for graphs the steps and one as the tokens of a request, which with branches are more."""
+    """Assumes in graphs that a request has one token more than steps; with branches it has more."""
 
     def init_forward_metadata_out_graph(self, batch: Any, *, in_capture: bool = False) -> None:
         """Prepare a capture or a replay, with other offsets for a draft extend."""
@@ -448,7 +448,7 @@ class StrideOfTheSteps(SlotsBackend):
 
 
 class MaskOfTheCapture(SlotsBackend):
-    """Refers to the mask of the capture, which sees all: that of a replay is another object's."""
+    """Keeps the mask of the capture, which shows all keys; a replay's mask is another tensor."""
 
     def metadata_of(self, batch: Any) -> SlotsMetadata:
         """Return metadata with the mask of the batch."""
@@ -469,7 +469,7 @@ class SlotsOfTheDummy(SlotsBackend):
         self.sums = {}
 
     def init_forward_metadata_out_graph(self, batch: Any, *, in_capture: bool = False) -> None:
-        """Prepare a capture or a replay; later slots stay as they were."""
+        """Prepare a capture or a replay; later slots are not written."""
         bs, before = batch.batch_size, self.kv_indices.clone()
         if in_capture:
             self.sums[bs] = batch.seq_lens_sum
@@ -481,7 +481,7 @@ class SlotsOfTheDummy(SlotsBackend):
 
 
 class ExpandedBackend(PagedBackend):
-    """The right backend that gives each token of a request a row of its own."""
+    """The right backend that gives each token of a request a separate row."""
 
     def new(self, requests: int, width: int) -> Any:
         """Return metadata in new memory, with a row for each token."""
@@ -498,7 +498,7 @@ class ExpandedBackend(PagedBackend):
         self.fill(self.forward_metadata, batch)
 
     def keys(self, batch: Any) -> torch.Tensor:
-        """Return the keys of each token: none of a padding row has less than zero."""
+        """Return the keys of each token, at least 0 in padding rows."""
         width = self.width(batch)
         before = torch.arange(width - 1, -1, -1, device=self.device)
         return self.bounded((super().keys(batch)[:, None] - before).flatten())
@@ -524,7 +524,7 @@ class NegativePadding(ExpandedBackend):
 
 
 class StepBackend(PagedBackend):
-    """One step of a draft: its keys are those of the sequence, and of the draft up to itself."""
+    """One step of a draft. Its keys are those of the sequence, and of the draft up to this step."""
 
     def __init__(self, model_runner: Any, step: int) -> None:
         super().__init__(model_runner)
@@ -567,7 +567,7 @@ class DraftBackend:
 
 
 class CommittedStep(StepBackend):
-    """Counts in a replay only what was committed before the draft."""
+    """Counts in a replay only the tokens committed before the draft."""
 
     def refresh(self, metadata: Any, batch: Any, *, in_capture: bool) -> None:
         """Bring captured metadata up to date."""
@@ -583,7 +583,7 @@ class CommittedLengths(DraftBackend):
 
 
 class SharedLengths(DraftBackend):
-    """Its steps write one buffer of lengths: the last one wins."""
+    """Lets all steps write one buffer of lengths, so the last write wins."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read."""
@@ -605,7 +605,7 @@ class PlainTuple(NamedTuple):
 
 
 class TupleBackend(PagedBackend):
-    """Keeps tuples, and none after a replay: its layers read the captured one."""
+    """Keeps tuples, but none after a replay: its layers read the captured one."""
 
     def init_forward_metadata(self, batch: Any) -> None:
         """Prepare an eager step."""
@@ -648,7 +648,7 @@ class ShorterViews(SlotsBackend):
 
 
 class RawThenFull(PagedBackend):
-    """Prepares a raw copy of the batch; the graph makes metadata of it, in its own memory."""
+    """Prepares a raw copy of the batch; the graph makes metadata from it, in its own memory."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate the raw copy."""
@@ -663,7 +663,7 @@ class RawThenFull(PagedBackend):
         self.forward_metadata = self.raw
 
     def init_forward_metadata_in_graph(self, batch: Any) -> None:
-        """Make metadata of the copy; a second time there is none to make it of."""
+        """Make metadata from the copy; this is possible only once for each copy."""
         if self.forward_metadata is not self.raw:
             raise AssertionError("metadata was made already")
         metadata = self.new(batch.batch_size, self.width(batch))
@@ -674,7 +674,7 @@ class RawThenFull(PagedBackend):
         self.forward_metadata = metadata
 
     def on_after_cuda_graph_warmup(self) -> None:
-        """Put the raw copy back."""
+        """Restore the raw copy."""
         self.forward_metadata = self.raw
 
 
@@ -717,7 +717,7 @@ class PairBackend(PagedBackend):
 
 
 class EngineBase:
-    """The base class of SGLang 0.5.23, of which only the two methods matter here: both do nothing."""
+    """The part of SGLang 0.5.23's base class that matters here: two methods that do nothing."""
 
     def init_forward_metadata_out_graph(self, batch: Any, in_capture: bool = False) -> None:
         """Do nothing."""
@@ -731,7 +731,7 @@ class UncalledPair(EngineBase, PairBackend):
 
 
 class PairForEarlierReleases(InGraphBackend, PairBackend):
-    """Has the pair beside methods that do its work: right."""
+    """Has the pair in addition to methods that do the work, which is right."""
 
     init_forward_metadata_out_graph = InGraphBackend.init_forward_metadata_out_graph
     init_forward_metadata_in_graph = InGraphBackend.init_forward_metadata_in_graph
@@ -746,7 +746,7 @@ class DraftWithLastStep(DraftBackend):
 
 
 class DraftOfTooFew(DraftBackend):
-    """Has a step backend less than a draft reads."""
+    """Has one step backend fewer than a draft reads."""
 
     def __init__(self, model_runner: Any) -> None:
         super().__init__(model_runner)
@@ -754,7 +754,7 @@ class DraftOfTooFew(DraftBackend):
 
 
 class DecodeGraphsOnly(PagedBackend):
-    """Has graphs of decode alone, as a backend for a new device: right in all eager steps."""
+    """Has only decode graphs, like a backend for a new device, and is right in all eager steps."""
 
     def init_forward_metadata_out_graph(self, batch: Any, *, in_capture: bool = False) -> None:
         """Prepare a capture or a replay of a decode."""
@@ -771,7 +771,7 @@ def pool(owner: int, rows: int, columns: int) -> torch.Tensor:
 
 
 class PooledBackend(PagedBackend):
-    """Has the table of its graphs in a cache of the module, and padding rows as long as a draft."""
+    """Keeps the table of its graphs in a cache of the module, and gives padding rows the draft's length."""
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Return the length of a padding row."""
@@ -789,7 +789,7 @@ class PinnedStaging(PagedBackend):
     staging: torch.Tensor | None = None
 
     def keys(self, batch: Any) -> torch.Tensor:
-        """Return the keys by the lengths of the host."""
+        """Return the keys from the host's lengths."""
         lens = batch.seq_lens_cpu[: batch.batch_size].to(torch.int32)
         if self.staging is None or len(self.staging) < len(lens):
             self.staging = torch.zeros(len(lens), dtype=torch.int32)
@@ -817,13 +817,13 @@ class Planted:
 
     Args:
         make: The backend with the bug.
-        twin: The right one.
-        thread: Where the bug was found.
+        twin: The right backend.
+        thread: The public thread about the bug.
         rule: The rule that it breaks.
-        field: How the field of the finding begins.
-        lane: The lane that shows it, of `LANES`.
-        read: The reader of both; None for the adapter's own.
-        options: Of the adapter.
+        field: The beginning of the finding's field.
+        lane: The name in `LANES` of the lane that shows it.
+        read: The reader of both; None for the adapter's reader.
+        options: Options of the adapter.
     """
 
     make: type[Any]

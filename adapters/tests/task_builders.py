@@ -1,7 +1,7 @@
-"""Builders whose kernels are tasks, in the shape of Ascend's: right ones, and with planted public bugs.
+"""Builders whose kernels are tasks, like Ascend's: right ones, and ones with planted public bugs.
 
-The kernel takes lengths as lists of the host and a block table by its address. `AscendBuilder.build` makes
-all of them anew in each step; `update_graph_params` gives them to the tasks of the graph that is replayed.
+The kernel takes lengths as host lists and a block table by its address. `AscendBuilder.build` makes new ones
+in each step; `update_graph_params` gives them to the tasks of the graph that is replayed.
 
 Does not: contain code of vLLM-Ascend.
 """
@@ -29,7 +29,7 @@ ARGUMENTS = ("actual_seq_lengths_q", "seq_lens_list", "block_tables")
 
 @dataclass
 class AscendMetadata:
-    """What a fused attention kernel takes: lists, and a table."""
+    """The arguments of a fused attention kernel: host lists, and a table."""
 
     num_actual_tokens: int
     actual_seq_lengths_q: list[int]
@@ -113,7 +113,7 @@ def never(graph: UpdatableGraph, attn_metadata: Mapping[str, AscendMetadata]) ->
 
 
 def by_place(graph: UpdatableGraph, attn_metadata: Mapping[str, AscendMetadata]) -> None:
-    """Pair tasks and metadata by their places: metadata comes group by group."""
+    """Pair tasks and metadata by index, although metadata comes group by group."""
     for task, metadata in zip(graph, attn_metadata.values(), strict=True):
         task.update(**_arguments(metadata))
 
@@ -131,14 +131,14 @@ def by_an_old_name(graph: UpdatableGraph, attn_metadata: Mapping[str, AscendMeta
 
 
 def with_a_table_of_its_own(graph: UpdatableGraph, attn_metadata: Mapping[str, AscendMetadata]) -> None:
-    """Give each task a copy of the table that nothing keeps."""
+    """Give each task a copy of the table, and keep no reference to it."""
     for task in graph:
         arguments = _arguments(attn_metadata[task.layer])
         task.update(**{**arguments, "block_tables": arguments["block_tables"].clone()})
 
 
 def one_step_late() -> Callable[[UpdatableGraph, Mapping[str, AscendMetadata]], None]:
-    """Return an update that uses the metadata of the step before."""
+    """Return an update that uses the metadata of the previous step."""
     before: dict[Any, Mapping[str, AscendMetadata]] = {}
 
     def update(graph: UpdatableGraph, attn_metadata: Mapping[str, AscendMetadata]) -> None:
@@ -166,7 +166,7 @@ class ListedMetadata:
 
 
 class ListedBackend(PagedBackend):
-    """A backend of SGLang's shape, whose kernel takes lengths as a list of the host."""
+    """A backend with SGLang's interface, whose kernel takes lengths as a host list."""
 
     def init_forward_metadata(self, batch: Any) -> None:
         """Prepare an eager step."""

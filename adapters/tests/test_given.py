@@ -1,4 +1,4 @@
-"""What the suite gives to a builder of vLLM's kind: strict namespaces with the sizes of a lane."""
+"""The strict namespaces with the sizes of a lane that vLLM builders get."""
 
 import copy
 import dataclasses
@@ -48,7 +48,7 @@ def _namespaces(at: Namespace) -> list[Namespace]:
 
 @pytest.mark.parametrize("sizes", [SIZES, MLA, MAMBA, WINDOW], ids=lambda sizes: sizes.kind)
 def test_an_unknown_attribute_raises_with_its_path(sizes: Sizes) -> None:
-    """In every namespace that is given, reading an unknown name says its whole path and what to do."""
+    """In every namespace, to read an unknown name raises an error with its whole path and what to do."""
     for root in (kv_cache_spec(sizes), vllm_config(sizes)):
         for namespace in _namespaces(root):
             path = repr(namespace).removeprefix("Namespace(").removesuffix(")")
@@ -67,7 +67,7 @@ def test_paths_are_those_by_which_a_builder_reads() -> None:
 
 
 def test_a_missing_attribute_is_missing_to_getattr_and_hasattr() -> None:
-    """A builder that asks with a default gets it: the error is an ``AttributeError``, and ours."""
+    """A builder that reads with a default gets it, because the error is also an ``AttributeError``."""
     config = vllm_config(SIZES)
     assert getattr(config.cache_config, "foo", 7) == 7
     assert not hasattr(config, "foo")
@@ -75,7 +75,7 @@ def test_a_missing_attribute_is_missing_to_getattr_and_hasattr() -> None:
 
 
 def test_a_factory_may_set_attributes() -> None:
-    """An attribute that was set is read back, also in a copy, and belongs to one configuration alone."""
+    """An attribute that was set can be read, also from a copy, and belongs only to that configuration."""
     config = vllm_config(SIZES)
     config.cache_config.foo = 3
     assert config.cache_config.foo == 3

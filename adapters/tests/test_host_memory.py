@@ -32,7 +32,7 @@ class KeepsHostCopies(OwnedBuilder):
 
 
 class ReadsHostCopies(PagedBuilder):
-    """Sends lengths to the host and back: the graph reads a copy that is made in each build."""
+    """Sends lengths to the host and back, so that each build makes a new copy; a graph reads the first."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return metadata with lengths that were on the host."""
@@ -46,7 +46,7 @@ class ReadsHostCopies(PagedBuilder):
 
 
 class ReadsHostCopiesByTensor(ReadsHostCopies):
-    """Does so with another tensor in the place of the device."""
+    """Does the same with ``.to(tensor)`` instead of ``.to(device)``."""
 
     def back(self, lens: torch.Tensor) -> torch.Tensor:
         """Return lengths on the device again."""
@@ -54,7 +54,7 @@ class ReadsHostCopiesByTensor(ReadsHostCopies):
 
 
 class SendsHostBuffer(PagedBuilder):
-    """Fills a host buffer in each build, and sends it at the capture alone."""
+    """Fills a host buffer in each build, but copies it to the device only at the capture."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -80,7 +80,7 @@ class SendsHostBuffer(PagedBuilder):
     ],
 )
 def test_a_copy_to_the_other_memory_is_no_alias(make: type[PagedBuilder], rule: str) -> None:
-    """What is right only because ``.cpu()`` or ``.to(device)`` returns the tensor itself is found."""
+    """Code that is right only because ``.cpu()`` or ``.to(device)`` returns the same tensor is found."""
     assert_found(findings_of(Builders(make), LANES["decode"]), rule, "seq_lens")
 
 
@@ -109,7 +109,7 @@ class Pinned(OwnedBuilder):
 
 
 class KnowsItsDevice(OwnedBuilder):
-    """Allocates where its tensors are, and tells the device from the host."""
+    """Allocates on the device of its tensors, and distinguishes it from the host."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return metadata with lengths that went by the host."""
@@ -130,7 +130,7 @@ def test_a_builder_that_copies_in_each_build_is_right(make: type[PagedBuilder], 
 
 
 def test_an_error_in_a_builder_has_its_own_line() -> None:
-    """Memories are followed beneath the builder's code, and are not told as the place of its errors."""
+    """Memories are tracked below the builder's code, and that code is not named as the place of an error."""
 
     class Raises(OwnedBuilder):
         def metadata(self, common: CommonAttentionMetadata) -> Any:

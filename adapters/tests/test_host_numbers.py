@@ -36,14 +36,14 @@ def read_listed(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
 
 
 class WithinBlocks(OwnedBuilder):
-    """Has a table with a column for each block of the cache, as flex attention."""
+    """Has a table with a column for each block of the cache, like flex attention."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.num_blocks: int = args[2].cache_config.num_gpu_blocks
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
-        """Raise for a block that the cache has not."""
+        """Raise for a block that is not in the cache."""
         assert int(common.block_table_tensor.max()) < self.num_blocks
         return super().metadata(common)
 
@@ -71,12 +71,12 @@ def test_lengths_that_a_graph_keeps_are_named_beside_bounds(lane: str, rules: se
 
 
 def test_bounds_in_the_memory_of_the_graph_are_one_fault() -> None:
-    """A graph that reads what an eager build made has no fault besides the bounds."""
+    """If a graph reads the result of an eager build, the bounds are the only fault."""
     assert {f.rule for f in findings(Builders(UpperBoundsAsLengths), "verify")} == {"GP09", None}
 
 
 def test_a_tuple_of_numbers_is_one_value() -> None:
-    """Numbers of the host are one leaf, however many; parts have leaves of their own."""
+    """A tuple of host numbers is one leaf; each part has separate leaves."""
     part = Part(seq_lens=(3, 4), block_table=torch.zeros(2, 1), query_start_loc=(0, 1, 2))
     found = dict(leaves(PagedReads((part,), torch.zeros(2), 2)))
     assert (found["parts[0].seq_lens"], found["parts[0].query_start_loc"]) == ((3, 4), (0, 1, 2))

@@ -1,4 +1,4 @@
-"""Values that builders read and an adapter lacks: named all at once, before a run, and never a fault."""
+"""Names that builders read and an adapter lacks are listed before a run, all at once, and are no fault."""
 
 import sys
 from pathlib import Path
@@ -46,7 +46,7 @@ class Right(PagedBuilder):
 
 
 def reading(where: dict[str, list[str]], asks: list[str]) -> type[PagedBuilder]:
-    """Return a builder that reads paths in its methods, and asks for others with a default."""
+    """Return a builder that reads paths in its methods, and reads others with a default."""
 
     def read(call: str, given: dict[str, Any]) -> None:
         for path in where.get(call, []):
@@ -86,7 +86,7 @@ def reading(where: dict[str, list[str]], asks: list[str]) -> type[PagedBuilder]:
     asks=st.lists(st.sampled_from(LACKING), max_size=2),
 )
 def test_one_probe_names_every_missing_value(where: dict[str, list[str]], asks: list[str]) -> None:
-    """What is read anywhere is named, once for each kind of step; what is asked with a default is not."""
+    """Each name that is read is listed once for each kind of step, but not names read with a default."""
     read = {path for paths in where.values() for path in paths}
     builders = Builders(reading(where, asks), modes=frozenset({ForwardMode.DECODE}))
     found = [*builders.needs(QUICK)]
@@ -96,7 +96,7 @@ def test_one_probe_names_every_missing_value(where: dict[str, list[str]], asks: 
 
 
 def test_a_probe_says_where_it_ended() -> None:
-    """With a value that stops the code although it is assumed, the names until then are told, and where."""
+    """If an assumed value stops the code, the names until then and the place are listed."""
 
     class Stops(PagedBuilder):
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
@@ -110,7 +110,7 @@ def test_a_probe_says_where_it_ended() -> None:
 
 
 def test_kinds_of_step_that_lack_nothing_are_checked() -> None:
-    """A value that only speculation reads leaves the other kinds of step to be checked."""
+    """If only speculation reads a missing value, the other kinds of step are still checked."""
 
     class Speculative(PagedBuilder):
         def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any) -> None:
@@ -130,7 +130,7 @@ def test_a_probe_looks_at_the_lanes_that_are_asked() -> None:
 
 
 class ReadsInReplays(PagedBuilder):
-    """Reads nothing of the kind at a capture."""
+    """Reads a missing name in replays, but not at a capture."""
 
     def build(self, common_prefix_len: int, common: Any, fast_build: bool = False) -> Any:
         """Read what no batch has."""
@@ -188,7 +188,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_a_run_names_all_three_and_has_the_exit_code_of_not_checked(
     module: str, more: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A builder that reads three absent names is not checked, and nothing is held against it: exit code 5."""
+    """A builder that reads three absent names is not checked and gets no failure: exit code 5."""
     names = ["vllm_config.alpha", "kv_cache_spec.beta", "common_attn_metadata.gamma.sum"]
     assert main(["check", "--adapter", "vllm", f"{module}:Needy", *more]) == 5
     told = capsys.readouterr().out
@@ -198,12 +198,12 @@ def test_a_run_names_all_three_and_has_the_exit_code_of_not_checked(
 
 @pytest.mark.sweep
 def test_a_probe_without_a_need_says_so(module: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """A builder that is given all it reads passes the probe: exit code 0, and nothing else was run."""
+    """A builder that reads only existing names passes the probe: exit code 0, and nothing else runs."""
     assert main(["check", "--adapter", "vllm", f"{module}:Right", "--probe"]) == 0
     assert "nothing else was checked" in capsys.readouterr().err
 
 
 def test_a_probe_needs_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
-    """Plugins are given everything by the contract: the option is refused without an adapter."""
+    """Without an adapter the option is refused, because the contract gives plugins everything."""
     assert main(["check", "eagle_draft", "--probe"]) == 2
     assert "--adapter" in capsys.readouterr().err

@@ -73,7 +73,7 @@ RIGHT = pytest.mark.parametrize(
 @pytest.mark.sweep
 @RIGHT
 def test_a_right_builder_passes_in_unusual_lanes(make: type[made.Builder], options: dict[str, Any]) -> None:
-    """Builders whose replays are right have no finding where batches are long, tall, or high in the cache."""
+    """Right builders have no finding in lanes with long or large batches, or slots high in the cache."""
     assert [*findings_of(make, unusual=True, **options)] == []
 
 
@@ -134,7 +134,7 @@ def test_later_groups_are_updated_from_the_first() -> None:
     calls: list[tuple[str, int]] = []
 
     class Counted(made.UpdatedScan):
-        """Says which builder is called."""
+        """Records which builder is called."""
 
         def build(self, *args: Any, **kwargs: Any) -> made.ScanMetadata:
             calls.append(("build", id(self)))
@@ -168,7 +168,7 @@ def test_an_idle_rank_replays_a_dummy() -> None:
 
 
 def summed(keys: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Return the state after all tokens, number by number."""
+    """Return the state after all tokens, computed element by element."""
     heads, wide, out = keys.shape[1], keys.shape[2], values.shape[2]
     state = torch.zeros(heads, wide, out, dtype=torch.float64)
     for token in range(len(keys)):
@@ -347,7 +347,7 @@ def test_a_skipped_column_is_not_written() -> None:
 
 
 def test_reads_need_states() -> None:
-    """Recurrent reads in a lane of another kind say which kind to give."""
+    """For recurrent reads in a lane of another kind, the error names the kind to give."""
     reads = RecurrentReads(torch.ones(1, 1), torch.zeros(1, dtype=torch.int64), 1)
     cache = SimpleNamespace(k=[torch.zeros(1, 2, 3)], v=[torch.zeros(1, 2, 2)])
     with pytest.raises(ConfigError, match='kind="mamba"'):
@@ -363,7 +363,7 @@ def fields(**values: Any) -> SimpleNamespace:
 
 
 def test_linear_attention_skips_minus_one() -> None:
-    """The reader of linear attention takes the state indices of decodes, and skips -1 alone."""
+    """The reader of linear attention takes the state indices of decodes, and skips only -1."""
     indices, slots = torch.tensor([5, -1], dtype=torch.int32), torch.zeros(2, dtype=torch.int64)
     found = read_vllm_metadata(
         fields(state_indices_tensor=indices, query_start_loc=torch.arange(3), seq_lens=torch.ones(2)), slots
@@ -375,7 +375,7 @@ def test_linear_attention_skips_minus_one() -> None:
 
 @pytest.mark.parametrize("prefills", [1, 3])
 def test_prefills_are_refused(prefills: int) -> None:
-    """A reader of a decode kernel says which steps to check."""
+    """For a step with prefills, the error of a decode reader names the steps to check."""
     metadata = made.ScanMetadata(prefills, 1, 1, 1, torch.ones(1, 1), None, None, 1)
     with pytest.raises(ConfigError, match=f"{prefills} prefills") as refused:
         read_vllm_metadata(metadata, torch.zeros(1))

@@ -1,4 +1,4 @@
-"""Backends of SGLang's shape under the adapter: planted public bugs are found, right backends pass."""
+"""Backends with SGLang's interface under the adapter: planted public bugs are found, right ones pass."""
 
 import re
 from collections.abc import Callable
@@ -51,7 +51,7 @@ FOREIGN = (
     "num_speculative_tokens",
     "KV-cache group",
 )
-"""Words of another engine, and of the suite's own."""
+"""Words of another engine and of the suite."""
 TWINS = {(each.twin, each.read, each.options): each.lane for each in PLANTED}
 
 
@@ -121,7 +121,7 @@ def test_a_host_read_in_the_graph_is_found_with_its_line() -> None:
 
 
 def test_a_draft_may_have_a_backend_for_its_last_step() -> None:
-    """SGLang's drafts have a backend for each step that attends, and some one for the last step too."""
+    """SGLang's drafts have a backend for each step that attends, and may have one for the last step."""
     assert_right(under_test(DraftWithLastStep), LANES["draft"])
 
 
@@ -135,7 +135,7 @@ def test_a_draft_with_too_few_backends_is_told_which_one_is_read() -> None:
 
 
 def test_a_pair_that_is_not_called_is_told_in_these_words() -> None:
-    """A backend with the pair beside inherited methods that do nothing is told that SGLang calls these."""
+    """A backend with the pair and empty inherited methods is refused: SGLang calls the empty methods."""
     (finding,) = findings_of(under_test(UncalledPair), LANES["decode"])
     assert finding.actual == (
         "UncalledPair prepares graphs in init_forward_metadata_capture_cuda_graph and"
@@ -146,14 +146,14 @@ def test_a_pair_that_is_not_called_is_told_in_these_words() -> None:
 
 
 def test_a_pair_beside_methods_that_work_is_kept_for_earlier_releases() -> None:
-    """The pair is no fault where nothing else is there, or where the methods do the work."""
+    """The pair is no fault if there are no other methods, or if the other methods do the work."""
     for make in (PairBackend, PairForEarlierReleases):
         assert_right(under_test(make), LANES["decode"])
 
 
 @pytest.mark.parametrize("lane", ["decode", "verify", "draft_extend"])
 def test_graphs_are_declared_by_kind_of_step(lane: str) -> None:
-    """A backend without graphs for some modes is right once it says so; its eager steps are still checked.
+    """A backend without graphs for some modes passes if it declares so; its eager steps are checked.
 
     Without the declaration the finding says how to declare it.
     """
@@ -170,7 +170,7 @@ def test_graphs_are_declared_by_kind_of_step(lane: str) -> None:
 
 
 def test_every_help_has_the_names_of_its_engine() -> None:
-    """The words of all helps are filled in for either engine, and those of one do not name the other's."""
+    """All help texts are complete for both engines, and those for one engine do not name the other."""
     for backend, foreign in ((SglangBackend, FOREIGN), (VllmBackend, ("init_cuda_graph_state", "SGLang"))):
         calls = {"replay": "init_forward_metadata_out_graph" if backend is SglangBackend else "build"}
         words = asdict(backend.words)
@@ -201,7 +201,7 @@ def test_a_right_backend_passes_a_quick_run(
     assert_right(under_test(make, reader, **dict(options)))
 
 
-# -- the runner's half ---------------------------------------------------------------------------------
+# -- the runner's part ---------------------------------------------------------------------------------
 
 
 class Watching(PagedBackend):
@@ -222,7 +222,7 @@ class Watching(PagedBackend):
         super().init_forward_metadata_out_graph(batch, in_capture=in_capture)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
-        """Return a length that is no other number here."""
+        """Return a length that differs from all other numbers here."""
         return 3
 
 
@@ -263,7 +263,7 @@ def test_a_draft_extend_shows_its_buffers_whole() -> None:
 
 
 def test_a_verify_has_the_live_mask_at_a_replay_and_the_runners_at_a_capture() -> None:
-    """The mask of a capture is all True; that of a replay is the chain of the live requests alone."""
+    """The mask of a capture is all True; the mask of a replay is the chain of only the live requests."""
     backend, problem, _ = watched("verify")
     assert bool(backend.seen["capture"].spec_info.custom_mask.all())
     cached = len(problem.requests[0].cached)
@@ -280,7 +280,7 @@ def test_modes_are_the_engines() -> None:
 
 
 def test_the_work_in_the_graph_is_recorded_before_attention() -> None:
-    """The graph repeats what a backend does in it: without a call of the backend lengths are refreshed."""
+    """The graph repeats the backend's recorded work: lengths are refreshed without a call of the backend."""
     under = plan_of(under_test(InGraphBackend), "decode").lane
     rig = under.rig()
     problem = half_size_batch(under.config)
@@ -305,7 +305,7 @@ def test_metadata_of_no_known_form_is_refused_with_its_fields() -> None:
 
 
 def test_a_view_is_widened_to_the_end_of_its_memory() -> None:
-    """A kernel goes by an address: the numbers after a short view are there, from its first one on."""
+    """A kernel uses an address, so a widened view also has the numbers after its end."""
     memory = torch.arange(12)
     assert widened(memory.view(3, 4)[1, :2]).tolist() == [*range(4, 12)]
 
@@ -370,7 +370,7 @@ def test_offsets_that_leave_the_list_are_refused(indptr: list[int], rule: str, s
 
 
 def test_a_mask_that_is_too_short_is_refused() -> None:
-    """A kernel would read bytes behind a mask that has not all rows of a request."""
+    """A mask that lacks rows of a request is refused, because a kernel would read past its end."""
     reads = IndexedReads(
         kv_indptr=torch.tensor([0, 3]),
         kv_indices=torch.arange(5),
@@ -386,6 +386,6 @@ def test_a_mask_that_is_too_short_is_refused() -> None:
 
 
 def test_backends_may_be_given_with_their_options() -> None:
-    """An entry point may name an object: its lanes have its page sizes alone."""
+    """An entry point may name an object; its lanes have only its page sizes."""
     plans = under_test(SlotsBackend, page_sizes=(64,)).lanes(Options(size="quick"))
     assert {plan.lane.config.page_size for plan in plans} == {64}

@@ -36,7 +36,7 @@ def test_a_default_does_not_hide_an_unknown_attribute() -> None:
 
 
 def test_an_absent_attribute_is_absent() -> None:
-    """What the engine's own object may lack reads as in any object without it."""
+    """An attribute that the engine's object may lack behaves like any missing attribute."""
     runner = Given("model_runner", absent=("window",))
     assert getattr(runner, "window", 7) == 7
     assert not hasattr(runner, "window")

@@ -35,7 +35,7 @@ def test_an_absent_module_that_is_not_listed_raises_as_usual() -> None:
 def test_a_module_that_is_there_is_never_replaced_by_the_list_of_absent_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A real module wins over its name in the list of absent modules; in the list of heavy ones it loses."""
+    """An installed module in the absent list is used; one in the heavy list is replaced."""
     (tmp_path / "really_here.py").write_text("there = 1\n")
     monkeypatch.syspath_prepend(tmp_path)
     stand_ins.install(["really_here"])
@@ -46,7 +46,7 @@ def test_a_module_that_is_there_is_never_replaced_by_the_list_of_absent_ones(
 
 
 def test_a_stand_in_takes_every_shape_that_an_import_needs() -> None:
-    """It is called, subscripted, united with types, subclassed with keywords, and decorates."""
+    """A stand-in can be called, subscripted, united with types, subclassed, and used as a decorator."""
     stand_ins.install(["no_such"])
     made = importlib.import_module("no_such").Made
 
@@ -69,7 +69,7 @@ def test_a_stand_in_takes_every_shape_that_an_import_needs() -> None:
 
 
 def test_calls_are_seen_once_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each call from then on is named, but for uses as a decorator; all who ask get the same list."""
+    """Every later call is listed, except uses as a decorator; all callers get the same list."""
     monkeypatch.setattr(stand_ins, "_watchers", [])
     stand_ins.called.cache_clear()
     stand_ins.install(["no_such"])

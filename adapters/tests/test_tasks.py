@@ -20,12 +20,12 @@ VLLM, SGLANG = vllm_builders.LANES, sglang_backends.LANES
 @pytest.mark.parametrize("lane", ["decode", "verify", "extend"])
 @pytest.mark.parametrize("update", [None, built.update_graph_params], ids=["provider", "update"])
 def test_a_right_builder_with_its_update_passes(update: Any, lane: str) -> None:
-    """Lists and tables that are new in each step are right where the tasks are updated with them."""
+    """Lists and tables that are new in each step are right if the tasks are updated with them."""
     assert_right(built.under_test(update), VLLM[lane])
 
 
 def test_an_update_is_checked_under_its_rule() -> None:
-    """A builder with tasks is checked for GP21; one without is not said to be."""
+    """A builder with tasks is checked for GP21; for one without, GP21 is not reported as checked."""
     for subject, is_checked in (
         (built.under_test(), True),
         (Builders(built.AscendBuilder, read=built.read), False),
@@ -73,7 +73,7 @@ def test_what_is_not_updated_is_judged_as_captured(arguments: tuple[str, ...], r
 
 
 def test_one_key_in_two_graphs_is_an_error() -> None:
-    """A key that is that of two shapes, as a count of tokens may be, is GP21 at the capture of the second."""
+    """If two shapes have one key, as with a number of tokens, the capture of the second is GP21."""
     findings = findings_of(
         built.under_test(built.update_graph_params, key=lambda shape: shape.mode), VLLM["decode"]
     )
@@ -82,14 +82,14 @@ def test_one_key_in_two_graphs_is_an_error() -> None:
 
 
 def test_a_key_of_tokens_alone_is_right_where_it_is_one_of_a_graph() -> None:
-    """A count of tokens is a key where each graph has its own."""
+    """A number of tokens is a valid key if it is different for each graph."""
     assert_right(
         built.under_test(built.update_graph_params, key=lambda shape: shape.num_tokens), VLLM["decode"]
     )
 
 
 def test_an_argument_that_the_kernel_has_not_is_told() -> None:
-    """A name that is none of the reads' is refused, with those that are there."""
+    """A name that the reads do not have is refused, and the error lists those that they have."""
     reads = PagedReads((Part((1,), torch.zeros(1, 1), num_tokens=1),), torch.zeros(1), 1)
     assert paths_of(reads, ("seq_lens",)) == {"seq_lens": "parts[0].seq_lens"}
     with pytest.raises(
@@ -99,7 +99,7 @@ def test_an_argument_that_the_kernel_has_not_is_told() -> None:
 
 
 def test_tasks_are_of_attention_alone() -> None:
-    """Recurrent states and steps of a draft have none, and one argument at least is named."""
+    """Tasks need at least one argument, and are refused for recurrent states and for drafts in a graph."""
     with pytest.raises(ConfigError, match="recurrent states are not updated"):
         Builders(built.AscendBuilder, kind="mamba", tasks=Tasks(("seq_lens",)))
     with pytest.raises(ConfigError, match="no argument is updated"):
@@ -127,7 +127,7 @@ def test_a_list_that_is_not_updated_is_found() -> None:
 
 
 def test_an_update_of_a_graph_has_one_mapping_or_one_for_each() -> None:
-    """Another number of mappings leaves tasks out: it is refused."""
+    """A number of mappings that leaves tasks out is refused."""
 
     def updates_two(graph: UpdatableGraph, batch: Any) -> None:
         graph.update(cpu_update_input=[{"actual_seq_lengths_kv": batch.seq_lens.tolist()}] * 3)

@@ -1,4 +1,4 @@
-"""Builders of vLLM's kind under the adapter: planted public bugs are found, right builders pass."""
+"""Builders with vLLM's interface under the adapter: planted public bugs are found, right ones pass."""
 
 from collections.abc import Callable
 from typing import Any
@@ -59,7 +59,7 @@ def test_a_right_builder_in_unusual_style_passes(
 
 
 def test_the_planted_bugs_are_public_and_of_many_kinds() -> None:
-    """Each bug has a thread of its own, and together they break most rules that a wrong replay can break."""
+    """Each bug has a separate thread, and together they break most rules that a wrong replay can break."""
     threads = {planted.thread for planted in PLANTED}
     assert len(threads) == len(PLANTED) >= 12
     assert {planted.rule for planted in PLANTED} >= {
@@ -87,7 +87,7 @@ def test_an_error_at_a_capture_has_the_builders_line() -> None:
 
 
 def test_metadata_that_no_reader_knows_breaks_no_rule() -> None:
-    """Metadata with other fields, and no reader for it, is a general failure that says what is missing."""
+    """Metadata for which there is no reader is a general failure; the error names the missing fields."""
     results = [*results_of(Builders(TupleBuilder), LANES["decode"])]
     assert {result.rule for result in results if result.outcome is Outcome.FAIL} == {None}
     (told, *_) = [finding for result in results for finding in result.findings]
@@ -97,7 +97,7 @@ def test_metadata_that_no_reader_knows_breaks_no_rule() -> None:
 
 
 def test_a_factory_that_makes_no_builder_is_told_with_its_line() -> None:
-    """A constructor that raises, and an object without graph support, are refused with what is called how."""
+    """A constructor that raises, and an object without graph support, are refused; the hint has the call."""
 
     def raises(*_: Any) -> object:
         raise RuntimeError("no device")

@@ -41,7 +41,7 @@ class Metadata:
 
 
 class Builder:
-    """A builder that passes lent buffers on, but for lengths of its own."""
+    """A builder whose metadata refers to lent buffers, except for its own lengths."""
 
     support = Support.ALWAYS
     supports_draft_decode_metadata_update = True
@@ -110,7 +110,7 @@ class Forgets(Builder):
 
 
 class Rebinds(Builder):
-    """Gives the metadata a new tensor in each step: the graph keeps the one before."""
+    """Gives the metadata a new tensor in each step, but the graph keeps the old one."""
 
     def update_draft_decode_metadata(self, metadata: Metadata) -> None:
         """Bring the captured metadata up to date."""
@@ -143,7 +143,7 @@ def test_an_update_between_draft_steps_that_does_not_reach_the_graph_is_found(
 
 
 def test_a_builder_without_updates_in_graphs_drafts_eagerly() -> None:
-    """It is given each step by ``build_for_drafting``, and no lane of drafts captures."""
+    """Without the update method, ``build_for_drafting`` makes each step, and no drafts are captured."""
 
     class Eager(Builder):
         supports_draft_decode_metadata_update = False
@@ -169,7 +169,7 @@ class OfLengths(Builder):
 
 
 class OfHostLengths(OfLengths):
-    """Takes the tokens of each request from the host, which knows only their number."""
+    """Takes the tokens of each request from the host, which knows only their total."""
 
     def build(self, prefix: int, common: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
         """Return the metadata of a step."""
@@ -202,7 +202,7 @@ def test_a_builder_that_declares_no_graphs_of_different_lengths_has_no_lane_of_t
 
 
 class Humble(Builder):
-    """Declares graphs of single-token decodes alone, and could do more."""
+    """Declares only graphs of single-token decodes, but supports more."""
 
     support = Support.UNIFORM_SINGLE_TOKEN_DECODE
 
@@ -223,7 +223,7 @@ def test_support_that_works_and_is_not_declared_is_told(
 
 
 def test_declared_support_that_does_not_hold_fails() -> None:
-    """A builder that declares more than it can capture fails in the lanes of what it declares."""
+    """A builder that declares more than it can capture fails in the lanes of its declaration."""
 
     class Boasts(Builder):
         support = Support.UNIFORM_BATCH
@@ -285,7 +285,7 @@ def test_builders_of_layers_with_windows_are_checked() -> None:
     specs, tables = set[tuple[str, int | None]](), list[torch.Tensor]()
 
     class Windowed(Builder):
-        """Looks at its spec and its block tables."""
+        """Checks its spec and its block tables."""
 
         def __init__(self, spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
             """Keep the window."""
@@ -308,20 +308,20 @@ def test_builders_of_layers_with_windows_are_checked() -> None:
 
 
 def test_a_table_of_windows_that_only_captures_write_is_found() -> None:
-    """A builder that copies the blocks of its window at captures alone reads others at a replay."""
+    """A builder that copies the blocks of its window only at captures reads wrong blocks at a replay."""
 
     class KeepsTable(Builder):
         """Copies block tables in captures, and in eager steps."""
 
         def __init__(self, spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device):
-            """Make a table of its own."""
+            """Allocate the builder's own table."""
             super().__init__(spec, layer_names, vllm_config, device)
             blocks = -(-vllm_config.model_config.max_model_len // spec.block_size)
             self.table = torch.zeros(len(self.lens), blocks, dtype=torch.int32)
             self.captured = 0
 
         def build(self, prefix: int, common: CommonAttentionMetadata, fast_build: bool = False) -> Metadata:
-            """Return metadata with the table, written unless there are captures."""
+            """Return metadata with the table, which is not written after a capture."""
             metadata = super().build(prefix, common, fast_build)
             metadata.block_table = self.table[: common.num_reqs]
             if not self.captured:

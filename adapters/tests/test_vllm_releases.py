@@ -1,4 +1,4 @@
-"""Builders as releases of vLLM since 0.11 have them: host lengths, declared support, unpadded replays."""
+"""Builders in the forms of vLLM releases since 0.11: host lengths, declared support, unpadded replays."""
 
 import enum
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from support import thinned
 
 
 class Earlier(enum.Enum):
-    """Graph support as in 0.10: the value 2 is another one later."""
+    """Graph support as in 0.10; the value 2 has another meaning later."""
 
     NEVER = 0
     PURE_DECODE_ONLY = 1
@@ -62,7 +62,7 @@ class HostLengthsIfKnown(HostLengths):
 
 
 class Asserts(PagedBuilder):
-    """Looks at the fields of every batch that it gets."""
+    """Asserts on the fields of every batch that it gets."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return metadata of a batch whose lengths agree with those of the device."""
@@ -77,7 +77,7 @@ class Asserts(PagedBuilder):
 @pytest.mark.parametrize("make", [HostLengths, HostComputed, HostLengthsIfKnown])
 @pytest.mark.parametrize("lane", thinned(["decode", "extend", "verify"], 1))
 def test_exact_lengths_on_the_host_are_no_fault(make: type[PagedBuilder], lane: str) -> None:
-    """``seq_lens_cpu`` is no bound: a builder that plans with it is right also after speculation."""
+    """``seq_lens_cpu`` is exact, so a builder that plans with it is right after speculation too."""
     assert_right(Builders(make), LANES[lane])
 
 
@@ -94,7 +94,7 @@ def test_the_host_fields_agree_with_the_device_in_every_kind_of_step() -> None:
 
 
 def declaring(**attributes: Any) -> type[PagedBuilder]:
-    """Return a builder that declares its support by attributes alone."""
+    """Return a builder that declares its support only by attributes."""
     methods = {"get_cudagraph_support": property(lambda _: (_ for _ in ()).throw(AttributeError))}
     return type("Declaring", (PagedBuilder,), methods | attributes)
 
@@ -118,7 +118,7 @@ def test_support_is_understood_by_its_earlier_names(
 
 
 def test_no_support_and_an_unknown_one_are_refused() -> None:
-    """A builder that says nothing, or something that no release has, is told what there is."""
+    """For a missing or unknown declaration, the error lists the valid values."""
     for make, said in (
         (declaring(), "has no get_cudagraph_support, and no cudagraph_support"),
         (declaring(cudagraph_support="SOMETIMES"), "'SOMETIMES'; there are ALWAYS, UNIFORM_BATCH"),
@@ -143,7 +143,7 @@ def test_the_largest_capture_has_both_names() -> None:
 
 
 class PadsSlots(OwnSlots):
-    """Fills the slots behind those of a batch, which a graph reads for padding tokens."""
+    """Fills the slots after those of a batch, which a graph reads for padding tokens."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return metadata whose padding tokens write nowhere."""
@@ -156,19 +156,19 @@ class PadsSlots(OwnSlots):
 def test_a_builder_that_pads_for_itself_is_right_without_padding(
     make: type[PagedBuilder], read: Callable[..., Any] | None, lane: str
 ) -> None:
-    """Lent rows behind the batch are padding, and so are the builder's own if it fills them."""
+    """Lent rows after the batch are padding, and so are the builder's own rows if it fills them."""
     assert_right(replace(under_test(make, read), pads_replays=False), LANES[lane])
 
 
 def test_rows_behind_an_unpadded_batch_are_found() -> None:
-    """A builder that writes the rows that it gets leaves an earlier batch behind them."""
+    """A builder that writes only the rows that it gets leaves rows of an earlier batch after them."""
     padded = Builders(OwnSlots, read=read_with_own_slots)
     assert_right(padded, LANES["decode"])
     assert_found(findings_of(replace(padded, pads_replays=False), LANES["decode"]), "GP03", "slot_mapping")
 
 
 def test_only_replays_are_unpadded() -> None:
-    """Captures have the graph's rows, and replays of fewer requests those of the batch alone."""
+    """Captures get the graph's rows, and replays of fewer requests get only the rows of the batch."""
     seen: list[tuple[str, int, int]] = []
 
     class Counts(PagedBuilder):

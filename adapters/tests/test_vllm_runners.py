@@ -1,4 +1,4 @@
-"""What model runner V1 calls of builders and V2 does not, and what neither is seen to call."""
+"""Methods of builders that model runner V1 calls and V2 does not, and methods that no run calls."""
 
 from dataclasses import replace
 from typing import Any
@@ -20,7 +20,7 @@ QUICK = Options(size="quick", shrink=False)
 
 
 class Passes(PagedBuilder):
-    """Refers to what the runner lends: metadata of another group is right with this one's block table."""
+    """Refers to lent buffers, so another group's metadata is right with this group's block table."""
 
     supports_update_block_table = True
 
@@ -30,7 +30,7 @@ class Passes(PagedBuilder):
 
 
 class Owns(OwnedBuilder):
-    """Has buffers of its own, and fills them from the metadata of the other group."""
+    """Has its own buffers, and fills them from the metadata of the other group."""
 
     supports_update_block_table = True
 
@@ -48,7 +48,7 @@ class Owns(OwnedBuilder):
 
 
 class Clones(Owns):
-    """Returns clones: the graph of this group reads what its capture returned."""
+    """Returns clones, but the graph of this group reads the tensors that its capture returned."""
 
     def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
         """Return the metadata of this group, in new memory."""
@@ -61,7 +61,7 @@ class Clones(Owns):
 
 
 class ForgetsLengths(Owns):
-    """Brings the block table up to date, and leaves lengths in the memory of the other group."""
+    """Updates the block table, but leaves lengths in the memory of the other group."""
 
     def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
         """Return metadata whose lengths are those of the other builder."""
@@ -90,7 +90,7 @@ def test_a_right_update_of_block_tables_passes(make: type[PagedBuilder], lane: s
     [(Clones, "KV-cache group 1: "), (ForgetsLengths, "KV-cache group 1: seq_lens")],
 )
 def test_an_update_that_does_not_reach_the_graph_is_found(make: type[PagedBuilder], field: str) -> None:
-    """The fault is seen in the calls of V1 alone, and the finding names the method."""
+    """Only the calls of V1 show the fault, and the finding names the method."""
     findings = findings_of(Builders(make), v1("decode"))
     assert_found(findings, "GP01", field)
     assert {f.hook for f in findings} == {"update_block_table"}
@@ -106,7 +106,7 @@ def test_only_builders_that_declare_it_have_lanes_of_v1() -> None:
 
 
 def test_v1_calls_as_its_code_does() -> None:
-    """A capture builds every group; any other step builds the first, and the next is made of it, in order."""
+    """A capture builds every group; other steps build the first and derive the next from it, in order."""
     calls: list[tuple[str, int]] = []
     made: list[object] = []
 
@@ -146,7 +146,7 @@ def test_v1_calls_as_its_code_does() -> None:
 
 
 class Cascades(PagedBuilder):
-    """Has methods that engines call, and this run does not."""
+    """Has methods that engines call and this run does not call."""
 
     supports_update_block_table = False
 
@@ -155,12 +155,12 @@ class Cascades(PagedBuilder):
         return True
 
     def update_block_table(self, *_: Any) -> Any:
-        """Raise: it is not declared."""
+        """Raise, because this use is not declared."""
         raise NotImplementedError
 
 
 def test_methods_that_no_lane_calls_are_told() -> None:
-    """The report has them under "not checked", with when the engine calls them; the others are not there."""
+    """The report lists only uncalled methods under "not checked", with when the engine calls them."""
     builders = Builders(Cascades)
     assert {each.name for each in builders.uncalled([*builders.lanes(QUICK)])} == {
         "use_cascade_attention",
@@ -172,7 +172,7 @@ def test_methods_that_no_lane_calls_are_told() -> None:
 
 
 def test_the_engines_own_defaults_are_not_told() -> None:
-    """A method that the builder inherits of the engine's base class is not its own."""
+    """A method inherited from the engine's base class is not listed."""
     base = type("AttentionMetadataBuilder", (PagedBuilder,), {"use_cascade_attention": lambda *_: False})
     plans = [*Builders(base).lanes(QUICK)]
     inherits = type("Inherits", (base,), {})
@@ -182,7 +182,7 @@ def test_the_engines_own_defaults_are_not_told() -> None:
 
 
 def test_a_report_says_what_was_never_called() -> None:
-    """A run of the suite lists the method, and this is no failure."""
+    """A run of the suite lists the uncalled method, and this is no failure."""
     catalog = PluginCatalog.scan()
     (target,) = targets([f"adapter:vllm:{NAME}"], catalog)
     listener = _Listener()

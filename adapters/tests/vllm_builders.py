@@ -1,15 +1,15 @@
-"""Builders in vLLM's shape, for tests: right ones, planted public bugs, and right ones in unusual style.
+"""Builders with vLLM's interface, for tests: right ones, planted public bugs, right ones in unusual style.
 
 Five families, written from vLLM's interface alone:
 
-    PagedBuilder       refers to what the runner lends
-    OwnedBuilder       copies lengths and block table into buffers of its own
-    SplitBuilder       decodes and prefills apart, for latents (MLA)
-    ScheduledBuilder   tiles of a scheduler, in a buffer of its own; its reader models the kernel
+    PagedBuilder       refers to the buffers that the runner lends
+    OwnedBuilder       copies lengths and block table into its own buffers
+    SplitBuilder       separates decodes and prefills, for latents (MLA)
+    ScheduledBuilder   tiles of a scheduler, in its own buffer; its reader models the kernel
     PlannedBuilder     pages as offsets, indices and entries of the last page; its reader models the kernel
 
-`PLANTED` has the bugs, each with its thread; a bug is a subclass of the right builder that is its twin.
-`UNUSUAL` has right builders whose style an author may choose.
+`PLANTED` lists the bugs with their threads. Each bug is a subclass of a right builder, its twin. `UNUSUAL`
+lists right builders in other styles that authors may choose.
 
 Does not: contain code of vLLM.
 """
@@ -113,7 +113,7 @@ def host_lens(common: CommonAttentionMetadata) -> torch.Tensor:
 
 
 class OwnedBuilder(PagedBuilder):
-    """Copies lengths and block table: a kernel that wants its own layout of them."""
+    """Copies lengths and block table, for a kernel that needs its own layout of them."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -121,7 +121,7 @@ class OwnedBuilder(PagedBuilder):
         self.block_table = self.int32(self.max_reqs, self.max_blocks)
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
-        """Return metadata of the builder's own buffers, whose rows are written in every build."""
+        """Return metadata in the builder's own buffers; every build writes their rows."""
         metadata = super().metadata(common)
         reqs = common.num_reqs
         self.seq_lens[:reqs].copy_(common.seq_lens)
@@ -141,10 +141,10 @@ class FreshLengths(PagedBuilder):
 
 
 class ClearsHostOffsets(PagedBuilder):
-    """Clears the offsets on the host at a capture; builders after it divide by a query length of 0."""
+    """Clears the offsets on the host at a capture, so that later builders divide by a query length of 0."""
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
-        """Return the metadata of a capture, and clear what other builders read."""
+        """Return the metadata of a capture, and clear the offsets that other builders read."""
         metadata = self.build(0, common)
         common.query_start_loc_cpu.zero_()
         return metadata
@@ -197,7 +197,7 @@ class LongestOfTheDummy(PagedBuilder):
 
 
 class RaggedOffsetsOfTheDummy(PagedBuilder):
-    """Is declared for all batches; its offsets are those of the capture, right for decodes alone."""
+    """Declares graphs of all batches, but keeps the capture's offsets, right only for decodes."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return metadata with a copy of the offsets."""
@@ -207,7 +207,7 @@ class RaggedOffsetsOfTheDummy(PagedBuilder):
 
 
 class FastPath(OwnedBuilder):
-    """Skips its own buffers for sequences that are not of full length, as those of a dummy are."""
+    """Skips its own buffers for sequences shorter than the full length, which only dummies have."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return the runner's own buffers on the fast path, and else the builder's."""
@@ -217,14 +217,14 @@ class FastPath(OwnedBuilder):
 
 
 class GrowsForLargerBatches(OwnedBuilder):
-    """Makes its buffers anew when a batch is larger than any before it."""
+    """Allocates new buffers when a batch is larger than any before it."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.seq_lens = self.int32(0)
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
-        """Return metadata of buffers that hold this batch."""
+        """Return metadata in buffers that are large enough for this batch."""
         longest = int(common.seq_lens.max()) if common.num_reqs else 0
         if common.num_reqs * longest > len(self.seq_lens):
             self.seq_lens = self.int32(common.num_reqs * longest)
@@ -250,7 +250,7 @@ class OwnSlots(PagedBuilder):
         self.slots = torch.full((self.max_tokens,), -1, dtype=torch.int64, device=self.device)
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
-        """Return metadata with the builder's own slots, those of padding tokens -1."""
+        """Return metadata with the builder's own slots, which are -1 for padding tokens."""
         metadata = super().metadata(common)
         self.slots[: common.num_actual_tokens].copy_(common.slot_mapping)
         metadata.slot_mapping = self.slots[: common.num_actual_tokens]
@@ -258,7 +258,7 @@ class OwnSlots(PagedBuilder):
 
 
 class StaleSlots(OwnSlots):
-    """Writes the slots of live tokens alone: padding tokens write where an earlier batch did."""
+    """Writes only the slots of live tokens, so padding tokens write to slots of an earlier batch."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return metadata whose padding tokens keep earlier slots."""
@@ -287,7 +287,7 @@ def read_with_own_slots(metadata: PagedMetadata, slot_mapping: torch.Tensor) -> 
 
 @dataclass
 class DecodeMetadata:
-    """What a decode kernel reads: as many queries in each request."""
+    """What a decode kernel reads; all requests have equally many queries."""
 
     block_table: torch.Tensor
     seq_lens: torch.Tensor
@@ -316,7 +316,7 @@ class SplitBuilder(PagedBuilder):
         self.threshold = 1 + (speculation.num_speculative_tokens if speculation is not None else 0)
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
-        """Return metadata with all requests as decodes, if none has more queries than drafts."""
+        """Return metadata with all requests as decodes, if none has more queries than a verified draft."""
         decodes = common.num_reqs if common.max_query_len <= self.threshold else 0
         decode = self.decode_of(common) if decodes else None
         return SplitMetadata(
@@ -333,7 +333,7 @@ class SplitBuilder(PagedBuilder):
 
 
 class ExpandedBuilder(SplitBuilder):
-    """Gives each verified token a row of its own, for a kernel that decodes one token in each row."""
+    """Gives each verified token a separate row, for a kernel that decodes one token in each row."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -351,7 +351,7 @@ class ExpandedBuilder(SplitBuilder):
         return metadata
 
     def decode_of(self, common: CommonAttentionMetadata) -> DecodeMetadata:
-        """Return the metadata of one-token decodes: token ``t`` of ``n`` sees ``n - 1 - t`` keys less."""
+        """Return the metadata of one-token decodes: token ``t`` of ``n`` sees ``n - 1 - t`` fewer keys."""
         tokens = common.num_actual_tokens
         width = tokens // common.num_reqs
         back = torch.arange(width - 1, -1, -1, dtype=torch.int32, device=self.device)
@@ -362,7 +362,7 @@ class ExpandedBuilder(SplitBuilder):
 
 
 class SizedByRequests(ExpandedBuilder):
-    """Has a row for each request, where speculation needs one for each token."""
+    """Has a row for each request, but speculation needs one for each token."""
 
     def rows(self) -> int:
         """Return the number of requests."""
@@ -430,7 +430,7 @@ class ScheduledMetadata(PagedMetadata):
 
 
 class ScheduledBuilder(PagedBuilder):
-    """The right builder of scheduled metadata: tiles in a buffer of its own, -1 where there is no work."""
+    """The right builder of scheduled metadata, with tiles in its own buffer, -1 for no work."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -458,7 +458,7 @@ class ScheduledBuilder(PagedBuilder):
 
 
 class ScheduledOnce(ScheduledBuilder):
-    """Makes the schedule if there is none yet, which a warm-up has done."""
+    """Makes the schedule only if there is none yet, so the warm-up makes the only one."""
 
     scheduled = False
 
@@ -473,12 +473,12 @@ class StaleTiles(ScheduledBuilder):
     """Leaves tiles of a larger batch after the last one of a smaller batch."""
 
     def schedule(self, common: CommonAttentionMetadata) -> None:
-        """Write the tiles of a batch alone."""
+        """Write only the tiles of a batch."""
         schedule_tiles(common.seq_lens, self.tiles, 0)
 
 
 class SplitsOfTheDummy(ScheduledBuilder):
-    """Launches with as many splits as the batch has, which in a dummy is one."""
+    """Launches with the number of splits of the batch, which is one in a dummy."""
 
     def splits_of(self, common: CommonAttentionMetadata) -> int:
         """Return the tiles of this batch's longest request."""
@@ -487,7 +487,7 @@ class SplitsOfTheDummy(ScheduledBuilder):
 
 @dataclass(frozen=True)
 class ScheduledReads:
-    """What a scheduled kernel reads: the tiles, and what paged attention reads but for the lengths."""
+    """What a scheduled kernel reads: the tiles, and what paged attention reads, except the lengths."""
 
     tiles: torch.Tensor
     num_splits: int
@@ -607,7 +607,7 @@ class PlannedBuilder(PagedBuilder):
 
     def make_plan(self, common: CommonAttentionMetadata) -> None:
         """Plan on the host, and copy; padding rows have no pages."""
-        lens = common.seq_lens.tolist()  # waits for the device: bounds are no lengths
+        lens = common.seq_lens.tolist()  # waits for the device, because bounds are not lengths
         pages = [-(-length // self.block_size) for length in lens]
         staged = self.staging
         staged["indptr"][0] = 0
@@ -621,7 +621,7 @@ class PlannedBuilder(PagedBuilder):
 
 
 class PlanKept(PlannedBuilder):
-    """Writes the pages if a request has another number of them, as if the pages were equal otherwise."""
+    """Writes the pages only if their number changes, as if the pages were equal otherwise."""
 
     planned: tuple[int, ...] = ()
 
@@ -687,7 +687,7 @@ def read_planned(metadata: PlannedMetadata, slot_mapping: torch.Tensor) -> Plann
     )
 
 
-# -- kernels that are chosen, and lists on the host --------------------------------------------------------
+# -- a choice of kernels, and host lists -------------------------------------------------------------------
 
 
 @dataclass
@@ -698,7 +698,7 @@ class ChosenMetadata(PagedMetadata):
 
 
 class ChosenBuilder(PagedBuilder):
-    """Serves short sequences by another kernel, with queries of one length; the choice is the runner's."""
+    """Serves short sequences with another kernel, with queries of one length; the runner chooses."""
 
     short = 32
 
@@ -714,7 +714,7 @@ class ChosenBuilder(PagedBuilder):
 
 
 class ChosenByLength(ChosenBuilder):
-    """Chooses the kernel by the longest sequence of a batch, which at a capture is the longest of all."""
+    """Chooses the kernel by the longest sequence of a batch, which at a capture has the maximum length."""
 
     def is_short(self, common: CommonAttentionMetadata) -> bool:
         """Return whether the kernel for short sequences serves this batch."""
@@ -732,7 +732,7 @@ class ChosenByLength(ChosenBuilder):
 
 
 def read_chosen(metadata: ChosenMetadata, slot_mapping: torch.Tensor) -> PagedReads:
-    """Return the reads of the chosen kernel: that for short sequences is launched without offsets."""
+    """Return the reads of the chosen kernel; the one for short sequences is launched without offsets."""
     tokens = metadata.num_actual_tokens
     part = Part(
         seq_lens=metadata.seq_lens,
@@ -747,7 +747,7 @@ def read_chosen(metadata: ChosenMetadata, slot_mapping: torch.Tensor) -> PagedRe
 
 @dataclass
 class VerifyMetadata(PagedMetadata):
-    """Paged metadata, with the lists by which a loop over prefills launches its kernels."""
+    """Paged metadata, with the lists that a loop over prefills uses to launch its kernels."""
 
     is_prefill: bool = False
     queries: tuple[int, ...] = ()
@@ -766,7 +766,7 @@ class VerifyBuilder(PagedBuilder):
 
 
 class VerifyAsPrefill(VerifyBuilder):
-    """Serves rows of several tokens by the loop over prefills, which reads lists of the host."""
+    """Serves rows of several tokens by the loop over prefills, which reads host lists."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return metadata with the lists of this batch."""
@@ -887,7 +887,7 @@ class ViewsByShape(OwnedBuilder):
 
 
 class LongerViews(ScheduledBuilder):
-    """Returns all of its buffer in each build, and at a replay a shorter view of it."""
+    """Returns its whole buffer in each build, but at a replay a shorter view of it."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return metadata with as many tiles as there are, at least one."""
@@ -904,10 +904,10 @@ class LongerViews(ScheduledBuilder):
 
 
 class LeavesTails(OwnedBuilder):
-    """Writes live rows alone: padding rows have no queries, so that no kernel reads their keys."""
+    """Writes only live rows: padding rows have no queries, so no kernel reads their keys."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
-        """Return metadata whose padding rows are an earlier batch's."""
+        """Return metadata with padding rows of an earlier batch."""
         metadata = PagedBuilder.metadata(self, common)
         live, reqs = int((common.query_start_loc_cpu.diff() > 0).sum()), common.num_reqs
         self.seq_lens[:live].copy_(common.seq_lens[:live])
@@ -928,7 +928,7 @@ POOL: dict[tuple[str, int], torch.Tensor] = {}
 
 
 class PooledBuilder(OwnedBuilder):
-    """Has its buffers in a cache of the module."""
+    """Keeps its buffers in a cache of the module."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return metadata of the module's memory."""
@@ -962,7 +962,7 @@ class MutatesTheCaptured(PagedBuilder):
         return kept
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
-        """Return metadata with lengths of its own, and keep it: an idle rank asks again, and replays."""
+        """Return metadata with its own lengths, and keep it; a replay of an idle rank calls this again."""
         metadata = super().metadata(common)
         metadata.seq_lens = metadata.seq_lens.clone()
         self.captured.setdefault((common.num_reqs, common.num_actual_tokens), metadata)
@@ -970,7 +970,7 @@ class MutatesTheCaptured(PagedBuilder):
 
 
 class ShortCaptures(OwnedBuilder):
-    """Captures with one key in each request, in memory of its own, so that captures are quick."""
+    """Captures with one key in each request, in its own memory, so that captures are quick."""
 
     def build_for_cudagraph_capture(self, common: CommonAttentionMetadata) -> Any:
         """Return metadata of a capture with short sequences."""
@@ -996,12 +996,12 @@ class Planted:
 
     Args:
         make: The builder with the bug.
-        twin: The right one.
-        thread: Where the bug was found.
-        rule: The rule that it breaks; None where it is wrong without a graph too.
-        field: How the field of the finding begins.
-        lane: The lane that shows it, of `LANES`.
-        read: The reader of both; None for the adapter's own.
+        twin: The right builder.
+        thread: The public thread about the bug.
+        rule: The rule that it breaks; None if it is wrong without a graph too.
+        field: The beginning of the finding's field.
+        lane: The name in `LANES` of the lane that shows it.
+        read: The reader of both; None for the adapter's reader.
         kind: What their KV cache holds.
     """
 
