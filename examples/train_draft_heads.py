@@ -451,7 +451,7 @@ def measure(args: argparse.Namespace, plain: LlamaForCausalLM, folder: Path) -> 
 _CARDS = {
     "eagle": """\
 - **Architecture**: `LlamaForCausalLMEagle` (EAGLE-1 and EAGLE-2): a linear map of the token's embedding and
-  the target's last hidden state, and one Llama layer with a KV cache of its own.""",
+  the target's last hidden state, and one Llama layer with its own KV cache.""",
     "mtp": """\
 - **Architecture**: `LlamaForCausalLMFrozenKvMtp`: norms of the token's embedding and of the hidden state, a
   linear map of both, and one layer that attends over the KV cache of the target's last layer and adds no

@@ -120,11 +120,11 @@ def lent_buffers(lane: UnderTest, steps: Drawn) -> Findings:
     rig = _ours(lane).rig()
     for problem in steps:
         rig.step(problem)
-    told: set[tuple[str, str]] = set()
+    reported: set[tuple[str, str]] = set()
     for change in backend_of(rig).lent_changes:
-        if (change.name, change.call) in told:
+        if (change.name, change.call) in reported:
             continue
-        told.add((change.name, change.call))
+        reported.add((change.name, change.call))
         differs = ~same(change.before, change.after)
         yield lane.finding(
             "GP19",

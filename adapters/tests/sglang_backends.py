@@ -1,6 +1,6 @@
 """Backends with SGLang's interface, for tests: right ones, planted public bugs, right ones in unusual style.
 
-Six families, written from SGLang's interface alone:
+Six families, written only from SGLang's interface:
 
     PagedBackend      a page table, one set of buffers for all graphs; refreshed before a replay
     InGraphBackend    the same, refreshed by work that the graph records
@@ -183,7 +183,7 @@ class PrefixOnly(PagedBackend):
 
 
 class SizedByContext(PagedBackend):
-    """ModelRunnerSizes the table of its graphs by the context length: drafts after it have no column."""
+    """Sizes the table of its graphs by the context length, so drafts after it have no column."""
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read."""

@@ -1,4 +1,4 @@
-"""Builders on a machine with one memory: host copies are new memory, and pinned memory is host memory."""
+"""Builders on a machine without a device: host copies are new memory, pinned memory is host memory."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from graphpact_adapters.vllm import Builders, CommonAttentionMetadata
 from graphpact_conformance.targets import Options
 from support import thinned
 
-# -- planted: right where both memories are one --------------------------------------------------------
+# -- planted bugs, which do not show if host and device share memory ----------------------------------
 
 
 class KeepsHostCopies(OwnedBuilder):

@@ -15,7 +15,7 @@ from graphpact_conformance.targets import Options
 
 
 class ListedLengths(PagedBuilder):
-    """Keeps the lengths of requests as a list: its kernel is launched for each request with them."""
+    """Keeps the lengths of requests as a list, because its kernel is launched once for each request."""
 
     def metadata(self, common: CommonAttentionMetadata) -> Any:
         """Return metadata with lengths on the host."""
@@ -59,7 +59,7 @@ def findings(builders: Builders, lane: str) -> Iterator[Finding]:
 
 @pytest.mark.parametrize(("lane", "rules"), [("decode", {"GP08"}), ("verify", {"GP08", "GP09", None})])
 def test_lengths_that_a_graph_keeps_are_named_beside_bounds(lane: str, rules: set[str | None]) -> None:
-    """One finding has the lengths of all requests; with bounds that are not exact, both faults are named."""
+    """One finding covers the lengths of all requests; with inexact bounds, both faults are named."""
     found = [*findings(Builders(ListedLengths, read=read_listed), lane)]
     assert {f.rule for f in found} == rules
     (kept,) = {f.field for f in found if f.rule == "GP08"}

@@ -30,7 +30,7 @@ class Earlier(enum.Enum):
 
 
 class HostLengths(OwnedBuilder):
-    """Takes lengths from the host, which the runner of its release corrects after speculation."""
+    """Takes lengths from the host; the runner of its release corrects them after speculation."""
 
     def lens(self, common: CommonAttentionMetadata) -> torch.Tensor:
         """Return the exact lengths."""

@@ -1,6 +1,6 @@
 """Builders with vLLM's interface, for tests: right ones, planted public bugs, right ones in unusual style.
 
-Five families, written from vLLM's interface alone:
+Five families, written only from vLLM's interface:
 
     PagedBuilder       refers to the buffers that the runner lends
     OwnedBuilder       copies lengths and block table into its own buffers

@@ -217,7 +217,7 @@ def test_a_folder_that_cannot_be_written_is_an_error(entry: Path, tmp_path: Path
         keep(built(tmp_path))
 
 
-def test_what_nobody_uses_is_removed(entry: Path, tmp_path: Path) -> None:
+def test_unused_entries_are_removed(entry: Path, tmp_path: Path) -> None:
     """Keeping a library removes entries and leftovers not used for `DAYS` days; finding one counts as use."""
     folder = entry.parent
     keep(built(tmp_path), "used")
@@ -262,9 +262,7 @@ def as_user(user: int) -> Iterator[None]:
 @pytest.fixture
 def shared() -> Iterator[Path]:
     """Return a sticky folder in which every user can write, as ``/tmp`` is."""
-    with tempfile.TemporaryDirectory(
-        prefix="graphpact-test-"
-    ) as folder:  # pytest's are private
+    with tempfile.TemporaryDirectory(prefix="graphpact-test-") as folder:  # pytest's are private
         Path(folder).chmod(0o1777)
         yield Path(folder)
 

@@ -307,7 +307,7 @@ def test_a_schedule_counts_blocks_and_leaves_zeros(problem: PageTableProblem, sp
 @EXAMPLES
 @given(problem=problems(), path=st.sampled_from(PATHS))
 def test_a_right_schedule_changes_nothing(problem: PageTableProblem, path: str) -> None:
-    """The schedule of its own step does not change the result of a call."""
+    """With the schedule of the same step, a call has the same result as without a schedule."""
     assert_same(problem.run(path, schedule=schedule_of(problem)), problem.run(path), **TIGHT)
 
 

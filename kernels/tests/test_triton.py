@@ -188,7 +188,7 @@ class TestOnAGPU:
     def test_a_graph_records_one_launch_that_reads_the_lengths_of_each_replay(
         self, problem: Callable[..., Any], bs: int
     ) -> None:
-        """Replays with other lengths write what the portable kernel writes, in one kernel of the GPU."""
+        """Replays with other lengths write the same as the portable kernel, with one launch."""
         generator = torch.Generator().manual_seed(bs)
         table = torch.randint(1, 10**6, (bs, 256), generator=generator).to("cuda", torch.int32)
         rows = torch.randperm(bs, generator=generator).to("cuda")

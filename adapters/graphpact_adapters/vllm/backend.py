@@ -189,9 +189,12 @@ class VllmBackend(BuilderBackend):
         with self.two_memories():
             self._builders: list[Any] = [
                 cls.make(
-                    kv_cache_spec(told), told.layer_names[group::NUM_GROUPS], vllm_config(told), self.device
+                    kv_cache_spec(sized),
+                    sized.layer_names[group::NUM_GROUPS],
+                    vllm_config(sized),
+                    self.device,
                 )
-                for group, told in enumerate(sizes.times(self.room) for sizes in of_groups)
+                for group, sized in enumerate(sizes.times(self.room) for sizes in of_groups)
             ]
         self._builds = 0
         self._found: dict[int, Any] = {}  # the metadata of the last build by group, which the engine keeps

@@ -140,7 +140,8 @@ class MyAttentionBackend(AttentionBackend):
             cache.index_copy_(0, metadata.out_cache_loc, new)
         keys, values = (self._gather(cache, metadata) for cache in caches)
         seen = torch.arange(keys.shape[1], device=q.device) < metadata.num_keys[:, None]
-        # An invisible slot may hold NaN: with a mask on the scores alone, NaN times zero is NaN.
+        # An invisible slot may hold NaN, and NaN times a weight of zero is NaN, so masked scores are not
+        # enough.
         keys, values = (t.masked_fill(~seen[:, :, None, None], 0) for t in (keys, values))
         out = scaled_dot_product_attention(
             q[:, :, None],

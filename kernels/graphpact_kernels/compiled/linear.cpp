@@ -183,7 +183,7 @@ struct Product {
   T* out;
   int64_t out_stride;
 
-  // The count of a row's numbers that fill whole vectors.
+  // How many numbers of a row are in whole vectors.
   int64_t whole() const { return k / kStep<T> * kStep<T>; }
 
   // Add the products of the numbers from `from` to `to` to `kept`, which has the sums of the numbers before. The case

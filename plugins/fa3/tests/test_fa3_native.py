@@ -438,7 +438,7 @@ def test_what_no_library_has_is_refused(machine: SimpleNamespace, lacks: dict[st
 
 
 def test_a_cpu_runs_our_kernels_and_says_why() -> None:
-    """On a CPU ``auto`` uses compiled kernels, without a compiler portable ones; ``native`` is refused."""
+    """On a CPU ``auto`` uses compiled kernels, or portable ones without a compiler; ``native`` is refused."""
     context = BackendContext(
         CPU,
         torch.float32,

@@ -247,7 +247,7 @@ def test_slots_hold_the_longest_requests(page_size: int) -> None:
 
 
 def test_every_slot_is_declared_with_owner_and_reason() -> None:
-    """Slots are int32 with owner and reason, and no fill writes them; metadata tensors lie in slots."""
+    """Slots are int32 with owner and reason, and no fill writes them; metadata tensors are in slots."""
     paged = PAGES[16]
     registry, backend = _registry(), paged.make()
     inputs = set(registry.slot_names())

@@ -463,7 +463,7 @@ def test_a_captured_wrapper_is_planned_again_before_every_replay() -> None:
 
 
 def test_where_it_cannot_run_the_reason_is_told() -> None:
-    """On a CPU ``auto`` uses compiled kernels, without a compiler portable ones; ``native`` is refused."""
+    """On a CPU ``auto`` uses compiled kernels, or portable ones without a compiler; ``native`` is refused."""
     backend = FlashInferBackend(_context(None))
     assert backend.kernels.name == ("compiled" if COMPILED else "portable")
     assert backend.passed_over["native"] == "FlashInfer's kernels need a CUDA device"

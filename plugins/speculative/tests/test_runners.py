@@ -210,7 +210,7 @@ def _context(mode: ForwardMode, draft: DraftLimits, max_bs: int = 8, **more: obj
 
 @pytest.mark.parametrize(("runner", "mode"), RUNNERS)
 def test_hidden_states_have_a_slot_of_the_model_s_width(runner: type[GraphRunner], mode: ForwardMode) -> None:
-    """Hidden states, and scores in a draft decode, have slots with padding rows of zeros, and a dummy."""
+    """Hidden states, and scores in a draft decode, have slots whose padding rows are zeros, and dummies."""
     each = runner(_context(mode, DraftLimits(3, 2, 4)))
     slots = {slot.name: slot for slot in each.slots() if slot.owner == "speculative"}
     assert slots.keys() == ({HIDDEN_STATES, SCORES} if mode is DRAFT else {HIDDEN_STATES})

@@ -70,7 +70,7 @@ def test_greedy_tokens_equal_transformers(
     draw = random.Random(architecture)
     prompts = [[draw.randrange(2, 199) for _ in range(n)] for n in PROMPT_LENGTHS]
     counts = [draw.randrange(4, 24) for _ in prompts]
-    options = (f"lanes.decode.strict={strict}", "engine.mixed=false")  # every decode is of the decode lane
+    options = (f"lanes.decode.strict={strict}", "engine.mixed=false")  # decodes run only in the decode lane
     engine = make_engine(path, f"engine.page_size={page_size}", *options)
     assert {layer.head_layout for layer in engine.model.layers} == {HeadLayout.MLA}
     requests = [

@@ -296,7 +296,7 @@ def test_what_a_graph_records_is_all_that_a_replay_prepares() -> None:
 
 
 def test_every_slot_is_declared_with_owner_and_reason() -> None:
-    """Slots are int32 with owner and reason; metadata lies in slots; portable kernels have no workspace."""
+    """Slots are int32 with owner and reason; metadata is in slots; portable kernels have no workspace."""
     paged = PAGES[32]
     backend, registry = attached(paged)
     names = ["block_kv_indices", "seq_lens_k", "cu_seqlens_q"]
