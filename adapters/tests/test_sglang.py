@@ -273,7 +273,7 @@ def test_a_verify_has_the_live_mask_at_a_replay_and_the_runners_at_a_capture() -
 
 
 def test_modes_are_the_engines() -> None:
-    """A backend sees SGLang's own modes: a draft extend is the second kind, and a draft has its steps."""
+    """A backend gets SGLang's modes, ``DRAFT_EXTEND_V2`` for a draft extend; a draft lane has 3 steps."""
     assert watched("decode")[0].seen["replay"].forward_mode is SglangForwardMode.DECODE
     assert watched("draft_extend")[0].seen["replay"].forward_mode.is_draft_extend_v2()
     assert plan_of(under_test(DraftBackend), "draft").lane.config.case.num_steps == 3

@@ -11,7 +11,7 @@ from graphpact_adapters import stand_ins
 
 @pytest.fixture(autouse=True)
 def _own_imports(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forget, after each test, the finders that it installed and the modules that it imported."""
+    """After each test, remove the finders that it installed and the modules that it imported."""
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
 

@@ -80,7 +80,7 @@ def v1(lane: str) -> str:
 @pytest.mark.parametrize("make", [Passes, Owns])
 @pytest.mark.parametrize("lane", thinned(["decode", "verify"], 1))
 def test_a_right_update_of_block_tables_passes(make: type[PagedBuilder], lane: str) -> None:
-    """With the calls of either runner the builder is right."""
+    """The builder is right with the calls of either runner."""
     for name in (LANES[lane], v1(lane)):
         assert_right(Builders(make), name)
 
