@@ -50,7 +50,7 @@ class MetadataSource:
         return view
 
     def record(self, context: RegionContext) -> None:
-        """Record the metadata work that the backend has for the graph; called first in each recorded region."""
+        """Record the metadata work that the backend has for the graph; a recorded region begins with it."""
         self.backend.record_metadata(context.view, context.metadata)
 
 
