@@ -225,7 +225,7 @@ class PoisonError(ReplayError):
 
 
 class EngineError(GraphpactError):
-    """The engine broke one of its own rules: a defect of graphpact or of a plugin."""
+    """The engine broke one of its rules, which is a defect of graphpact or of a plugin."""
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str | None:

@@ -160,9 +160,9 @@ class Lane:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> StepOutputs:
-        """Return the outputs of ``batch``, cut to its live rows. Replay a graph if a shape fits.
+        """Run ``batch``, through a graph if a shape fits, and return its outputs, cut to the live rows.
 
-        They are valid until the next replay of the lane's driver.
+        The outputs are valid until the next replay of the lane's driver.
         """
         return self._checked_outputs(self._run_step(lane=self, batch=batch), "run_step")
 

@@ -251,7 +251,7 @@ def test_small_metadata(meta: Any) -> None:
 
 
 def test_the_type_of_metadata_is_exact() -> None:
-    """A subclass with the same fields is another type, and so a breach."""
+    """A subclass with the same fields is another type, and therefore a breach."""
 
     @dataclasses.dataclass
     class Other(Inner):

@@ -112,7 +112,7 @@ def test_the_smallest_shape_that_holds_a_ragged_batch(
     variant=st.sampled_from(VARIANTS),
 )
 def test_a_variant_takes_no_shape_of_another(sizes: list[tuple[int, str]], size: int, variant: str) -> None:
-    """A uniform batch takes the smallest fitting size of its own variant, and never another variant's."""
+    """A uniform batch takes the smallest fitting size of its variant, and never one of another variant."""
     shapes = tuple(GraphShape(ForwardMode.DECODE, n, n, of) for n, of in sizes)
     fitting = [n for n, of in sizes if of == variant and n >= size]
     found = CaptureSizes(shapes).fit(_batch(size), variant)

@@ -30,7 +30,7 @@ SAYS = {
     "tasks-out-of-order": ("before its turn", ""),
     "task-of-another-layer": ("recorded at", ""),
     "task-of-another-graph": ("were updated instead", "task 0: ends"),
-    "task-of-an-unknown-key": ("is no task", ""),
+    "task-of-an-unknown-key": ("is not a task", ""),
     "tasks-updated-during-the-replay": ("its arguments are in use", ""),
     "task-update-not-awaited": ("its arguments are in use", ""),
     "task-length-not-refreshed": ("", "task 1: starts"),

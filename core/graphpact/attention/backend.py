@@ -157,7 +157,8 @@ class AttentionBackend(HookMethods, abc.ABC):
     ) -> torch.Tensor:
         """Write ``k`` and ``v``, if given, to the KV cache of ``layer.cache_layer``, then compute attention.
 
-        Without them the cache is only read (frozen KV, cross attention). `new_kv` tells the two cases apart.
+        Without them the cache is only read (frozen KV, cross attention). `new_kv` distinguishes the two
+        cases.
 
         Args:
             q: ``[T, num_q_heads, head_dim]``.

@@ -71,7 +71,7 @@ class TensorFacts(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Promise:
-    """The promise about one container or leaf: its exact ``type`` at ``path``, and the facts below.
+    """The promise about one container or leaf at ``path``: its exact ``type``, and its value or parts.
 
     Args:
         value: The `TensorFacts` or the host value of a leaf, `ANY` if it may change; None for a container.

@@ -190,7 +190,7 @@ def test_new_buffers_of_decode_hold_what_padding_holds() -> None:
     ],
 )
 def test_flags_of_decode(flags: dict[str, Any], gone: set[str], changed: dict[str, Row]) -> None:
-    """Each flag removes or changes its own slots, and no other."""
+    """Each flag removes or changes only the slots that belong to it."""
     expected = {name: row for name, row in DECODE.items() if name not in gone} | changed
     assert _table(_decode(**(ALL_OF_DECODE | flags))) == expected
 
@@ -276,7 +276,7 @@ def test_every_slot_of_prefill() -> None:
     ],
 )
 def test_flags_of_prefill(flags: dict[str, Any], gone: set[str], changed: dict[str, Row]) -> None:
-    """Each flag removes or changes its own slots, and no other."""
+    """Each flag removes or changes only the slots that belong to it."""
     expected = {name: row for name, row in PREFILL.items() if name not in gone} | changed
     assert _table(_prefill(**(ALL_OF_PREFILL | flags))) == expected
 
@@ -330,7 +330,7 @@ def test_the_names_of_arguments_are_the_originals() -> None:
         assert {p.kind for p in parameters.values()} == {inspect.Parameter.KEYWORD_ONLY}
         optional = [name for name, p in parameters.items() if p.default is not p.empty]
         assert [name for name in parameters if name not in optional] == required[build]
-        assert parameters["share_pool"].default is False  # the original's is True
+        assert parameters["share_pool"].default is False  # the original's default is True
         assert parameters["lane"].default is None
 
 
@@ -414,7 +414,7 @@ def test_a_narrow_buffer_takes_wide_lengths() -> None:
 
 
 def test_only_32_bits_are_narrowed() -> None:
-    """int16 memory is adopted, and a fill from int64 is refused, since a length may not fit."""
+    """int16 memory is adopted, but a fill from int64 is refused, because a length may not fit."""
     source = _source(_decode())
     source.seq_lens = torch.ones(BS, dtype=torch.int16)
     registry = _decode(source=source)

@@ -1029,7 +1029,7 @@ def test_planted_write_before_a_refusal(monkeypatch: pytest.MonkeyPatch) -> None
 
 
 def test_shared_memory_is_found_in_every_registry() -> None:
-    """For shared memory `slot_of` returns the slot of the registry that is asked."""
+    """For shared memory, `slot_of` of a registry returns the slot in that registry."""
     pool = SharedBuffers()
     registries = [
         CudaGraphBufferRegistry(device="cpu", max_bs=4, max_num_tokens=4, share_pool=pool) for _ in range(2)

@@ -247,7 +247,7 @@ def test_one_size_in_two_shapes_is_refused() -> None:
 
 
 def test_lanes_in_turn_see_their_own_batch() -> None:
-    """After its own fill a lane reads its batch and padding, whatever another lane filled before."""
+    """After a fill, a lane reads its batch and padding, whatever other lanes filled before."""
     pool = SharedBuffers()
     slots = []
     for lane in ("decode", "draft"):
@@ -352,7 +352,7 @@ def test_another_shape_is_a_view() -> None:
 
 
 def test_what_is_not_contiguous_is_not_seen_in_another_shape() -> None:
-    """Memory that is not contiguous is shared only in its own shape."""
+    """Memory that is not contiguous is shared only in the same shape."""
     gaps = torch.zeros(4, 2, dtype=I64)[:, 0]
     assert share_input_buffer("gaps", gaps) is gaps
     assert share_input_buffer("gaps", torch.zeros(4, dtype=I64)) is gaps

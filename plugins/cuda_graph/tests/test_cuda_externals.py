@@ -205,7 +205,7 @@ def test_higher_order_operators_run() -> None:
 
 
 class HoldsLengths(FlashInferBackend):
-    """A backend whose attention reads a tensor that the backend creates anew in every step."""
+    """A backend whose attention reads a tensor that the backend creates in every step."""
 
     lens: torch.Tensor
     fill_is_device_only = False

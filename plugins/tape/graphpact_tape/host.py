@@ -201,7 +201,7 @@ class HostMemory:
     def __contains__(self, tensor: torch.Tensor) -> bool:
         try:
             known = self._host.get(storage_id(tensor))
-        except NotImplementedError:  # it has no memory of its own
+        except NotImplementedError:  # the tensor has no storage
             plain = plain_of(tensor)
             return plain is not None and plain in self
         if known is None:

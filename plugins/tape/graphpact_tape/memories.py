@@ -6,7 +6,7 @@ calls behave as on a machine with a GPU:
 
     a copy to the other memory      is new memory
     pinned memory                   is made, and is host memory
-    made without ``device=``, or computed from host tensors alone, or copied to the host      is host memory
+    made without ``device=``, or computed only from host tensors, or copied to the host      is host memory
 
 The device may be called ``cpu:0``. Then ``cpu`` is the host, tensors on the device have ``cpu:0`` as their
 ``device``, and a tensor made with ``cpu:0`` is on the device.
