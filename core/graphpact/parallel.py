@@ -18,7 +18,7 @@ from graphpact.errors import ConfigError
 
 @dataclass(slots=True)
 class ParallelContext:
-    """The place of this process in its attention tensor-parallel group: rank and size."""
+    """This process as rank ``attn_tp_rank`` of ``attn_tp_size`` in its attention tensor-parallel group."""
 
     attn_tp_rank: int = 0
     attn_tp_size: int = 1
