@@ -1,9 +1,9 @@
-"""`BatchBuilder`: the tensors of a step, from what its requests own.
+"""`BatchBuilder`: builds the tensors of a step from the tokens and the memory of its requests.
 
-Everything that the host makes for a batch lies in one staging tensor, which one copy moves to the device. The
-staging of a decode is kept: if the next decode has the same list of requests, each one token further, the
-builder adds 1 to positions, lengths and slots, and writes the new tokens; only requests whose next slot is in
-another page are looked at one by one.
+The host writes all numbers of a batch to one staging tensor, which is copied to the device at once. The
+staging tensor of a decode is kept. If the next decode has the same list of requests, each one token further,
+the builder adds 1 to positions, lengths and slots, and writes the new tokens. It handles a request separately
+only if its next slot is in another page.
 
 Does not: choose requests, or allocate pages; the scheduler does both.
 """
@@ -50,7 +50,7 @@ class BatchBuilder:
         self._table = rows.req_to_token.view(-1)
         self._decodes: _DecodeStaging | None = None
         self._last: Sequence[Request] | None = None  # the requests of the last decode
-        self._position = 0  # of the newest token of the last of them
+        self._position = 0  # position of the newest token of the last request
 
     def entering_pages(self, requests: Sequence[Request], *, ahead: bool = False) -> Sequence[int]:
         """Return the indices of the requests that may not own the page of their next decode.
@@ -72,8 +72,8 @@ class BatchBuilder:
     ) -> tuple[ForwardBatch, torch.Tensor]:
         """Return the batch whose input is the newest token of each request, and its slots.
 
-        The tensors hold the batch until the next call, those on the host until the next but one: a device
-        may copy them late.
+        The tensors on the device are valid until the next call. Those on the host are valid until the call
+        after it, because a device may copy them late.
 
         Args:
             requests: The requests. Each owns the pages of its slots. The caller does not change the list
@@ -165,8 +165,8 @@ class BatchBuilder:
     def _continues(self, requests: Sequence[Request], *, ahead: bool) -> bool:
         """Return whether these are the requests of the last decode, each one token further.
 
-        A commit goes through its batch in order: if the last request is one token further, all are. With
-        several reserved slots a step may commit several tokens, and each request its own number of them.
+        A commit visits the requests in batch order: if the last one is one token further, all are. With
+        several reserved slots, a step may commit a different number of tokens for each request.
         """
         if requests is not self._last or self._num_reserved > 1:
             return False
@@ -207,7 +207,7 @@ class _DecodeStaging:
 
     Attributes:
         host: The numbers on the host: tokens, positions, lengths, slots, indices into the table, rows.
-        numbers: The same memory, to write single numbers.
+        numbers: The same memory, for writes of single numbers.
         advancing: The part of ``host`` that grows by 1 in each step.
         batch: The batch.
         age: Steps since all numbers were written.
@@ -246,7 +246,7 @@ class _DecodeStaging:
         self.host, self.numbers, self.advancing, self.batch = side
 
     def turn(self, *, keeping: bool) -> None:
-        """Take the other memory of the host: a device may still copy this one. Copy the numbers if asked."""
+        """Switch to the other host memory, as a device may still copy this one; copy the numbers if asked."""
         before = self.host, self.numbers, self.advancing, self.batch
         self.host, self.numbers, self.advancing, self.batch = self._other
         self._other = before

@@ -1,7 +1,7 @@
 """`EngineParts`: everything that an engine consists of, built from its configuration.
 
-Cheap checks come first: what is named in the configuration is looked up before a weight is read, and a model
-that a backend cannot run is refused before anything is captured.
+Cheap checks come first: the plugins that the configuration names are looked up before weights are read, and a
+model that a backend cannot run is refused before anything is captured.
 
 Does not: run a step; `graphpact_engine.loop` does.
 """
@@ -86,9 +86,9 @@ class EngineParts:
         models: The models.
         memory: The memory that all lanes share.
         lanes: All lanes, sorted by mode.
-        lane_set: Chooses among them.
+        lane_set: Chooses the lane of each batch.
         verifiers: One for each lane whose replays are verified.
-        speculation: Runs the steps of a speculation algorithm; None without one.
+        speculation: Runs the steps of the speculation algorithm; None without speculation.
         num_threads: CPU threads of a step.
         scheduler: The scheduler.
         loop: Runs the steps.
@@ -139,7 +139,8 @@ def build_parts(
     contexts = [backend_context(plan, models.specs[plan.model], memory, memory.kv_cache) for plan in plans]
     check_backends(plans, contexts, catalog, models.specs)
 
-    # Each lane has the given observers, and configured ones of its own. The first lane's observe the engine.
+    # Each lane has the given observers, and its own configured ones. Those of the first lane observe the
+    # engine too.
     observing = [[*observers, *build_observers(configured)] for _ in plans]
     drafting = None if algorithm is None else _build_algorithm(algorithm, config, models, memory)
     lanes, verifiers = _build_lanes(plans, config, models, memory, observing, drafting, on_capture)
@@ -309,7 +310,7 @@ def _build_algorithm(
         for key, row in declared.items():
             if not (isinstance(row, tuple) and len(row) == 2 and isinstance(row[1], torch.dtype)):
                 raise PluginError(
-                    f"speculation {name!r}: state() has {key!r}: {reprlib.repr(row)}, no (shape, dtype)",
+                    f"speculation {name!r}: state() has {key!r}: {reprlib.repr(row)}, not (shape, dtype)",
                     hint='a defect of that plugin: {"tokens": ((width,), torch.int64)}',
                 )
         return {
@@ -328,7 +329,7 @@ def _build_speculator(
     sample: SampleAfter,
     lanes: LaneSet,
 ) -> Speculator:
-    """Build what runs the steps of the algorithm, on the target's part of the KV cache."""
+    """Build the `Speculator` of the algorithm, on the target's part of the KV cache."""
     cache, num_layers = memory.kv_cache, len(models.target.layers)
     of_target = SimpleNamespace(k=cache.k[:num_layers], v=cache.v[:num_layers])
     return Speculator(

@@ -131,7 +131,7 @@ def build_lane(
         )
         outer.append(verifier)
         if hasattr(driver, "traced"):
-            driver.traced = True  # the verifier reads from a trace where a replay must be equal to the bit
+            driver.traced = True  # the verifier finds in a trace which replays must be bit-identical
     lane = Lane(
         plan.name,
         model=model,
@@ -146,7 +146,7 @@ def build_lane(
 
 
 def _require_configured_sizes(plan: LanePlan, runner: GraphRunner) -> None:
-    """Refuse capture sizes that the runner does not use: its shapes have exactly the configured ones."""
+    """Refuse configured capture sizes that differ from the sizes of the runner's shapes."""
     shapes = all_returned(runner.shapes(), GraphShape, runner, "shapes")
     for key, configured, captured, what in (
         ("batch_sizes", plan.config.batch_sizes, {s.batch_size for s in shapes}, "requests"),

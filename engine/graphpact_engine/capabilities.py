@@ -27,7 +27,7 @@ def require_capabilities(
     remedy: Callable[[], str] = lambda: "select another engine.attention_backend",
     others: Callable[[], list[str]] | None = None,
 ) -> None:
-    """Refuse a model that needs what backend ``name`` does not declare.
+    """Refuse a model that needs a capability that backend ``name`` does not declare.
 
     Args:
         name: The name of the backend in the configuration.
@@ -38,7 +38,7 @@ def require_capabilities(
         device: Device of the lane.
         page_size: KV slots per page.
         topk: Branches of a request in a draft decode.
-        remedy: Returns how another backend is selected: the key that decides; called only on refusal.
+        remedy: Returns a hint that names the key that selects the backend; called only on refusal.
         others: Returns the names of the installed backends that could replace it; called only on refusal.
             None to name no alternatives.
 

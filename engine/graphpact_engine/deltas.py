@@ -1,9 +1,9 @@
 """`DeltaStream`: the tokens of some requests of an engine, one `Delta` for each token.
 
-Every request keeps its own output, and a stream keeps how much of it was given. So any number of streams,
-and calls of `Engine.step`, can take turns: a token that another one's step generated waits in its request.
+Every request keeps its output, and a stream remembers how much of it was returned. So streams and calls of
+`Engine.step` can take turns: a token stays in its request until the stream of that request returns it.
 
-Does not: queue requests, or run a step by itself: each pull that finds no token waiting runs one.
+Does not: queue requests, or run steps in the background: a call of ``next`` runs a step if no token is ready.
 """
 
 from collections import deque
@@ -37,7 +37,8 @@ class DeltaStream(Iterator[Delta]):
     """An iterator of the tokens of some requests, in the order of their generation.
 
     The last delta of a request has its finish reason, unless the request was aborted after it. Closing the
-    stream aborts the requests that have not ended; so do an error of a pull and the end of the stream's life.
+    stream aborts the requests that have not ended. An error in ``next`` and garbage collection of the stream
+    do the same.
 
     Args:
         requests: The requests, queued in an engine. `Delta.index` is an index in them.

@@ -4,7 +4,7 @@ It runs after a wrong replay, because a graph may write its own metadata. It com
 
     view            the live rows with the batch
     metadata        with the metadata that the backend derives eagerly from the batch and from the padded
-                    view: an element that agrees with either is right; unwritten elements are not compared
+                    view: an element that agrees with either is correct; unwritten elements are not compared
     padding rows    only if all of the above agrees; suspects are rows that differ from those at capture, or
                     from the metadata that the backend derives from the view
 
@@ -101,7 +101,7 @@ class _Reference:
     Args:
         value: The leaf of an eager run; absent by default.
         again: The same leaf, derived again in memory with other initial contents.
-        bounded: Whether a larger number is also right.
+        bounded: Whether a larger number is also correct.
 
     Attributes:
         written: For a tensor, a mask of the elements in which ``value`` and ``again`` agree. Only these were
@@ -269,7 +269,7 @@ class Diagnosis:
     ) -> Iterator[_Finding]:
         """Yield the fields that agree with the metadata of neither the batch nor the padded view.
 
-        Padding may change fields of a right replay: a count of rows, or elements that no kernel reads.
+        Padding may change fields of a correct replay: a count of rows, or elements that no kernel reads.
         """
         for path in dict.fromkeys([*eager, *metadata]):
             replayed = metadata.get(path, _ABSENT)

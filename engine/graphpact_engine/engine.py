@@ -33,7 +33,7 @@ from graphpact_engine.request import FinishReason, Request, SamplingParams
 _log = logging.getLogger(__name__)
 
 Sampling: TypeAlias = SamplingParams | Sequence[SamplingParams] | None
-"""The sampling parameters of all prompts, or one for each prompt; None: the defaults."""
+"""The sampling parameters of all prompts, or one for each prompt; None for the defaults."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +44,7 @@ class Completion:
         index: Index of the prompt in the call.
         prompt: The prompt, as it was given.
         text: The generated text, up to a stop string; empty if the checkpoint has no tokenizer.
-        token_ids: The generated tokens, with the one that completed a stop string.
+        token_ids: The generated tokens, including the one that completed a stop string.
         finish_reason: Why it ended.
     """
 
@@ -131,7 +131,7 @@ class Engine:
     def recommended_sampling(self) -> Mapping[str, float]:
         """The temperature, top_p, top_k and min_p that the checkpoint recommends; empty for greedy.
 
-        They are not applied by themselves: ``SamplingParams(**engine.recommended_sampling)``.
+        They are not applied automatically: ``SamplingParams(**engine.recommended_sampling)``.
         """
         return self._generation.recommended
 
@@ -155,7 +155,7 @@ class Engine:
         except EngineError as fault:
             if error is None:
                 raise
-            error.add_note(f"and then: {fault}")  # the first error is the one to tell
+            error.add_note(f"and then: {fault}")  # the first error is the cause
 
     # -- one request, one step -------------------------------------------------------------------
 
@@ -166,8 +166,8 @@ class Engine:
         outputs, and a run can be repeated.
 
         Raises:
-            RequestError: The prompt is no prompt, is empty or too long for this engine, or it or the sampling
-                parameters have a token id outside the vocabulary; nothing was queued.
+            RequestError: The prompt has a wrong type, is empty or is too long for this engine; or the prompt
+                or the sampling parameters contain a token id outside the vocabulary. Nothing was queued.
             CheckpointError: Text or stop strings need a tokenizer, and the checkpoint has none.
         """
         number = self._num_requests
@@ -188,7 +188,7 @@ class Engine:
         """Run one batch and return the requests that received a token.
 
         If the model fails, no request changes, and the next call repeats the step. With asynchronous
-        scheduling a call also launches the step after the one whose tokens it returns, if that can be.
+        scheduling a call also launches the step after the one whose tokens it returns, if possible.
 
         Raises:
             UsageError: A step of this engine is running: in another thread, or around this call.
@@ -216,14 +216,15 @@ class Engine:
             request: The request or its id.
 
         Returns:
-            Whether the request was alive. A request that has ended, or of another engine, is left alone.
+            Whether the request was alive. A request that has ended or belongs to another engine is not
+            changed.
 
         Raises:
             RequestError: ``request`` is neither a request nor an id.
         """
         if not isinstance(request, Request | str):
             raise RequestError(
-                f"cannot abort {reprlib.repr(request)}: it is no request",
+                f"cannot abort {reprlib.repr(request)}: it is not a request",
                 hint="give what `Engine.add` returned, or its request_id",
             )
         if self._is_stepping:  # garbage collection may close a stream at any time
@@ -234,7 +235,7 @@ class Engine:
     def text_of(self, request: Request) -> str:
         """Return the text that a request has generated so far, as far as it may be shown.
 
-        An incomplete character at the end is left out, and what may be the beginning of a stop string.
+        The text excludes an incomplete character at the end, and an end that may begin a stop string.
         """
         return "".join(self._texts.read(request).pieces)
 
@@ -303,7 +304,7 @@ class Engine:
         log_event(_log, logging.ERROR, "pact breach", rule=rule, error=kind, message=error.message)
 
     def _complete(self, sampling: SamplingParams | None, prompt_len: int) -> SamplingParams:
-        """Return the sampling parameters of a request: what they leave open is the checkpoint's."""
+        """Return the sampling parameters of a request, with the checkpoint's values where they are None."""
         if not isinstance(sampling, SamplingParams | None):
             raise RequestError(
                 f"sampling must be SamplingParams; got {type(sampling).__name__}",

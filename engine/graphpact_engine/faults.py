@@ -1,13 +1,13 @@
-"""`names_plugins`: turns what a plugin raises in an engine into an error that names the plugin.
+"""`names_plugins`: turns an exception of a plugin in an engine into an error that names the plugin.
 
-Where the engine calls one plugin that it knows by name, `call_plugin` does the same, and needs no search.
+`call_plugin` does the same without a search, for calls in which the engine knows the name of the plugin.
 
 The plugin is found by the frames of the traceback, innermost first: a method of an object of its package,
-inherited or not, or other code of its package. A frame of the engine ends the search. A hook wrapper that
-does not yield once, and an object that lacks an attribute, raise outside of the plugin: they are found by
-the hook's implementations and by the object.
+inherited or not, or other code of its package. A frame of the engine ends the search. Two faults raise
+outside of the plugin's code: a hook wrapper that does not yield exactly once is found among the
+implementations of the hook, and a missing attribute by the object that lacks it.
 
-Does not: change an error of graphpact, an interrupt, or what the engine or a model raises.
+Does not: change errors of graphpact, interrupts, or exceptions of the engine or a model.
 """
 
 import functools
@@ -36,8 +36,8 @@ def names_plugins(method: Callable[P, T]) -> Callable[P, T]:
 
     Raises:
         EngineError: A plugin raised anything but a `GraphpactError` or a `KernelRefusal`, its hook wrapper
-            did not yield once, or an object of it lacks an attribute. The message has its name, the
-            function of it that was called, the exception, and the line that raised it.
+            did not yield once, or an object of it lacks an attribute. The message contains its name, the
+            function that was called, the exception, and the line that raised it.
     """
 
     @functools.wraps(method)
@@ -66,7 +66,7 @@ def _fault(error: BaseException, given: Sequence[object]) -> EngineError | None:
 
     ``given`` are the arguments of the decorated function: the engine is one of them.
 
-    Of several plugins of one package it is one whose class a frame works on, or else one that a lane has.
+    If a package has several plugins, it is one whose instance is in a frame, or else one that a lane uses.
     """
     offers: dict[str, list[PluginInfo]] = {}
     for info in PluginCatalog.scan(env={}).infos():
@@ -81,7 +81,7 @@ def _fault(error: BaseException, given: Sequence[object]) -> EngineError | None:
             names = _names(offers[package], [observer], given)
         return EngineError(
             f"{names}: {did}",
-            hint="a hook wrapper yields once and returns what that gave: outputs = yield; return outputs",
+            hint="a hook wrapper yields once and returns the received value: outputs = yield; return outputs",
         )
     own: list[tuple[FrameType, int]] = []
     owner = ""
@@ -113,8 +113,8 @@ def _fault(error: BaseException, given: Sequence[object]) -> EngineError | None:
 def _refused_wrapper(frames: Sequence[FrameType]) -> tuple[object, str] | None:
     """Return the plugin whose hook wrapper pluggy refused, and what the wrapper did; None for other errors.
 
-    A wrapper has to yield once. pluggy raises in a frame that has the generator, which has ended; the frame
-    around it has the implementations of the hook. ``frames`` are the innermost first.
+    A wrapper must yield exactly once. pluggy raises in a frame that holds the ended generator; the frame
+    around it holds the implementations of the hook. ``frames`` begin with the innermost.
     """
     if len(frames) < 2 or frames[0].f_code.co_name != "_raise_wrapfail":
         return None
@@ -135,7 +135,7 @@ def _package(module: str) -> str:
 
 
 def _names(offers: Sequence[PluginInfo], workers: Sequence[object], given: Sequence[object]) -> str:
-    """Return kind, name and distribution of the plugin of a package on whose objects the frames work."""
+    """Return kind, name and distribution of the plugin whose objects are in the frames."""
     plugins = _of_class(offers, workers)
     if len(plugins) > 1:
         lanes = [lane for each in given for lane in getattr(each, "lanes", ())]
@@ -145,9 +145,9 @@ def _names(offers: Sequence[PluginInfo], workers: Sequence[object], given: Seque
 
 
 def _of_class(offers: Sequence[PluginInfo], workers: Sequence[object]) -> Sequence[PluginInfo]:
-    """Return those of a package's plugins whose class the first of these objects has; all if none does.
+    """Return the plugins of the first object that is an instance of one; all plugins if there is none.
 
-    A graph is no plugin: it is of the package's drivers.
+    A graph is not a plugin; it counts as an object of the package's drivers.
     """
     for worker in workers:
         classes = {each.__name__ for each in type(worker).__mro__}

@@ -37,12 +37,12 @@ class LaneSet:
 
     def __init__(self, lanes: Mapping[str, Sequence[Lane]]) -> None:
         self._of_mode = lanes
-        self._num_reasons = dict.fromkeys(itertools.chain(*lanes.values()), 0)  # of eager runs, logged
+        self._num_reasons = dict.fromkeys(itertools.chain(*lanes.values()), 0)  # logged reasons of eager runs
         for each in lanes.values():
             _require_each_can_run(each)
 
     def run(self, mode: str, batch: ForwardBatch) -> StepOutputs:
-        """Run a batch in a lane of ``mode``, with the number of its tokens if the lane's graphs read it."""
+        """Run a batch in a lane of ``mode``; add the number of its tokens if the lane's graphs read it."""
         lane = self.choose(mode, batch)
         is_read = lane.shapes and lane.runner.context.num_token_non_padded
         outputs = lane.run(_counted(batch) if is_read else batch)
@@ -90,7 +90,7 @@ class LaneSet:
                 stack.callback(lane.close)
 
     def _log_reason(self, lane: Lane, batch: ForwardBatch) -> None:
-        """Log that a batch ran eagerly for a reason for which none did before in its lane and mode."""
+        """Log an eager run if it is the first one with its reason in its lane and mode."""
         (mode, reason) = [*lane.stats.eager][-1]
         self._num_reasons[lane] = len(lane.stats.eager)
         log_event(

@@ -114,7 +114,7 @@ def lay_out_memory(config: EngineConfig, specs: Mapping[ModelName, ModelSpec]) -
 
 
 def _context_len(asked: int | None, positions: Mapping[ModelName, int], affordable: int) -> int:
-    """Return the maximum sequence length: ``asked``, or as many of the models' positions as are affordable.
+    """Return the maximum sequence length: ``asked``, or the models' number of positions if memory allows it.
 
     Args:
         asked: ``engine.max_model_len``.

@@ -29,7 +29,7 @@ def change_logits(
         logits: ``[n, V]``, any float dtype and device; not written to.
         requests: The request of each row.
         end_token_ids: The end tokens of the model, which are suppressed before ``min_new_tokens``.
-        drafts: The drafts of each row that come after the request's output; None for none.
+        drafts: The drafts of each row that come after the request's output; None if no row has drafts.
 
     Returns:
         ``[n, V]``, float32, or float64 if the logits are.

@@ -30,13 +30,13 @@ _FIELDS = "graphpact_fields"
 def log_event(logger: logging.Logger, level: int, event: str, **fields: Any) -> None:
     """Log an event with its fields; handlers find them as ``record.graphpact_fields``.
 
-    Without any handler nothing happens: Python would print the bare words of an error.
+    Does nothing without a handler, because Python would then print the event of an error without its fields.
 
     Args:
         logger: The logger.
         level: Its level, such as `logging.INFO`.
         event: The event: always the same words.
-        fields: What belongs to it: numbers, and what `str` tells.
+        fields: Its data: numbers, and other objects, which are written with `str`.
     """
     if logger.isEnabledFor(level) and logger.hasHandlers():
         logger.log(level, event, extra={_FIELDS: fields})

@@ -1,7 +1,7 @@
-"""The way of one engine step, in three loops; each call of ``step`` goes from requests to their tokens.
+"""The three loops that run the steps of an engine; each call of ``step`` returns requests with new tokens.
 
     plain         schedule; run the batch in a lane; sample; commit
-    speculative   the same, where an algorithm drafts and verifies in place of run and sample
+    speculative   the same, but an algorithm drafts and verifies instead of run and sample
     asynchronous  a decode runs while the next one is scheduled and launched from the tokens on the device;
                   then the loop waits for the tokens of the first one, and commits them
 
@@ -144,7 +144,7 @@ class AsyncLoop(PlainLoop):
             flight = self._launch(scheduled)
         try:
             following = self._launch_after(flight)
-        except BaseException:  # the step in flight is sound
+        except BaseException:  # the step in flight is still valid
             self._scheduler.forget(ahead_only=True)
             self._flight = flight
             raise
@@ -158,7 +158,7 @@ class AsyncLoop(PlainLoop):
         return got
 
     def _launch_after(self, flight: _Flight) -> _Flight | None:
-        """Launch the decode after the one in flight; return None where that has to wait for its tokens."""
+        """Launch the decode after the one in flight; return None if it has to wait for their tokens."""
         if not flight.tokens.is_free:
             return None
         scheduled = self._schedule_ahead(flight.tokens.tokens)

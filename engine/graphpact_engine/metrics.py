@@ -3,9 +3,9 @@
     engine = Engine(config, observers=[StepMetrics()])
     registry.register(EngineCollector(engine))        # a registry of prometheus_client
 
-When it is scraped, the collector reads what lanes, scheduler and verifiers count anyway: it costs a step
-nothing. The observer measures times, which are counted nowhere else; its plugin name is ``metrics``. The
-package prometheus-client is the extra ``graphpact-engine[metrics]``.
+When it is scraped, the collector reads counts of lanes, scheduler and verifiers, so a step takes no longer.
+The observer measures times, which are counted nowhere else; its plugin name is ``metrics``. The package
+prometheus-client is the extra ``graphpact-engine[metrics]``.
 
 Does not: serve metrics (prometheus_client does), or time a device: on a GPU a step of a lane lasts until its
 work is submitted, and the phases of the engine include the wait for it.
@@ -81,8 +81,8 @@ class StepMetrics:
 class EngineCollector(Collector):
     """A collector of everything that an engine counts, for a registry of prometheus_client.
 
-    It may be scraped from another thread while the engine runs. The memory of a graph is told as long as the
-    engine is not closed.
+    It may be scraped from another thread while the engine runs. The memory of graphs is reported until the
+    engine is closed.
 
     Args:
         engine: The engine.
@@ -101,7 +101,7 @@ class EngineCollector(Collector):
     def _of_lanes(self) -> Iterator[Metric]:
         replays = _counter("replays", "Replays of a captured shape.", *_SHAPE)
         live = _counter("live_tokens", "Tokens of requests in the replays of a shape.", *_SHAPE)
-        # Not the padding alone: a difference of two counts is no counter while a step changes them.
+        # Not only the padding: a difference of two counts may decrease while a step changes them.
         padded = _counter("padded_tokens", "Tokens in the replays of a shape, with padding.", *_SHAPE)
         eager = _counter("eager_runs", "Steps without a graph, by reason.", "lane", "mode", "reason")
         seconds = _gauge("capture_seconds", "Time that the capture of a shape took.", *_SHAPE)
@@ -126,7 +126,7 @@ class EngineCollector(Collector):
         yield from (replays, live, padded, eager, seconds, nodes, memory, checks)
         verified = _counter("verified_replays", "Replays that were compared with an eager run.", "lane")
         for verifier in self._engine.verifiers:
-            if verifier.verified:  # before its first step it knows no lane
+            if verifier.verified:  # its lane is unknown before its first step
                 verified.add_metric([verifier.lane.name], verifier.verified)
         yield verified
         breaches = _counter(
@@ -175,7 +175,7 @@ class EngineCollector(Collector):
         yield accepted
 
     def _of_observers(self) -> Iterator[Metric]:
-        """Yield the metrics of the observers; those of one name, of several lanes, are one metric."""
+        """Yield the metrics of the observers; merge metrics of one name from several lanes."""
         found: dict[int, StepMetrics] = {}
         for lane in self._engine.lanes:
             for plugin in lane.hooks.manager.get_plugins():
@@ -191,7 +191,7 @@ class EngineCollector(Collector):
 
 
 def _label(shape: GraphShape) -> str:
-    """Return a shape without its mode, which has a label of its own."""
+    """Return a shape without its mode, because the mode is a separate label."""
     variant = f",{shape.variant}" if shape.variant else ""
     return f"bs={shape.batch_size},tokens={shape.num_tokens}{variant}"
 

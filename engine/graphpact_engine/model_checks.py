@@ -108,7 +108,7 @@ def _can_run(
 
 
 def _demands(plan: LanePlan, spec: ModelSpec, limits: Limits) -> dict[str, Any]:
-    """Return what a lane needs of its backend, as `Capabilities.missing` takes it."""
+    """Return the requirements of a lane, as arguments of `Capabilities.missing`."""
     return {
         "layers": spec.layers,
         "mode": plan.mode,
@@ -125,7 +125,7 @@ def _another_backend(
     contexts: Sequence[BackendContext],
     specs: Mapping[ModelName, ModelSpec],
 ) -> str:
-    """Return how another backend is selected for a lane, so that other lanes can keep the one it has."""
+    """Return a hint to select another backend for a lane and keep the current one for other lanes."""
     if plan.config.attention_backend is not None:
         return f"select another lanes.{plan.name}.attention_backend"
     keep = [

@@ -10,12 +10,12 @@ from graphpact.errors import GraphpactError, UsageError
 
 
 class OutputFile:
-    """A text file that is open while a run lasts. What is written before or after is dropped.
+    """A text file that is open while a run lasts. Text written before or after is dropped.
 
     Args:
         path: The file.
-        what: What is in it, for messages: ``"recording"``.
-        replaces: Whether a file that exists is replaced.
+        what: Its content, for messages, such as ``"recording"``.
+        replaces: Whether to replace an existing file.
     """
 
     def __init__(self, path: Path, what: str, *, replaces: bool) -> None:
@@ -34,7 +34,7 @@ class OutputFile:
             self._file = self.path.open("w" if self._replaces else "x", encoding="utf-8")
         except FileExistsError as error:
             hint = "name another file, or remove it"
-            raise UsageError(f"{self.path} exists; a {self._what} replaces no file", hint=hint) from error
+            raise UsageError(f"{self.path} exists; a {self._what} does not replace it", hint=hint) from error
         except OSError as error:
             hint = "name a path that can be written"
             raise UsageError(
@@ -57,7 +57,7 @@ class OutputFile:
         """Close the file, if it is open.
 
         Raises:
-            GraphpactError: What was written last is lost: the disk is full or broken.
+            GraphpactError: The last text is lost: the disk is full or broken.
         """
         file, self._file = self._file, None
         if file is not None:

@@ -24,7 +24,7 @@ class EngineOwnership:
         requests: The pool of request rows. Row 0 of ``req_to_token`` has no owner and stays zero.
         pages: The pool of KV pages. Page 0 is scratch and may be written.
         kv_cache: The keys and values of all pages.
-        states: What a speculation algorithm keeps for each request: rows by request row.
+        states: The request state of a speculation algorithm: tensors indexed by request row.
     """
 
     def __init__(

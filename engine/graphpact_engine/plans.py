@@ -47,7 +47,7 @@ class LanePlan:
 
     Args:
         name: Name of the lane.
-        role: The lane's mode in the configuration, which says what its batches are.
+        role: The lane's mode in the configuration, which determines its batches.
         mode: Forward mode of its batches.
         model: The model that it runs.
         draft: The largest draft; all 1 without speculation.
@@ -58,7 +58,7 @@ class LanePlan:
         backend_name: The name by which the backend was selected.
         driver: The graph driver.
         provider: The requested kernels.
-        max_num_tokens: The most tokens of its steps.
+        max_num_tokens: Maximum number of tokens in a step.
         eager_reason: Why the lane runs eagerly although its runner captures; None if it captures.
     """
 
@@ -107,7 +107,7 @@ def _planned(
             why = "speculation drafts and verifies instead" if algorithm else "it needs [speculative]"
             raise ConfigError(
                 f"lanes.{name}, of mode {lane.mode}, never runs: {why}",
-                hint=f"modes of lanes are here {', '.join(roles)}",
+                hint=f"the modes of this configuration are {', '.join(roles)}",
             )
     planned = []
     for mode in LANE_MODES:
@@ -166,10 +166,10 @@ def _is_mixed(
 def _obstacle_to_mixed(
     planned: Sequence[tuple[str, LaneConfig, LaneRole]], config: EngineConfig, catalog: PluginCatalog
 ) -> tuple[str, str] | None:
-    """Return what keeps prefill steps from being mixed, and what to do about it; None if nothing does."""
+    """Return why prefill steps cannot be mixed, and a remedy; None if they can be."""
     mixed, algorithm = ForwardMode.MIXED, config.speculative.algorithm
     if algorithm is not None:
-        fault = f"speculative.algorithm is {algorithm!r}: drafts are verified in steps of their own"
+        fault = f"speculative.algorithm is {algorithm!r}: drafts are verified in separate steps"
         return fault, "remove [speculative]"
     for name, lane, role in planned:
         if lane.mode != "prefill":
@@ -258,7 +258,7 @@ def _plan_lane(
 
 
 def _most_tokens(role: LaneRole, config: EngineConfig) -> int:
-    """Return the most tokens of a step: a chunk, and in a mixed step one for each other request."""
+    """Return the maximum tokens of a step: a chunk, and in a mixed step one for each other request."""
     engine = config.engine
     most = engine.max_num_batched_tokens
     if not role.mode.is_ragged or engine.max_prefill_chunk is None:
@@ -268,7 +268,7 @@ def _most_tokens(role: LaneRole, config: EngineConfig) -> int:
 
 
 def _require_serves(name: str, runner_name: str, runner: type[GraphRunner], role: LaneRole) -> None:
-    """Refuse a runner that does not serve the mode of its lane, or not as the algorithm needs it."""
+    """Refuse a runner that does not serve the mode of its lane or does not do the algorithm's work."""
     if role.mode not in runner.modes:
         serves = ", ".join(sorted(m.value for m in runner.modes))
         raise ConfigError(
@@ -297,7 +297,7 @@ def _require_captures(
     driver_name: str,
     driver: type[GraphDriver],
 ) -> None:
-    """Refuse settings of graphs for a lane that captures none, and a strict lane without a strict driver."""
+    """Refuse graph settings for a lane that captures nothing, and a strict lane without a strict driver."""
     eager = runner is EagerRunner or not lane.capture
     fault = f"runner {runner_name!r} captures nothing" if lane.capture else "capture = false"
     if lane.strict and (eager or not driver.has_strict_mode):
@@ -314,7 +314,7 @@ def _require_captures(
 
 
 def _needed_support(runner: type[GraphRunner], tokens_per_request: int | None) -> GraphSupport:
-    """Return the graph support that a runner needs for batches of this width; None for ragged ones."""
+    """Return the graph support that a runner needs; None for ``tokens_per_request`` means ragged batches."""
     if runner.needs is GraphSupport.NEVER or tokens_per_request is None:
         return runner.needs
     needed = GraphSupport.for_width(tokens_per_request)

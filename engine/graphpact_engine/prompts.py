@@ -24,7 +24,7 @@ def list_prompts(prompts: object) -> list[Any]:
     """Return the elements of a collection of prompts; each is checked by `encode`.
 
     Raises:
-        RequestError: ``prompts`` is a single prompt, or no ordered collection.
+        RequestError: ``prompts`` is a single prompt, or not an ordered collection.
     """
     one = "to continue one prompt, give a list of one: "
     if isinstance(prompts, str):
@@ -60,7 +60,7 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
         tokenizer: Returns the tokenizer of the checkpoint; called for text and conversations only.
 
     Raises:
-        RequestError: The prompt is empty, of another type or no UTF-8 text; or the tokenizer has no chat
+        RequestError: The prompt is empty, of another type or not UTF-8 text; or the tokenizer has no chat
             template, or one that refuses the conversation.
         CheckpointError: The checkpoint has no tokenizer.
     """
@@ -77,7 +77,7 @@ def encode(prompt: Any, tokenizer: Callable[[], Any]) -> list[int]:
 
 
 def require_tokens(token_ids: Iterable[int], vocab_size: int, who: str) -> None:
-    """Check that token ids are of a vocabulary.
+    """Check that token ids are in a vocabulary.
 
     Raises:
         RequestError: Names ``who``, such as "the prompt has", and the first token id outside of it.
@@ -116,7 +116,7 @@ def _encode_conversation(messages: Sequence[Any], tokenizer: Any) -> list[int]:
         name = f"message {number} of the conversation"
         if not _is_message(message):
             raise RequestError(
-                f"{name} is no message: {reprlib.repr(message)}",
+                f"{name} is not a message: {reprlib.repr(message)}",
                 hint='a message is {"role": "user", "content": "..."}',
             )
         if message.get("content") and isinstance(message["content"], str):
@@ -129,7 +129,7 @@ def _encode_conversation(messages: Sequence[Any], tokenizer: Any) -> list[int]:
     given = [dict(message) for message in messages]
     try:
         text = tokenizer.apply_chat_template(given, add_generation_prompt=True, tokenize=False)
-        return _encode_text(text, tokenizer, add_special_tokens=False)  # the template has them
+        return _encode_text(text, tokenizer, add_special_tokens=False)  # the template contains them
     except Exception as error:  # the template is a program of the checkpoint: it may raise anything
         raise RequestError(
             "the chat template of the tokenizer refuses the conversation:"
@@ -138,7 +138,7 @@ def _encode_conversation(messages: Sequence[Any], tokenizer: Any) -> list[int]:
 
 
 def _is_message(value: Any) -> bool:
-    """Return whether ``value`` has a role, and content or what may stand for it, such as calls of tools."""
+    """Return whether ``value`` has a role, and content or a substitute, such as tool calls."""
     if not isinstance(value, Mapping) or not isinstance(value.get("role"), str):
         return False
     content = value.get("content")
@@ -156,7 +156,7 @@ def _token_id(value: Any) -> int:
 
 
 def _is_array(value: object) -> bool:
-    """Return whether ``value`` is an array or tensor of numpy, torch and the like, or a number of theirs."""
+    """Return whether ``value`` is an array, tensor or scalar of numpy, torch or a similar library."""
     return hasattr(value, "tolist") and hasattr(value, "ndim") and not isinstance(value, _BYTES)
 
 

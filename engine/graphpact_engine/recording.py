@@ -8,8 +8,8 @@ The file has one JSON object per line:
     {"step": LANE, "mode": ..., "requests": [{"row": ..., "cached": ..., "pages": ..., "slots": ..., ...}]}
 
 A request has its request row, the number of its cached tokens, the pages of its positions, and for each new
-token the KV slots that it writes. A verify of a tree has ``parents``, a draft extend ``accepted``. Token ids
-and texts are not written.
+token the KV slots that it writes. The requests of a tree verify also have ``parents``, those of a draft
+extend ``accepted``. Token ids and texts are not written.
 
 Does not: change a step. It reads lengths and pages on the host, so each step waits for the device.
 """
@@ -73,7 +73,7 @@ class StepRecorder:
 
     @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> Generator[None, Any, Any]:
-        """Write the step before it runs, so that one that fails is in the file."""
+        """Write the step before it runs, so that a failing step is in the file too."""
         if lane.name not in self._lanes:
             lines = [] if self._lanes else [{"graphpact": "recording", "version": VERSION}]
             self._write(*lines, _about(lane))
@@ -105,7 +105,7 @@ def _about(lane: Lane) -> dict[str, Any]:
 
 
 def _requests(lane: Lane, batch: ForwardBatch) -> Iterator[dict[str, Any]]:
-    """Yield the facts of each request of a batch; with frozen KV of each one once, not of its branches."""
+    """Yield the facts of each request of a batch; with frozen KV once per request, not per branch."""
     if not batch.batch_size:
         return
     mode, frozen = batch.forward_mode, lane.runner.frozen_kv
@@ -124,7 +124,7 @@ def _requests(lane: Lane, batch: ForwardBatch) -> Iterator[dict[str, Any]]:
         cached = length if drafts else length - count
         in_order = own[0] if mode is ForwardMode.DRAFT_DECODE and count == 1 else [s for s, *_ in own]
         if mode is ForwardMode.DRAFT_DECODE and count > 1:
-            in_order = []  # branches lie behind the sequence
+            in_order = []  # branches come after the sequence
         positions = table[row, : cached + len(in_order)].tolist()
         size = limits.page_size
         request = {"row": row, "cached": cached, "pages": [s // size for s in positions[::size]]}
@@ -138,6 +138,6 @@ def _requests(lane: Lane, batch: ForwardBatch) -> Iterator[dict[str, Any]]:
 
 
 def _parent(mask: list[list[bool]], token: int) -> int | None:
-    """Return the draft that a draft follows, the one it sees that sees the most; None for a root."""
+    """Return a draft's parent: of the drafts that it sees, the one that sees the most; None for a root."""
     seen = [other for other, is_seen in enumerate(mask[token]) if is_seen and other != token]
     return max(seen, key=lambda other: sum(mask[other]), default=None)

@@ -56,7 +56,7 @@ class SamplingParams:
         max_new_tokens: Maximum number of tokens to generate; 1 or more.
         min_new_tokens: Number of tokens before which no end token, stop token or stop string ends the
             request.
-        temperature: 0: greedy. Above 0: logits are divided by it before a token is drawn.
+        temperature: 0 for greedy. If above 0, logits are divided by it before a token is drawn.
         top_p: Draw from the smallest set of likeliest tokens with at least this probability; above 0, at most
             1.
         top_k: Draw from this many likeliest tokens; 0 for all.
@@ -64,7 +64,8 @@ class SamplingParams:
         repetition_penalty: Logits of tokens of prompt and output are divided by it if positive, else
             multiplied; 0.01 to 100.
         presence_penalty: Subtracted from the logits of tokens of the output; -2 to 2.
-        frequency_penalty: Subtracted from the logit of a token for each time that the output has it; -2 to 2.
+        frequency_penalty: Subtracted from the logit of a token for each time that the output contains it; -2
+            to 2.
         logit_bias: Numbers, from -100 to 100, that are added to the logits of tokens.
         suppress_tokens: Tokens that are never generated.
         seed: Seed of the request's random numbers, 0 to 2**64 - 1; None uses the seed of the engine.
@@ -72,7 +73,7 @@ class SamplingParams:
             not.
         stop_token_ids: Tokens that end the request, in addition to the model's end tokens. The token is part
             of the output.
-        ignore_eos: Whether the model's end tokens do not end this request.
+        ignore_eos: Whether to continue after the model's end tokens.
 
     Raises:
         RequestError: A value is out of its range; the message names field, value and range.
@@ -166,7 +167,7 @@ def _is_int(value: object, at_least: int) -> bool:
 
 
 def _is_number(value: Any, lowest: float, highest: float = sys.float_info.max) -> bool:
-    """Return whether ``value`` is a number, not a bool, in a range with both ends; NaN is in none."""
+    """Return whether ``value`` is a number, not a bool, in a closed range; False for NaN."""
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     return is_number and bool(lowest <= value <= highest)
 
@@ -199,7 +200,7 @@ _RANGES: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop_token_ids": (_are_tokens, "token ids >= 0"),
     "ignore_eos": (lambda x: isinstance(x, bool), "True or False"),
 }
-"""Of each parameter: whether a value is valid, and the valid values in words."""
+"""For each parameter: a check of its value, and the valid values in words."""
 
 
 def _refuse(name: str, value: object, allowed: str) -> NoReturn:
@@ -277,7 +278,7 @@ class Request:
         return prompt[start:] + self.output_token_ids[max(start - at, 0) : end - at]
 
     def output_counts(self, drafts: Sequence[int] = ()) -> Mapping[int, int]:
-        """Return how often output and ``drafts`` have each known token; 0 for tokens of the prompt alone."""
+        """Return how often output and ``drafts`` contain each known token; 0 for other prompt tokens."""
         if not self._counts:
             self._counts = dict.fromkeys(self.prompt_token_ids, 0)
         for token in self.output_token_ids[self._num_counted :]:
@@ -295,7 +296,7 @@ class Request:
 
         It stays the same until `use_uniforms` counts it as used.
         """
-        while len(self._uniforms) <= ahead:  # many at once take as long as one, and are the same numbers
+        while len(self._uniforms) <= ahead:  # a block takes as long as one number, and has the same numbers
             drawn = torch.rand(_UNIFORMS_AT_ONCE, generator=self.generator, dtype=torch.float64)
             self._uniforms.extend(drawn.tolist())
         return self._uniforms[ahead]

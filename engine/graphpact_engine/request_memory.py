@@ -40,7 +40,7 @@ class RequestMemory:
 
         Args:
             request: The request.
-            margin: Pages that are left free, beside those of its next step.
+            margin: Pages that must stay free, in addition to those of its next step.
 
         Returns:
             Whether there is room; if not, nothing was allocated.

@@ -1,4 +1,4 @@
-"""`Sampler`: logits to tokens, greedy or by temperature, top-k, top-p and min-p.
+"""`Sampler`: chooses tokens from logits, greedily or by temperature, top-k, top-p and min-p.
 
 The token of a request depends only on its own logits, parameters and random numbers: the same seed and
 logits give the same token in any batch, drafted before or not. Float sums would break this: their rounding
@@ -28,14 +28,14 @@ vocabulary of up to 2**27 tokens cannot overflow int64."""
 
 
 _SERIAL = 2**16
-"""Logits from which the likeliest tokens are found in blocks, on a CPU."""
+"""The number of logits from which the likeliest tokens are found in blocks, on a CPU."""
 _BLOCK = 256
 
 
 class Sampler:
     """A sampler of one token per row of logits.
 
-    What follows from the parameters of the requests alone is kept until a call has other requests.
+    Values that depend only on the parameters of the requests are kept until a call has other requests.
 
     Args:
         end_token_ids: The end tokens of the model, which no request gets before ``min_new_tokens``.
@@ -86,13 +86,13 @@ class Sampler:
     ) -> list[int]:
         """Return for each row the token that the request would get if ``drafts`` were its next tokens.
 
-        It is the token that `sample` would return after them, by the same random number. None is used up:
-        call `Request.use_uniforms` with the number of tokens that the request got.
+        It is the token that `sample` would return after them, by the same random number. No random number is
+        used up: call `Request.use_uniforms` with the number of tokens that the request got.
 
         Args:
             logits: ``[n, V]``, the model's after the drafts of each row.
             requests: The request of each row.
-            drafts: The drafts of each row; empty for the next token. None: empty for every row.
+            drafts: The drafts of each row; empty for the next token. None if empty for every row.
 
         Raises:
             EngineError: See `sample`.
@@ -126,7 +126,7 @@ class Sampler:
             )
             logits = logits.to(scores.dtype).index_copy(0, changed, scores)
         best, tokens = _likeliest(logits)
-        not_finite = (best - best).ne(0)  # of NaN and infinity the difference is NaN
+        not_finite = (best - best).ne(0)  # NaN - NaN and inf - inf are NaN
         for draw, rows, index, params in plan.draws:
             uniform = [requests[at].uniform(ahead if drafts is None else len(drafts[at])) for at in rows]
             numbers = _to_device(torch.tensor(uniform, dtype=torch.float64), logits.device).unsqueeze(1)
@@ -140,7 +140,7 @@ class PendingTokens:
     """Tokens that the device chooses, before the host has read them.
 
     Args:
-        tokens: ``[n]`` int64, on the device. Those of invalid logits have no meaning, and are in the
+        tokens: ``[n]`` int64, on the device. Those of invalid logits have no meaning, but are in the
             vocabulary.
         not_finite: ``[n]`` bool: whether the logits were invalid.
         requests: The request of each token.
@@ -186,7 +186,7 @@ class PendingTokens:
 def _read(tokens: torch.Tensor, requests: Sequence[Request]) -> list[int]:
     """Return the tokens; raise `EngineError` for those of invalid logits, which are -1.
 
-    A request that ended while its token was pending is not looked at: its token is dropped.
+    A request that ended while its token was pending is not checked, because its token is dropped.
     """
     chosen: list[int] = tokens.tolist()
     if not chosen or min(chosen) >= 0:
@@ -210,7 +210,7 @@ def _to_device(numbers: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 class _Plan:
-    """What the parameters of some requests say about their rows.
+    """How the tokens of some rows are chosen, from the parameters of their requests.
 
     Args:
         requests: The request of each row.
@@ -219,7 +219,7 @@ class _Plan:
 
     Attributes:
         changed: The rows whose logits are changed first, and the same as an index; None if there are none.
-        draws: How tokens are drawn, of which rows, these as an index (None if they are all), and
+        draws: For each way to draw: its function, its rows, the rows as an index (None if they are all), and
             ``[4, n, 1]`` float64: their temperature, top_p, top_k and min_p.
         drawing: The requests of all rows that are drawn.
     """
@@ -247,8 +247,8 @@ class _Plan:
 def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ``[n]``: the maximum of each row, and ``[n]`` int64: its first column; NaN is a maximum.
 
-    On a CPU torch looks for a column one number at a time, and for a maximum with vectors. So the maximum of
-    each block of columns comes first, and the column is looked for in one block of each row.
+    On a CPU torch searches for a column one number at a time, but computes a maximum with vectors. So the
+    maximum of each block of columns is computed first, and the column is searched in one block of each row.
     """
     vocab = logits.shape[1]
     if logits.device.type != "cpu" or logits.numel() < _SERIAL or vocab < _BLOCK:
@@ -261,7 +261,7 @@ def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     best, block = tops.max(dim=-1)
     first = block * _BLOCK
     columns = first.unsqueeze(1) + torch.arange(_BLOCK)
-    # Columns past the last one repeat it: it is then not the first of them.
+    # Columns past the last one repeat it, so none of them is the first maximum.
     inside = logits.gather(1, columns.clamp(max=vocab - 1)).argmax(dim=-1)
     return best, first + inside
 

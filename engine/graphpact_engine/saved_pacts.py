@@ -95,8 +95,8 @@ class SavedPact:
         num_tokens: Padded token count of the shape.
         variant: Variant of the shape.
         promises: The promises, in the order of the pact.
-        externals: How much the driver knows of the memory that the graph reads: the pact covers what the
-            backend holds of it. None if the file does not say, because it has format 1.
+        externals: How much of the memory that the graph reads the driver reports. The pact covers the
+            reported tensors of the backend. None if the file does not say, because it has format 1.
     """
 
     __pydantic_config__: ClassVar[Any] = _STRICT
@@ -166,7 +166,7 @@ class SavedPacts:
 
         Raises:
             UsageError: The file exists, or cannot be written.
-            GraphpactError: The disk is full or broken; a file that was there is as it was.
+            GraphpactError: The disk is full or broken; an existing file is unchanged.
         """
         require_target(path, overwrite=overwrite)
         write_file(path, json.dumps(self.to_dict(), indent=1) + "\n")
@@ -176,7 +176,8 @@ class SavedPacts:
         """Read a document that `save` wrote. Nothing in it is executed or imported.
 
         Raises:
-            UsageError: The file cannot be read, is no document of pacts, has a newer format, or is invalid.
+            UsageError: The file cannot be read, is not a document of pacts, has a newer format, or is
+                invalid.
         """
         try:
             content = read_file(path)
@@ -189,7 +190,7 @@ class SavedPacts:
         """Read a document from memory; error messages call it ``source``.
 
         Raises:
-            UsageError: It is no document of pacts, has a newer format, or is invalid.
+            UsageError: It is not a document of pacts, has a newer format, or is invalid.
         """
         from pydantic import ValidationError  # noqa: PLC0415  slow import, needed only to load
 
@@ -208,14 +209,14 @@ class SavedPacts:
 def require_target(path: Path, *, overwrite: bool = False) -> None:
     """Check, without writing, that pacts can be written to ``path``.
 
-    To be called before long work whose result is to be saved.
+    Call this before long work whose result will be saved.
 
     Args:
         path: The file to write.
         overwrite: Whether to replace an existing file.
 
     Raises:
-        UsageError: It is a directory, is in no existing directory, or exists and may not be replaced.
+        UsageError: It is a directory, its directory does not exist, or it exists and may not be replaced.
     """
     if path.is_dir():
         raise _unwritable(path, "it is a directory")
@@ -293,7 +294,7 @@ def _save(promise: Promise) -> SavedPromise:
 
 
 def _scalar(value: Any) -> Scalar:
-    """Return a host value for JSON: as a string if JSON lacks its type, None if only its identity counts."""
+    """Return a host value for JSON: a string if JSON lacks its type, None if it is compared by identity."""
     if isinstance(value, enum.Enum):
         return str(value.name)
     if value is None or isinstance(value, bool):

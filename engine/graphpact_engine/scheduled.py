@@ -23,10 +23,10 @@ class ScheduledBatch:
         step: Number of the step; only the newest step can be committed.
         cache_loc: ``[bs, num_reserved]`` int64: the KV slots that a decode reserved for each request, the one
             of its newest token first; None for a prefill step, in which nothing is drafted.
-        computed: The computed tokens of each request after a prefill step; None for a decode, after which it
-            is one for each of its tokens more.
+        computed: The computed tokens of each request after a prefill step; None for a decode, which computes
+            one more for each of its tokens.
 
-    The tensors of a decode hold it until the next step is scheduled.
+    The tensors of a decode are valid until the next step is scheduled.
     """
 
     batch: ForwardBatch

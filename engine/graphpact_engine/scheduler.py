@@ -4,8 +4,9 @@ Continuous batching with chunked prefill, first come first served:
 
 - A prefill step computes chunks of prompts, at most ``max_prefill_chunk`` tokens of them. With ``mixed``,
   every running request decodes in it too, with one token each before the chunks, so running requests get a
-  token in every step. Without, while any request decodes, two prefill steps never follow each other, so a
-  decoding request waits for at most one between its tokens. A step without prompt tokens is a decode batch.
+  token in every step. Without ``mixed``, two prefill steps never follow each other while any request decodes,
+  so a decoding request waits for at most one prefill step between its tokens. A step without prompt tokens is
+  a decode batch.
 - A request is admitted when the free pages hold all its known tokens and those of its next step, and enough
   pages are left for the next step of every admitted request (otherwise it would soon be preempted again).
   Requests are admitted in queue order.
@@ -13,7 +14,7 @@ Continuous batching with chunked prefill, first come first served:
   need. Pages without a committed token are given back once the step is committed.
 - A decode that finds no free page preempts the youngest admitted request. That request frees its memory,
   returns to the front of the queue, and is computed again from prompt and output. The oldest request is
-  never preempted and always fits alone (`Scheduler.add` checks this), so it always advances.
+  never preempted and always fits by itself (`Scheduler.add` checks this), so it always advances.
 
 All admitted requests are older than all waiting requests: admission takes from the front of the queue,
 and preemption returns the youngest to the front. All running requests are older than those whose prompt is
@@ -53,7 +54,7 @@ class Scheduler:
         eos_token_ids: Tokens that end every request without ``ignore_eos``.
         device: Device of the batches and of ``request_pool``.
         num_reserved: KV slots that a decode step reserves for each request.
-        max_prefill_chunk: Maximum number of prompt tokens in one batch; None: ``max_num_batched_tokens``.
+        max_prefill_chunk: Maximum number of prompt tokens in one batch; None for ``max_num_batched_tokens``.
         mixed: Whether running requests decode in prefill steps, whose batches then all have the mode mixed.
 
     Attributes:
@@ -136,7 +137,7 @@ class Scheduler:
         self._step = 0
         self._in_flight: list[ScheduledBatch] = []  # scheduled and not committed, oldest first; at most two
         self._last_was_prefill = False
-        self._running: list[Request] | None = None  # made anew, never changed: `BatchBuilder` knows it again
+        self._running: list[Request] | None = None  # replaced, not changed: `BatchBuilder` compares identity
 
     @property
     def has_work(self) -> bool:
@@ -193,10 +194,10 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch | None:
         """Return the next step, or None if no request is alive.
 
-        A step that is never committed, because the model failed, is planned again by the next call.
+        If a step is never committed because the model failed, the next call plans it again.
 
         Raises:
-            EngineError: Requests are alive and none can advance, because other code took from the pools.
+            EngineError: Requests are alive and none can advance, because other code allocated from the pools.
         """
         self._step += 1
         self._in_flight.clear()
@@ -215,10 +216,10 @@ class Scheduler:
     def schedule_ahead(self, tokens: torch.Tensor) -> ScheduledBatch | None:
         """Return the decode that follows the decode in flight, before that one is committed.
 
-        It has the same requests. One that ends with the step in flight takes part in vain: the commit of this
-        step skips it. Return None, and do nothing, if the next step depends on what is not known yet: if a
-        request ends by its length, if a prompt may be computed, if a page is missing, or if a request was
-        aborted; and if no decode is in flight, or two.
+        It has the same requests. The commit of this step skips a request that ended with the step in flight.
+        Return None, and do nothing, if the next step depends on results that are not known yet: if a request
+        ends by its length, if a prompt may be computed, if a page is missing, or if a request was aborted.
+        Return None also if no decode is in flight, or two.
 
         Args:
             tokens: ``[bs]`` int64, on the device: the tokens of the step in flight.
@@ -374,7 +375,7 @@ class Scheduler:
         return [request for request in self._admitted if request.state is state]
 
     def _commit_chunk(self, request: Request, computed: int, *, is_complete: bool) -> None:
-        """Set the computed tokens of a request in a prefill step; if all are, it runs from now on."""
+        """Set the computed tokens of a request after a prefill step; it runs once all are computed."""
         if request.state is RequestState.PREFILLING:
             self.num_prefilled += computed - request.num_computed
         request.num_computed = computed
@@ -383,7 +384,7 @@ class Scheduler:
             self._running = None
 
     def _append(self, request: Request, tokens: Sequence[int], is_stopped: Callable[[Request], bool]) -> None:
-        """Append tokens to a running request; finish it if it ends, or give back what it does not use."""
+        """Append tokens to a running request; finish it if it ends, else give back unused pages."""
         output, sampling = request.output_token_ids, request.sampling
         for token in tokens:
             output.append(token)
@@ -402,7 +403,7 @@ class Scheduler:
             self._memory.give_back(request)
 
     def _stop(self, request: Request) -> FinishReason:
-        """Give a request the reason "stop", because its text has a stop string; end it if it is alive."""
+        """Set the finish reason "stop", because the text has a stop string; end the request if alive."""
         if request.is_finished:  # by a limit, with the same token
             request.finish_reason = "stop"
         else:
@@ -425,7 +426,7 @@ class Scheduler:
         """Continue started prefills, oldest first, then admit requests while tokens and memory last.
 
         Args:
-            num_free: The tokens of the step that decodes leave.
+            num_free: The tokens of the step that decodes do not use.
 
         Returns:
             Each request with the number of its tokens to compute.
@@ -450,7 +451,7 @@ class Scheduler:
         return self._all_running()
 
     def _all_running(self) -> list[Request]:
-        """Return the running requests, oldest first: the same list as long as they are the same."""
+        """Return the running requests, oldest first: the same list object until they change."""
         if self._running is None:
             self._running = self._in_state(RequestState.RUNNING)
         return self._running
@@ -460,7 +461,7 @@ class Scheduler:
         return bool(self._admitted) and self._admitted[-1].state is RequestState.PREFILLING
 
     def _admit(self) -> Request | None:
-        """Admit the head of the queue with its row and pages; return None, and do nothing, without them."""
+        """Admit the head of the queue with its row and pages; return None, and do nothing, if none fits."""
         if not self._waiting or len(self._admitted) >= self.max_num_seqs:
             return None
         request = self._waiting[0]
@@ -471,7 +472,7 @@ class Scheduler:
         return request
 
     def _grow(self, request: Request) -> None:
-        """Allocate the slots of a decode step; preempt from the youngest, at last the request itself."""
+        """Allocate the slots of a decode step; preempt the youngest requests first, this one last."""
         while not self._memory.grow(request):
             youngest = self._admitted[-1]
             self._preempt(youngest)

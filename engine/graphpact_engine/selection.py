@@ -39,7 +39,7 @@ def choose_async(config: EngineConfig, device: torch.device) -> bool:
     """Return whether decode steps are scheduled asynchronously.
 
     Raises:
-        ConfigError: It is asked for with speculation.
+        ConfigError: The configuration asks for it together with speculation.
     """
     asked = config.engine.async_scheduling
     drafts = config.speculative.algorithm is not None
@@ -81,7 +81,7 @@ def select_algorithm(config: EngineConfig, catalog: PluginCatalog) -> type[Specu
         raise PluginError(
             f"speculation {asked.algorithm!r} has the lanes {', '.join(algorithm.lanes)}; one has to be"
             " of mode target_verify",
-            hint="a defect of that plugin: one lane lets the target verify",
+            hint="a defect of that plugin: one of its lanes must be the verification of the target",
         )
     drafts = any(role.model == "draft" for role in algorithm.lanes.values())
     if drafts is (asked.draft_model is None):

@@ -4,14 +4,14 @@
     decode    the algorithm drafts; `_Round.verify` runs the target over the drafts, lets the sampler choose
               a token after each of them, and accepts the path on which drafts and chosen tokens agree
 
-A draft is accepted if it is the token that the request would have got without it: by the logits of the target
-after the path to it, with the request's own sampling parameters and random number. So every token is drawn
-from the target's own distribution, and a request gets the same tokens with and without speculation, up to
-the rounding of logits. For drafts that are no random draws this is rejection sampling (Leviathan et al. 2023,
-Chen et al. 2023): a draft ``x`` is accepted with the target's probability ``p(x)``; otherwise the token is
-drawn from the rest of ``p``.
+A draft is accepted if it equals the token that the request would get without it. That token follows from the
+target's logits after the path to the draft, and from the request's sampling parameters and random number. So
+every token is drawn from the target's distribution, and a request gets the same tokens with and without
+speculation, up to the rounding of logits. For drafts that are not drawn at random this is rejection sampling
+(Leviathan et al. 2023, Chen et al. 2023): a draft ``x`` is accepted with the target's probability ``p(x)``;
+otherwise the token is drawn from the rest of ``p``.
 
-Does not: schedule, commit tokens, or know an algorithm; or keep anything if a step fails.
+Does not: schedule, commit tokens, depend on one algorithm, or keep anything if a step fails.
 """
 
 import time
@@ -56,7 +56,7 @@ class SpeculationStats:
 
     @property
     def tokens_per_verification(self) -> float:
-        """Mean tokens of a request in a decode step, the one after the accepted drafts included."""
+        """Mean tokens that a request gets in a decode step, including the one after the accepted drafts."""
         return 1 + self.accepted.total() / self.verifications if self.verifications else 0.0
 
 
@@ -110,7 +110,7 @@ class Speculator:
 
     @torch.inference_mode()
     def extend(self, scheduled: ScheduledBatch) -> list[list[int]]:
-        """Run a step of prompt tokens; return the tokens of each request: one, or none if its prompt goes on.
+        """Run a step of prompt tokens; return the tokens of each request: one, or none in a prompt.
 
         The target's outputs are read before the algorithm runs another lane.
         """
@@ -167,7 +167,7 @@ class Speculator:
 
     @staticmethod
     def _used(requests: Sequence[Request], tokens: list[list[int]]) -> list[list[int]]:
-        """Return the tokens of each request; their random numbers are used up: nothing can fail any more."""
+        """Return the tokens of each request; use up their random numbers, since nothing fails now."""
         for request, its_tokens in zip(requests, tokens, strict=True):
             request.use_uniforms(len(its_tokens))
         return tokens
@@ -288,7 +288,7 @@ class _Round:
 def accepted_path(
     drafted: Sequence[int], parents: Sequence[int], chosen: Sequence[int]
 ) -> tuple[list[int], list[int]]:
-    """Return the path on which drafts are the chosen tokens, and the tokens of the request along it.
+    """Return the path on which drafts equal the chosen tokens, and the request's tokens along it.
 
     Args:
         drafted: The newest token, then the drafts.
@@ -299,7 +299,7 @@ def accepted_path(
         Indices into ``drafted``, the newest token first; and as many tokens, the last of which is no draft.
     """
     path, tokens = [0], [chosen[0]]
-    for at in range(1, len(drafted)):  # a draft comes after the token that it follows
+    for at in range(1, len(drafted)):  # a draft has a higher index than the token that it follows
         if parents[at - 1] == path[-1] and drafted[at] == tokens[-1]:
             path.append(at)
             tokens.append(chosen[at])
@@ -331,5 +331,5 @@ def _tree_mask(parents: torch.Tensor, num_steps: int) -> torch.Tensor:
 
 
 def _padded(values: Sequence[int], width: int) -> list[int]:
-    """Return ``values`` up to ``width``; what comes after them has no meaning, and is the last one."""
+    """Return ``values`` padded to ``width`` with the last one; the padding has no meaning."""
     return [*values, *[values[-1]] * (width - len(values))]

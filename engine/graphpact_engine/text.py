@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time: complete characters, cut before a stop string.
+"""Decodes token ids to text, one token at a time: complete characters, cut before a stop string.
 
 One character may take several tokens, and the text of a token may depend on the token before it. So a
 window of tokens is decoded twice, without and with the new tokens, and the difference is returned once it
@@ -21,14 +21,14 @@ class TextStream:
     Args:
         tokenizer: A transformers tokenizer; with None all text is empty.
         prompt: The tokens before the first one. Many tokenizers drop the space at the beginning of a text,
-            and the output of a request is no beginning.
+            but the output of a request is not the beginning of a text.
     """
 
     def __init__(self, tokenizer: Any, prompt: Sequence[int] = ()) -> None:
         self._tokenizer = tokenizer
         self._token_ids = [] if tokenizer is None else list(prompt[-_CONTEXT:])
         if self._token_ids and self._decode(self._token_ids).endswith(_UNFINISHED):
-            self._token_ids = []  # the prompt ends inside a character, which is no text of the output
+            self._token_ids = []  # the prompt ends inside a character, which is not part of the output
         self._window = 0  # first token that is decoded
         self._given = len(self._token_ids)  # number of tokens whose text was returned
 
@@ -39,7 +39,7 @@ class TextStream:
         token_ids = [*self._token_ids[self._window :], token_id]
         before = self._decode(token_ids[: self._given - self._window])
         now = self._decode(token_ids)
-        self._token_ids.append(token_id)  # from here on nothing raises: a failed push is no push
+        self._token_ids.append(token_id)  # nothing raises after this: a failed push has no effect
         if now.endswith(_UNFINISHED) and not last:
             return ""
         self._window, self._given = self._given, len(self._token_ids)
@@ -61,7 +61,7 @@ class StopStrings:
         self._stop = stop
         self._held = ""
         self.found = False
-        """Whether a stop string was complete; from then on there is no text."""
+        """Whether a stop string was complete; no text is returned after it."""
 
     def push(self, text: str, *, last: bool = False) -> str:
         """Return the text that no stop string can begin in; for the last text, all up to a stop string."""
@@ -78,7 +78,7 @@ class StopStrings:
         return text[:end]
 
     def _num_begun(self, text: str) -> int:
-        """Return the length of the longest end of ``text`` that a stop string begins with."""
+        """Return the length of the longest suffix of ``text`` that is a prefix of a stop string."""
         return max(
             (
                 n

@@ -17,10 +17,10 @@ trace was opened. They nest as the calls do:
       wait                        for the tokens, with asynchronous scheduling
       commit
 
-``args`` have what is known: lane, shape, mode, batch_size, num_tokens, reason (of an eager run), and error
-(the type of what the phase raised).
+``args`` contains what is known: lane, shape, mode, batch_size, num_tokens, reason (of an eager run), and
+error (the type of what the phase raised).
 
-Does not: see a device. On a GPU, a launch lasts until its work is submitted, and sampling waits for the
+Does not: time a device. On a GPU, a launch lasts until its work is submitted, and sampling waits for the
 device.
 """
 
@@ -79,7 +79,7 @@ class ChromeTrace(HookObserver):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Write what is left and close the file, whatever ended the run.
+        """Write the remaining events and close the file, also after an error.
 
         Raises:
             GraphpactError: The last events cannot be written.
@@ -154,7 +154,7 @@ class ChromeTrace(HookObserver):
 
     @contextmanager
     def _event(self, name: str, **about: Any) -> Iterator[dict[str, Any]]:
-        """Write an event that lasts as long as the context; what the context adds to its arguments, too."""
+        """Write an event that lasts as long as the context, which may add to its arguments."""
         start = time.perf_counter_ns()
         try:
             yield about
@@ -188,7 +188,7 @@ class ChromeTrace(HookObserver):
 
 
 def _about(batch: ForwardBatch) -> dict[str, Any]:
-    """Return the arguments of an event that a batch tells."""
+    """Return the arguments of an event that describe a batch."""
     return {
         "mode": batch.forward_mode.value,
         "batch_size": batch.batch_size,
@@ -197,7 +197,7 @@ def _about(batch: ForwardBatch) -> dict[str, Any]:
 
 
 def _describe(name: Phase, result: Any) -> dict[str, Any]:
-    """Return the arguments of an event that its phase's result tells."""
+    """Return the arguments of an event that describe the result of its phase."""
     if isinstance(result, ScheduledBatch):
         return _about(result.batch)
     if name in {"step", "commit"}:

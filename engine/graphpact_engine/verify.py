@@ -54,7 +54,8 @@ class Verifier:
 
     Attributes:
         verified: Number of verified replays.
-        equal_to_the_bit: Number of those whose bits were also those of an eager run of the same padded rows.
+        equal_to_the_bit: Number of verified replays that were bit-identical to an eager run of the same
+            padded rows.
         largest_difference: Largest difference of the logits, keys and values compared so far.
     """
 
@@ -188,7 +189,7 @@ class Verifier:
         as_padded: bool = False,
     ) -> bool:
         """Compare every output, and the KV caches outside the scratch page; return whether all bits agree."""
-        # Recording a run costs one, so it is recorded at most once for all outputs and caches.
+        # Recording takes an extra run, so it is done at most once for all outputs and caches.
         repeated = (
             functools.cache(functools.partial(self._is_repeated, replay))
             if as_padded and replay is not None
@@ -246,8 +247,8 @@ class Verifier:
         if not len(rows):
             return True
         a, b = replayed[rows].double(), eager[rows].double()
-        # A difference to NaN is NaN, which a maximum does not detect: it becomes inf below.
-        # Poison that neither run wrote is equal.
+        # A difference to NaN is NaN, which a maximum may miss: it becomes inf below.
+        # Poison that neither run overwrote counts as equal.
         off = torch.where(same(a, b), 0.0, (a - b).abs()).flatten(1).amax(dim=1)
         off = off.nan_to_num(nan=float("inf"), posinf=float("inf"))
         scale = b.abs().nan_to_num(nan=0.0, posinf=0.0).amax().item()
@@ -268,9 +269,9 @@ class Verifier:
     def _is_repeated(self, replay: Replay) -> bool:
         """Return whether an eager run of the same padded rows runs the operations of the graph.
 
-        It records such a run, on the copy of the cache. What eager calls do between segments is in no
-        recording: a graph with such calls is not known to be repeated, unless they only attend. Without a
-        trace, the driver's word is taken.
+        It records such a run, on the copy of the cache. Eager calls between segments are not recorded, so a
+        graph with such calls does not count as repeated, unless they only attend. Without a trace, the
+        declaration of the driver is trusted.
         """
         lane, view = self.lane, replay.view_before
         graph = lane.captured[replay.shape].graph

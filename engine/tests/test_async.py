@@ -1,7 +1,7 @@
 """Asynchronous scheduling gives the tokens of synchronous steps, whatever ends, waits, or fails.
 
-It is forced on a CPU, where the step ahead runs at once: what it assumes about the step before is then as
-wrong or right as on a GPU.
+It is forced on a CPU, where the step ahead runs at once: its assumptions about the step before are as wrong
+or right as on a GPU.
 """
 
 import random
@@ -68,7 +68,8 @@ def draw_sampling(draw: random.Random, texts: list[str]) -> SamplingParams:
 def run(engine: Engine, seed: int, *, aborts: bool = False) -> tuple[list[list[int]], list[str | None], int]:
     """Run random requests that arrive over time; return their tokens, reasons, and steps that were ahead.
 
-    Requests are aborted when they have a certain number of tokens, so in every run after the same ones.
+    Requests are aborted when they have a certain number of tokens, so every run aborts them at the same
+    point.
     """
     draw = random.Random(seed)
     left = [
@@ -121,7 +122,7 @@ def test_random_work_gives_the_tokens_of_synchronous_steps(case: str) -> None:
 
 
 def test_a_request_that_arrives_is_not_kept_waiting() -> None:
-    """A request that arrives while others decode ahead of their tokens gets its own with the second step."""
+    """A request that arrives while others decode ahead gets its first token with the second step."""
     sampling = SamplingParams(max_new_tokens=30, ignore_eos=True)
     with build(ahead=True) as engine:
         engine.add([1, 2, 3], sampling)
@@ -251,7 +252,7 @@ def test_an_aborted_request_of_a_step_in_flight_is_dropped() -> None:
 
 
 def test_invalid_logits_of_an_aborted_request_end_no_step() -> None:
-    """A request that was aborted while its step was in flight ends nothing by logits of NaN."""
+    """Logits of NaN for a request aborted while its step was in flight do not end the step."""
     fails = Fails(raises=False)
     with build(ahead=True, observers=[fails]) as engine:
         sampling = SamplingParams(max_new_tokens=8, ignore_eos=True)

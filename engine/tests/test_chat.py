@@ -44,7 +44,7 @@ def engine(chatty: Path) -> Iterator[Engine]:
 
 
 def test_a_conversation_is_its_template_filled_in(engine: Engine) -> None:
-    """Messages give what the filled-in template gives as text, up to where the answer begins."""
+    """Messages give the token ids of the filled-in template, up to the beginning of the answer."""
     text = "[system] Be short.\n[user] Héllo\n[assistant] "
     done = engine.generate([HELLO, text, tuple(HELLO)], SHORT)
     assert done[0].token_ids == done[1].token_ids == done[2].token_ids
@@ -58,20 +58,20 @@ def test_a_conversation_is_its_template_filled_in(engine: Engine) -> None:
     ("messages", "says"),
     [
         ([{"role": "assistant", "content": "x"}], "TemplateError: a user begins"),
-        ([{"role": "user"}], "message 1 of the conversation is no message: {'role'"),
-        ([{"role": "user", "content": 5}], "message 1 of the conversation is no message"),
-        ([{"role": "user", "content": None}], "message 1 of the conversation is no message"),
-        ([{"content": "x"}], "message 1 of the conversation is no message"),
-        ([HELLO[1], {"role": None, "content": "x"}], "message 2 of the conversation is no message"),
-        ([HELLO[1], "x"], "message 2 of the conversation is no message: 'x'"),
-        ([{}], "message 1 of the conversation is no message"),
+        ([{"role": "user"}], "message 1 of the conversation is not a message: {'role'"),
+        ([{"role": "user", "content": 5}], "message 1 of the conversation is not a message"),
+        ([{"role": "user", "content": None}], "message 1 of the conversation is not a message"),
+        ([{"content": "x"}], "message 1 of the conversation is not a message"),
+        ([HELLO[1], {"role": None, "content": "x"}], "message 2 of the conversation is not a message"),
+        ([HELLO[1], "x"], "message 2 of the conversation is not a message: 'x'"),
+        ([{}], "message 1 of the conversation is not a message"),
         ([{"role": "user", "content": ["parts"]}], "chat template of the tokenizer refuses"),
         ([{"role": "user", "content": "a\udc80"}], "message 1 of the conversation is not UTF-8"),
         ([{"role": "user", "content": "x" * 5000}], "has a prompt of 50"),
     ],
 )
 def test_odd_conversations_are_refused(messages: Any, says: str, engine: Engine) -> None:
-    """A conversation that is none, or that the template refuses, is refused by its place."""
+    """An invalid conversation, or one that the template refuses, is refused with its position."""
     with pytest.raises(RequestError, match=f"prompt 2 of 2: .*{says}"):
         engine.generate([HELLO, messages], SHORT)
     assert not engine.scheduler.has_work
@@ -99,14 +99,14 @@ def test_a_tokenizer_without_a_template_refuses_conversations() -> None:
 def test_a_hostile_template_is_refused(
     template: str, engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A template runs in a sandbox: what it may not do, and what fails in it, is one refusal."""
+    """A template runs in a sandbox: forbidden operations and failures in it give one error."""
     monkeypatch.setattr(engine.tokenizer, "chat_template", template)
     with pytest.raises(RequestError, match="chat template of the tokenizer refuses"):
         engine.generate([HELLO], SHORT)
 
 
 def test_the_command_chats(chatty: Path, capsys: pytest.CaptureFixture[str], engine: Engine) -> None:
-    """``--chat`` makes each prompt a user's message; the answer stands on a line of its own."""
+    """``--chat`` makes each prompt a user's message; the answer is on a separate line."""
     expected = engine.generate([[{"role": "user", "content": "Hi"}]], SHORT)[0]
     options = ["--model", str(chatty), "--chat", "-n", "4", "--ignore-eos", "--quiet", "Hi"]
     assert main(["generate", *options]) == 0
@@ -157,7 +157,7 @@ def test_what_a_checkpoint_recommends_is_told(
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Greedy generation against the checkpoint's recommendation is told once, with the options for it."""
+    """Greedy generation against the checkpoint's recommendation gives one note, with the options for it."""
     path = Path(shutil.copytree(TINY, tmp_path / "model"))
     fields = {"do_sample": True, "temperature": 0.6, "top_p": 0.9, "eos_token_id": 256}
     (path / "generation_config.json").write_text(json.dumps(fields))

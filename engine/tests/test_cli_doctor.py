@@ -206,7 +206,7 @@ def test_people_read_memory_as_tables_with_totals(capsys: pytest.CaptureFixture[
     assert "kv cache 10 tensors [4112, 2, 32] float32 cpu decode 10,526,720" in lines
     assert "weight 48 tensors several float32 cpu decode 7,702,336" in lines
     assert "request table req_to_token [9, 512] int32 cpu decode 18,432" in lines
-    assert any(line.startswith("lane decode: ") and "of its own" in line for line in lines)
+    assert any(line.startswith("lane decode: ") and "for this lane only" in line for line in lines)
     assert any(line.startswith("graph-resident in all: ") for line in lines)
     assert lines[-1] == "Everything that graphs read and write is declared."
 

@@ -235,7 +235,7 @@ def test_stdin_is_read_where_there_is_no_other_prompt(
 def test_a_file_without_prompts_is_refused(
     content: bytes | None, says: str, generate: Generate, tmp_path: Path
 ) -> None:
-    """A prompt file that is missing, blank or no text ends with 2; the first line of the error names it."""
+    """A prompt file that is missing, blank or not text ends with 2; the error's first line names it."""
     file = tmp_path / "prompts.txt"
     if content is not None:
         file.write_bytes(content)

@@ -163,7 +163,7 @@ def test_later_sources_win_key_by_key(
     highest: dict[str, Any],
     tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
-    """Defaults < file < environment < --set, for each key alone."""
+    """Defaults < file < environment < --set, for each key separately."""
     file = tmp_path_factory.getbasetemp() / "precedence.toml"
     file.write_text(toml(lowest))
     config = EngineConfig.load(

@@ -1,4 +1,4 @@
-"""Draft heads: what they compute, their checkpoints, and what the shipped ones are worth."""
+"""Draft heads: what they compute, their checkpoints, and how many drafts of the shipped ones are accepted."""
 
 import importlib
 import json
@@ -147,7 +147,7 @@ def plain_head(
     positions: torch.Tensor,
     frozen: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return what the language model head reads, and hidden states, of a whole sequence, in plain torch."""
+    """Return the input of the language model head and the hidden states of a sequence, in plain torch."""
     three = "midlayer.hidden_norm.weight" in w
     layer = "midlayer" if three else "layers.0"
     if three:
@@ -182,7 +182,7 @@ def plain_head(
 
 
 def batch_of(ids: torch.Tensor, positions: torch.Tensor, hidden: torch.Tensor, **more: Any) -> ForwardBatch:
-    """Return a draft decode of one request, whose rows all are asked for."""
+    """Return a draft decode of one request that selects all rows."""
     fields: dict[str, Any] = {
         "forward_mode": ForwardMode.DRAFT_DECODE,
         "batch_size": 1,
@@ -227,7 +227,7 @@ def test_a_published_eagle_head_is_the_function_of_its_papers(
     bias: bool,
     embedding: bool,
 ) -> None:
-    """Names with and without prefix, a bias, an own embedding: logits equal those of plain torch."""
+    """With or without a name prefix, a bias or its own embedding, logits equal those of plain torch."""
     w = weights(EAGLE, bias=bias, embedding=embedding)
     path = save(tmp_path / "head", config(EAGLE, bias=bias), {prefix + n: t for n, t in w.items()})
     draft = models.load_draft_model(path, target=target)
@@ -272,7 +272,7 @@ def test_an_eagle3_head_gives_logits_over_the_vocabulary_of_the_target(
 def test_a_frozen_kv_head_reads_the_keys_of_a_target_layer(
     script: ModuleType, target: models.TransformersModel, tmp_path: Path
 ) -> None:
-    """Every query sees the keys that the target has read, at its own position, and adds none."""
+    """Every query sees only the keys of tokens that the target has read; the head adds no keys."""
     w = weights(MTP)
     path = save(tmp_path / "head", config(MTP, target_kv_layer=2), w)
     draft = models.load_draft_model(path, target=target)
@@ -375,7 +375,7 @@ def test_only_selected_rows_go_through_the_head(
 def test_a_graph_of_a_draft_follows_its_inputs(
     target: models.TransformersModel, tmp_path: Path, architecture: str
 ) -> None:
-    """A captured draft extend gives, replayed on other inputs, what an eager one gives."""
+    """A captured draft extend, replayed on other inputs, gives the outputs of an eager one."""
     more = {"draft_vocab_size": DRAFTED} if architecture == EAGLE3 else {}
     path = save(tmp_path / "head", config(architecture, **more), weights(architecture))
     draft = models.load_draft_model(path, target=target)
@@ -467,8 +467,8 @@ def test_a_config_that_does_not_fit_is_refused(
         (EAGLE, lambda w: w | {"fc.weight": w["fc.weight"].int()}, "is I32"),
         (EAGLE, lambda w: w | {"fc.weight": w["fc.weight"] / 0}, "NaN or infinite"),
         (EAGLE, lambda w: {n: t for n, t in w.items() if n != "fc.weight"}, "missing keys fc.weight"),
-        (EAGLE3, lambda w: w | {"d2t": w["d2t"] - 300}, "token id of its own"),
-        (EAGLE3, lambda w: w | {"d2t": -torch.arange(DRAFTED)}, "token id of its own"),
+        (EAGLE3, lambda w: w | {"d2t": w["d2t"] - 300}, "a different token id"),
+        (EAGLE3, lambda w: w | {"d2t": -torch.arange(DRAFTED)}, "a different token id"),
         (EAGLE3, lambda w: w | {"d2t": w["d2t"].float()}, "d2t is F32"),
         (EAGLE3, lambda w: {n: t for n, t in w.items() if n != "d2t"}, "no d2t"),
         (EAGLE3, lambda w: {n: t for n, t in w.items() if n != "lm_head.weight"}, "no lm_head.weight"),

@@ -284,7 +284,7 @@ def test_a_plugin_that_raises_is_named(kind: str) -> None:
 
 
 def test_a_driver_that_gives_no_line_of_text_is_refused_by_name() -> None:
-    """What `unavailable` returns in place of a text or None is told with the driver."""
+    """The error for an `unavailable` that returns neither a text nor None names the driver and the value."""
 
     class Driver(TapeDriver):
         @classmethod

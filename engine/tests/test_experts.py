@@ -1,4 +1,4 @@
-"""Padding tokens reach no expert of a served model, whatever they hold, and real tokens keep theirs."""
+"""Padding tokens reach no expert of a served model, whatever they contain; real tokens keep theirs."""
 
 import random
 from collections.abc import Callable, Generator
@@ -48,7 +48,7 @@ NAN_TOKEN, INF_TOKEN = 0, 1
 
 
 class Padding(GraphRunner):
-    """A mixin of runners whose padding rows hold ``token``."""
+    """A mixin of runners whose padding rows contain ``token``."""
 
     token = NAN_TOKEN
 
@@ -191,7 +191,7 @@ def test_padding_reaches_no_expert(
 ) -> None:
     """Real rows of a replay are those of the unpadded batch, and experts add exactly 0 to padding rows.
 
-    Padding rows are NaN, infinite, or a token with experts of its own.
+    Padding rows are NaN, infinite, or a token with other experts.
     """
     ExpertLane(checkpoint(architecture), Padded, TapeDriver(CPU, strict=strict)).check()
 
@@ -212,7 +212,7 @@ class Split(Padding, PiecewiseCudaGraphRunner):
 def test_padding_of_prompts_reaches_no_expert(
     architecture: str, runner: type[GraphRunner], checkpoint: Callable[..., Path], *, strict: bool
 ) -> None:
-    """The same for prompts in graphs that attention leaves."""
+    """The same for prompts in graphs that attention breaks."""
     ExpertLane(checkpoint(architecture), runner, TapeDriver(CPU, strict=strict)).check()
 
 
@@ -294,7 +294,7 @@ def test_every_implementation_of_experts_gives_padding_nothing(
 
 
 def _run(model: models.TransformersModel, real: int, *, padding: int = 0) -> StepOutputs:
-    """Run ``real`` tokens and then ``padding`` of them with NaN; each token attends to itself alone."""
+    """Run ``real`` tokens and then ``padding`` of them with NaN; each token attends only to itself."""
     _poison(model)
     count, total = torch.tensor([real], dtype=torch.int32), real + padding
     ids = torch.arange(2, 2 + total)
@@ -361,7 +361,7 @@ def test_a_forward_pass_with_a_number_is_one_traced_graph(checkpoint: Callable[.
 
 
 class Itself:
-    """An attention implementation in which each token attends to itself alone."""
+    """An attention implementation in which each token attends only to itself."""
 
     def attend(self, module: Any, q: torch.Tensor, k: Any, v: Any, asked: Any) -> torch.Tensor:
         """Return the values."""

@@ -21,7 +21,7 @@ PROMPTS = [[5, 6, 7, 5, 6], [9], list(range(20, 40))]
 
 @pytest.fixture
 def write(checkpoint: Callable[..., Path], tmp_path: Path) -> Callable[..., Path]:
-    """Return a function that writes a checkpoint with a generation config of these fields; None: no file."""
+    """Return a function that writes a checkpoint with these generation fields; None for no file."""
 
     def make(fields: dict[str, Any] | None, **config: Any) -> Path:
         path = Path(shutil.copytree(checkpoint("llama"), tmp_path / "model", dirs_exist_ok=True))
@@ -67,7 +67,7 @@ def test_tokens_follow_the_generation_config_as_in_transformers(
         )
     tokens = [each.token_ids for each in done]
     assert tokens == [reference_tokens(path, prompt, 12) for prompt in PROMPTS]
-    # What a request says itself is preferred: here, that nothing changes its logits.
+    # The parameters of a request override the config: here, nothing changes its logits.
     (path / generation_config.FILE).write_text(json.dumps({"eos_token_id": ends}))
     assert [p.token_ids for p in plain] == [reference_tokens(path, prompt, 12) for prompt in PROMPTS]
     assert (tokens != [p.token_ids for p in plain]) == bool(fields)
@@ -174,7 +174,7 @@ def test_fields_that_are_not_served_are_named_in_one_warning(
 def test_fields_without_effect_give_no_warning(
     write: Callable[..., Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Neutral values of fields that are not served are silent; so are served fields and limits."""
+    """Neutral values of fields that are not served cause no warning; neither do served fields and limits."""
     neutral = {
         **dict.fromkeys(OTHER_VALUES),
         "do_sample": False,

@@ -130,7 +130,7 @@ def test_batches_without_a_bucket_run_eagerly_with_the_reason(
 
 
 def test_sampled_tokens_do_not_depend_on_neighbours(checkpoint: Callable[..., Path]) -> None:
-    """A seeded request draws the same tokens alone and in a batch."""
+    """A seeded request draws the same tokens by itself and in a batch."""
     path = checkpoint("llama")
     params = SamplingParams(max_new_tokens=12, temperature=1.0, top_p=0.9, seed=3, ignore_eos=True)
     together = make_engine(path).generate([[7, 8, 9], [10, 11], [12]], params)

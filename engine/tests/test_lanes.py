@@ -185,7 +185,7 @@ def test_the_reference_lists_the_keys_of_a_lane_once() -> None:
     ],
 )
 def test_a_fault_of_a_lane_has_one_line_with_key_source_and_what_to_do(setting: str, says: str) -> None:
-    """A fault of a lane is one line with key, source and fix, also for a lane that only --set names."""
+    """A fault of a lane gives one line with key, source and fix, also for a lane that only --set names."""
     message = refusal(setting)
     assert says in message
     assert message.count("\n") == 1

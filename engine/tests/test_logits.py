@@ -41,7 +41,7 @@ def requests(draw: st.DrawFn) -> Request:
 
 
 def expected(row: torch.Tensor, request: Request) -> torch.Tensor:
-    """Return ``[1, V]``: what transformers' processors, in their order, make of the logits ``[1, V]``."""
+    """Return ``[1, V]``: the logits ``[1, V]`` after transformers' processors, in their order."""
     sampling = request.sampling
     prompt, output = request.prompt_token_ids, request.output_token_ids
     ends = {*sampling.stop_token_ids, *(() if sampling.ignore_eos else END)}
@@ -53,7 +53,7 @@ def expected(row: torch.Tensor, request: Request) -> torch.Tensor:
         processors.append(transformers.RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty))
     ids = torch.tensor([prompt + output])
     scores = transformers.LogitsProcessorList(processors)(ids, row.float())
-    for token in set(output):  # of OpenAI: transformers has no processor for them
+    for token in set(output):  # OpenAI's penalties: transformers has no processor for them
         scores[0, token] -= sampling.presence_penalty
         scores[0, token] -= sampling.frequency_penalty * output.count(token)
     processors = []
@@ -69,7 +69,7 @@ def expected(row: torch.Tensor, request: Request) -> torch.Tensor:
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(batch=st.lists(requests(), min_size=1, max_size=4), seed=st.integers(0, 99))
 def test_changed_logits_are_those_of_transformers(batch: list[Request], seed: int) -> None:
-    """The logits of every request of a batch equal what transformers' processors make of them alone."""
+    """The logits of every request of a batch equal those of transformers' processors for that request."""
     logits = torch.randn(len(batch), VOCAB, generator=torch.Generator().manual_seed(seed)) * 8
     before = logits.clone()
     changed = change_logits(logits, batch, END)
@@ -84,7 +84,7 @@ def test_changed_logits_are_those_of_transformers(batch: list[Request], seed: in
 @settings(derandomize=True, deadline=None, max_examples=100)
 @given(batch=st.lists(requests(), min_size=2, max_size=5), seed=st.integers(0, 99))
 def test_the_token_of_a_request_does_not_depend_on_the_others(batch: list[Request], seed: int) -> None:
-    """In bfloat16 too, a request gets the same token alone and among requests whose logits are changed."""
+    """In bfloat16 too, a request gets the same token by itself and among requests with changed logits."""
     source = torch.Generator().manual_seed(seed)
     logits = (torch.randn(len(batch), VOCAB, generator=source) * 4).bfloat16()
     again = [Request("r", r.prompt_token_ids, r.sampling) for r in batch]

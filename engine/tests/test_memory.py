@@ -99,7 +99,7 @@ def addresses(tensor: torch.Tensor) -> range:
 
 
 def inside(tensor: torch.Tensor, *others: torch.Tensor) -> bool:
-    """Return whether a tensor lies in one of the others."""
+    """Return whether a tensor is inside one of the others."""
     mine = addresses(tensor)
     return any(t.start <= mine.start and mine.stop <= t.stop for t in map(addresses, others))
 

@@ -44,7 +44,7 @@ PLUGINS = {"extending": ExtendRunner, "extends": ExtendBackend}
 
 
 def make_engine(path: Path, *overrides: str, catalog: PluginCatalog | None = None) -> Engine:
-    """Build an engine on a CPU with seats for half the prompts, which verifies every replay."""
+    """Build an engine on a CPU that runs half the prompts at once and verifies every replay."""
     common = [
         f'model.path="{path}"',
         'engine.device="cpu"',
@@ -191,7 +191,7 @@ SPECULATION = [
     ],
 )
 def test_mixed_steps_that_cannot_be_are_refused(overrides: list[str], says: list[str]) -> None:
-    """``mixed = true`` is refused with who lacks what and what to do, before the model is read."""
+    """The refusal of ``mixed = true`` names plugin, missing mode and fix, before the model is read."""
     catalog = Catalog(**PLUGINS) if overrides is not SPECULATION else PluginCatalog.scan()
     with pytest.raises(ConfigError) as refused:
         make_engine(Path("absent"), "engine.mixed=true", *overrides, catalog=catalog)

@@ -164,7 +164,7 @@ def test_both_forms_of_one_model_stand_side_by_side(checkpoint: Callable[..., Pa
 
 @needs_seam
 def test_an_absorbed_model_is_freed_with_its_last_name(checkpoint: Callable[..., Path]) -> None:
-    """The weights of an absorbed layer do not wait for the garbage collector: nothing refers in a circle."""
+    """The weights of an absorbed layer do not wait for the garbage collector: there is no reference cycle."""
     model = load(checkpoint("deepseek_v3"))
     weight = weakref.ref(model.model.layers[0].self_attn.kv_b_proj.weight)
     absorbed = models.TransformersModel(model, absorb=True)
@@ -189,7 +189,7 @@ def test_an_absorbed_model_is_freed_with_its_last_name(checkpoint: Callable[...,
 def test_logits_do_not_depend_on_neighbours(
     architecture: str, *, absorb: bool, checkpoint: Callable[..., Path]
 ) -> None:
-    """A request's logits are the same with any other request in its batch, and close to those alone."""
+    """A request's logits are the same with any other request in its batch, and close to those without."""
     model = models.TransformersModel(load(checkpoint(architecture)), absorb=absorb)
     mine = prompt_of(11, 2)
     beside = [logits_of(model, [prompt_of(8, seed), mine])[1] for seed in (3, 4, 5)]
@@ -227,7 +227,7 @@ def test_what_cannot_be_absorbed_is_refused(what: str, checkpoint: Callable[...,
 def test_an_older_transformers_is_named(
     checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If transformers has no seam, the absorbed form is refused; the hint names a version that has it."""
+    """Absorption without ``expand_kv`` in transformers is refused; the hint names a version with it."""
     model = load(checkpoint("deepseek_v3"))
     monkeypatch.delattr(DeepseekV3Attention, "expand_kv", raising=False)
     with pytest.raises(UnsupportedModelError, match=transformers.__version__) as caught:

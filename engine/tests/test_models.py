@@ -73,7 +73,7 @@ def test_layers_are_what_the_model_asks_of_attention(checkpoint: Callable[..., P
 def test_models_that_need_more_than_attention_are_refused(
     architecture: str, reason: str, checkpoint: Callable[..., Path]
 ) -> None:
-    """A model whose work is not all in the attention interface is refused at load, with the reason."""
+    """A model that does work outside the attention interface is refused at load, with the reason."""
     with pytest.raises(UnsupportedModelError, match=reason):
         models.TransformersModel(load(checkpoint(architecture)).model)
 
@@ -81,7 +81,7 @@ def test_models_that_need_more_than_attention_are_refused(
 def test_a_line_that_cannot_be_captured_is_named_as_the_models(
     checkpoint: Callable[..., Path],
 ) -> None:
-    """A host read of the model's own code is told with its line, and with settings that run the model.
+    """The error for a host read in the model's code names its line, and settings that run the model.
 
     A setting names the lane as it is called in the configuration.
     """
@@ -103,7 +103,7 @@ def test_a_line_that_cannot_be_captured_is_named_as_the_models(
 def test_a_fault_of_the_backend_in_a_capture_is_not_the_models(
     checkpoint: Callable[..., Path],
 ) -> None:
-    """A host read of an attention backend is not told as a line of the model."""
+    """The error for a host read in an attention backend does not name a line of the model."""
 
     class Reading(FlashInferBackend):
         def forward(self, q: torch.Tensor, *args: Any, **more: Any) -> torch.Tensor:

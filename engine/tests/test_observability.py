@@ -1,4 +1,4 @@
-"""Tests of traces, metrics and logs: they tell what an engine did, and leave a step alone if nobody asks."""
+"""Tests of traces, metrics and logs: they report what an engine did, and wrap nothing unless asked for."""
 
 import json
 import logging
@@ -43,14 +43,14 @@ def build(*overrides: str, observers: Any = ()) -> Engine:
 
 
 class BreaksPact:
-    """An observer that gives the third replay metadata of its own."""
+    """An observer that gives the third replay its own metadata."""
 
     def __init__(self) -> None:
         self.num_calls = 0
 
     @hookimpl(wrapper=True)
     def init_metadata_replay(self) -> Around:
-        """Return another object than the capture's."""
+        """Return an object other than the capture's."""
         metadata = yield
         self.num_calls += 1
         return object() if self.num_calls == 3 else metadata
@@ -74,7 +74,7 @@ def read_trace(path: Path) -> list[Event]:
 
 
 def inside(spans: list[Event], outer: Event) -> list[Event]:
-    """Return the spans within ``outer`` that lie in no other span of it."""
+    """Return the spans within ``outer`` that are in no other span of it."""
     end = outer["ts"] + outer["dur"]
     within = [e for e in spans if e is not outer and outer["ts"] <= e["ts"] and e["ts"] + e["dur"] <= end]
     top: list[Event] = []
@@ -294,7 +294,7 @@ def test_metrics_have_the_accepted_tokens_of_drafts() -> None:
 
 
 def test_metrics_are_served_while_the_run_lasts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The port answers with the counts of that moment; the file has those of the end, also of an error."""
+    """The port returns current counts; the file has those at the end of the run, also after an error."""
     file = tmp_path / "metrics.prom"
     observation = Observation(metrics=file, metrics_port=0)
 

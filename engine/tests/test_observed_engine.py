@@ -145,7 +145,7 @@ def test_an_observer_that_cannot_be_built_is_named() -> None:
 def test_a_trace_prints_each_hook_once(
     selected: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The variable, alone or with the plugin's name, gives one trace of captures, replays and eager steps."""
+    """The variable, with or without the plugin, gives one trace of captures, replays and eager steps."""
     monkeypatch.setenv("GRAPHPACT_TRACE", "1")
     run(f"engine.observers={selected}")
     lines = capsys.readouterr().err.splitlines()

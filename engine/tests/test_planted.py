@@ -339,7 +339,7 @@ class CachesInTheCapture(FlashInferBackend):
     scale: torch.Tensor | None = None
 
     def forward(self, *args: Any) -> torch.Tensor:
-        """Attend, with a scale that is made once."""
+        """Attend with a scale that is allocated once."""
         out = super().forward(*args)
         if self.driver is None or not self.driver.is_capturing:
             return out

@@ -18,7 +18,7 @@ MACHINE = settings(
 
 
 class PageMachine(RuleBasedStateMachine):
-    """A page pool against the simplest model of one: a list of owners and their pages."""
+    """A page pool compared with a simple model: a list of owners and their pages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class PageMachine(RuleBasedStateMachine):
 
     @rule(n=st.integers(0, 6))
     def alloc(self, n: int) -> None:
-        """Either all pages are allocated or none, and none only if too few are free."""
+        """All pages are allocated, or none if too few are free."""
         free = self.pool.num_free
         pages = self.pool.alloc(n)
         if pages is None:
@@ -64,7 +64,7 @@ TestPageMachine = PageMachine.TestCase
 
 
 def test_pages_hold_their_tokens() -> None:
-    """A number of tokens needs as many pages as hold them; slots count page 0."""
+    """`pages_for` rounds up to whole pages; `num_slots` includes page 0."""
     pool = PagePool(num_pages=9, page_size=4)
     assert [pool.pages_for(n) for n in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert pool.num_slots == 40
@@ -124,7 +124,7 @@ def test_kv_cache_has_the_declared_shapes_and_size() -> None:
 
 
 def test_a_cloned_kv_cache_is_equal_and_apart() -> None:
-    """A clone has the same contents, and writing to one leaves the other as it was."""
+    """A clone has the same contents; a write to one does not change the other."""
     cache = KVCache(4, [KVLayerShape(1, 2, 3)], torch.float32, "cpu")
     cache.k[0].fill_(1.5)
     cache.v[0][3] = 2
@@ -139,7 +139,7 @@ def test_a_cloned_kv_cache_is_equal_and_apart() -> None:
 
 
 def test_values_of_latents_are_views_of_keys() -> None:
-    """Values that lie in keys are a view of them, in a clone too, and are counted once."""
+    """Values that are inside keys are a view of them, in a clone too, and are counted once."""
     layers = [KVLayerShape(1, 6, 4, value_in_key=True), KVLayerShape(2, 3, 5)]
     cache = KVCache(8, layers, torch.float32, "cpu")
     cache.k[0].copy_(torch.arange(48).view(8, 1, 6))

@@ -206,7 +206,7 @@ def test_tokens_of_broken_and_split_prefill_equal_transformers(
 ) -> None:
     """Greedy tokens equal transformers', every replay equals an eager run, and graphs read every chunk.
 
-    Chunks with cached prefixes and several prompts of a step are among them. Every graph has a segment more
+    Chunks with cached prefixes and several prompts of a step are among them. Every graph has one segment more
     than the model has layers.
     """
     runner, (architecture, backend), strict, most = case

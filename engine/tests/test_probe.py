@@ -75,7 +75,7 @@ def by_longest(x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
 def test_what_depends_on_the_batch_is_refused(
     change: Callable[[torch.Tensor, Any], torch.Tensor], reason: str, layer: int
 ) -> None:
-    """Every way in which other tokens of a batch change a token is refused by its cause, in any layer."""
+    """Each dependence of a token on other tokens of a batch is refused with its cause, in any layer."""
     with pytest.raises(UnsupportedModelError, match=reason):
         models.TransformersModel(planted(change, layer))
 
@@ -92,7 +92,7 @@ def test_thresholds_are_crossed_however_far(floor_scale: int) -> None:
 
 def test_positions_of_its_own_are_refused() -> None:
     """A model whose positions begin elsewhere than at 0, as RoBERTa's do, is refused."""
-    with pytest.raises(UnsupportedModelError, match="positions of its own"):
+    with pytest.raises(UnsupportedModelError, match="its own positions"):
         models.TransformersModel(model_of("roberta"))
 
 

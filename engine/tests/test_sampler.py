@@ -72,7 +72,7 @@ SAMPLING = st.builds(
 @settings(derandomize=True, max_examples=60)
 @given(params=st.lists(SAMPLING, min_size=1, max_size=7), rng=st.randoms(use_true_random=False))
 def test_a_draw_does_not_depend_on_the_batch(params: list[SamplingParams], rng: Any) -> None:
-    """Over five steps, a request draws the same tokens alone and at any place of a batch."""
+    """Over five steps, a request draws the same tokens by itself and at any place of a batch."""
     source = torch.Generator().manual_seed(rng.randrange(1000))
     steps = torch.randn(5, len(params), VOCAB, generator=source) * 3
     sampler = Sampler()
@@ -91,7 +91,7 @@ def test_a_draw_does_not_depend_on_the_batch(params: list[SamplingParams], rng: 
 def test_what_a_sampler_keeps_of_a_batch_is_not_taken_for_another(
     params: list[SamplingParams], rng: Any
 ) -> None:
-    """One sampler gives batches that change in requests, order and vocabulary what new samplers give."""
+    """One sampler gives the tokens of new samplers for changing requests, orders and vocabularies."""
     kept = Sampler()
     mine, theirs = ([Request(str(at), [1], one) for at, one in enumerate(params)] for _ in range(2))
     rows: list[int] = []
@@ -129,7 +129,7 @@ def test_the_likeliest_token_is_the_first_of_the_largest_logits(
 
 
 def test_random_numbers_are_used_one_by_one_in_the_order_of_the_generator() -> None:
-    """However many are drawn at once, a request's numbers are those of single draws, ahead or not."""
+    """A request's random numbers equal those of single draws, in blocks of any size, ahead or not."""
     source = torch.Generator().manual_seed(5)
     expected = [torch.rand((), generator=source, dtype=torch.float64).item() for _ in range(200)]
     one, at = request(temperature=1.0, seed=5), 0
@@ -204,7 +204,7 @@ def test_tokens_come_as_often_as_the_softmax_says(sampling: dict[str, Any], kept
 
 
 def test_masked_tokens_are_never_drawn() -> None:
-    """A logit of minus infinity has no chance, however hot; a tiny temperature is greedy."""
+    """A logit of minus infinity is never drawn at any temperature; a tiny temperature is greedy."""
     assert set(draws([-math.inf, 0.0, -math.inf, 0.0], 200, temperature=1e6)) == {1, 3}
     assert set(draws([0.0, 1.0, 0.5], 50, temperature=1e-6)) == {1}
     assert set(draws([0.0, 1.0, 0.5], 50, temperature=5e-324)) == {1}

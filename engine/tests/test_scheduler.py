@@ -1,6 +1,6 @@
 """The scheduler against a model that reads the KV cache back, as attention does.
 
-The fake cache holds a token id a slot. A step writes its tokens at ``out_cache_loc``, reads each
+The fake cache holds one token id per slot. A step writes its tokens at ``out_cache_loc``, reads each
 sequence through ``req_to_token``, and compares it with prompt and output: a wrong slot, row, length
 or position shows at once. The next token is a hash of the sequence read.
 """
@@ -172,7 +172,7 @@ class Bench:
     def draft(
         self, seen: list[int], tokens: list[int], request: Request, cache_loc: torch.Tensor
     ) -> list[int]:
-        """Accept some drafts, whose tokens lie in the reserved slots, and write nonsense into the others."""
+        """Accept some drafts, whose tokens are in the reserved slots, and write nonsense into the others."""
         assert len(set(cache_loc.tolist())) == self.scheduler.num_reserved
         assert {slot // self.pages.page_size for slot in cache_loc.tolist()} <= set(request.pages)
         columns = range(len(seen) - 1, len(seen) - 1 + len(cache_loc))
@@ -238,7 +238,7 @@ def serve(bench: Bench, work: list[tuple[list[int], SamplingParams]]) -> list[Re
 def test_a_thousand_requests_in_a_pool_too_small(
     page_size: int, num_pages: int, chunk: int | None, *, mixed: bool
 ) -> None:
-    """1,000 requests finish under preemption with the unpressured run's tokens; no leak."""
+    """1,000 preempted requests get the tokens of a run without preemption, and no memory leaks."""
     work = workload(1000, seed=page_size)
     tight = Bench(num_pages, page_size, tokens=16, model_len=40, mixed=mixed, chunk=chunk)
     pressed = serve(tight, work)
@@ -277,7 +277,7 @@ def test_preemption_keeps_the_drawn_tokens(*, mixed: bool) -> None:
 
 
 def test_a_long_prompt_is_computed_in_chunks() -> None:
-    """A prompt of 50 tokens at 16 a step takes four extends; the last one alone yields a token."""
+    """A prompt of 50 tokens at 16 a step takes four extends; only the last one yields a token."""
     bench = Bench(64, tokens=16, seqs=4)
     request = bench.add("long", range(50), max_new_tokens=2, ignore_eos=True)
     steps = [bench.step() for _ in range(4)]
@@ -290,7 +290,7 @@ def test_a_long_prompt_is_computed_in_chunks() -> None:
 
 
 def test_an_extend_is_followed_by_a_decode() -> None:
-    """While a request decodes, prompts and arrivals never cost it two extends in a row."""
+    """A decoding request never waits for two extends in a row, whatever prompts arrive."""
     bench = Bench(200, tokens=8, model_len=64)
     first = bench.add("first", [1], max_new_tokens=40, ignore_eos=True)
     bench.step()
@@ -305,7 +305,7 @@ def test_an_extend_is_followed_by_a_decode() -> None:
 
 
 def test_running_requests_decode_in_every_mixed_step() -> None:
-    """Beside the chunks of a long prompt, running requests get a token in each step, before the chunk."""
+    """During the chunks of a long prompt, running requests get a token in each step, before the chunk."""
     bench = Bench(200, tokens=10, chunk=4, mixed=True)
     for at in range(2):
         bench.add(at, [at], max_new_tokens=20, ignore_eos=True)
@@ -491,7 +491,7 @@ def test_end_and_stop_tokens_end_a_request(sampling: dict[str, Any], length: int
 def test_a_request_that_can_never_be_served_is_refused(
     prompt: Iterable[int], max_new: int, words: list[str]
 ) -> None:
-    """Add refuses prompts that are empty, too long or too big for the pool; none is queued."""
+    """`add` refuses prompts that are empty, too long or too large for the pool, and queues none of them."""
     bench = Bench(3, 4, model_len=20)
     with pytest.raises(RequestError) as raised:
         bench.add("r", prompt, max_new_tokens=max_new)
@@ -572,7 +572,7 @@ def same_work(one: ScheduledBatch, other: ScheduledBatch) -> bool:
 
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_lost_prefill_is_planned_again_while_others_decode(*, mixed: bool) -> None:
-    """A prefill step that failed comes again, exactly, although requests are decoding."""
+    """A failed prefill step is repeated exactly, although requests are decoding."""
     bench = Bench(64, tokens=8, mixed=mixed)
     bench.add("running", [1], ignore_eos=True)
     bench.step()
@@ -626,7 +626,7 @@ def test_contradicting_limits_are_refused(limits: dict[str, int], word: str) -> 
 
 
 def test_host_and_device_tensors_do_not_share_memory() -> None:
-    """Writing a batch's seq_lens leaves seq_lens_cpu alone, on a CPU too."""
+    """Writing a batch's seq_lens does not change seq_lens_cpu, on a CPU too."""
     bench = Bench(64)
     bench.add("a", range(5))
     for _ in range(2):
@@ -641,7 +641,7 @@ def test_host_and_device_tensors_do_not_share_memory() -> None:
 def test_a_decode_of_the_same_requests_makes_nothing_again(
     page_size: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While the same requests decode, each step adds to the last one; a change makes all numbers again."""
+    """While the same requests decode, each step increments the last one; a change rebuilds all numbers."""
     filled: list[int] = []
     fill = BatchBuilder._fill
 
@@ -657,13 +657,13 @@ def test_a_decode_of_the_same_requests_makes_nothing_again(
     for _ in range(19):
         bench.step()
     assert filled == [3]  # and in none of the later steps, in whatever pages they were
-    bench.add("d", [1, 2], ignore_eos=True, max_new_tokens=2)  # its prefill, its decode, and without "b"
+    bench.add("d", [1, 2], ignore_eos=True, max_new_tokens=2)  # a prefill, a decode, and a decode without "b"
     bench.drain()
     assert filled == [3, 3, 2, 1]
 
 
 def test_a_decode_that_was_lost_is_planned_again() -> None:
-    """A decode step that failed comes again with the same numbers, after steps that added to each other."""
+    """A failed decode step is repeated with the same numbers, after incremental steps."""
     bench = Bench(64, 4, choose=lambda seen, _: len(seen) % 5 + 10)
     bench.add("a", range(1, 4), ignore_eos=True)
     bench.add("b", range(1, 8), ignore_eos=True)
@@ -681,7 +681,7 @@ def test_a_decode_that_was_lost_is_planned_again() -> None:
 
 
 def test_steps_may_be_scheduled_in_and_out_of_inference_mode() -> None:
-    """A decode that was scheduled in inference mode is added to outside of it, and the other way round."""
+    """A decode scheduled in inference mode can be incremented outside of it, and the other way round."""
     bench = Bench(64, 4)
     bench.add("a", range(1, 4), ignore_eos=True)
     for step in range(12):
@@ -747,7 +747,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.bench.scheduler.check_invariants()
 
     def teardown(self) -> None:
-        """Finish all requests; each has the tokens that the model gives alone, or their start if aborted."""
+        """Finish all requests; each has the tokens of the model itself, or their start if aborted."""
         if not hasattr(self, "bench"):
             return
         self.bench.drain()

@@ -1,6 +1,6 @@
 """Speculative decoding gives the tokens of decoding without it, whatever is drafted.
 
-The target and the draft heads are random; a small vocabulary makes drafts right often enough.
+The target and the draft heads are random; a small vocabulary makes drafts correct often enough.
 """
 
 import itertools
@@ -114,14 +114,14 @@ def expected(target: Path) -> Callable[[SamplingParams], list[list[int]]]:
 
 
 def num_draft_tokens(topk: int, num_steps: int, width: str) -> int:
-    """Return the tokens of a verification: two; all candidates; or a number between, not steps + 1."""
+    """Return the tokens of a verification: two, all candidates, or a number between that is not steps + 1."""
     most = min(1 + topk + (num_steps - 1) * topk**2, 24)
     middle = next((n for n in range(most - 1, 2, -1) if n != num_steps + 1), most)
     return {"fewest": 2, "middle": middle, "most": most}[width]
 
 
 def starved_pages(case: dict[str, Any]) -> int:
-    """Return pages that hold the longest request, and little more."""
+    """Return the number of pages for the longest request, plus a few more."""
     width = num_draft_tokens(case["topk"], case["num_steps"], case["width"])
     reserved = max(width, case["topk"] * case["num_steps"])
     return -(-(63 + reserved) // case["page_size"]) + (4 if case["page_size"] == 1 else 0)
@@ -248,7 +248,7 @@ def test_greedy_tokens_are_those_without_speculation_in_every_case(
 ) -> None:
     """Every combination of draft settings gives the greedy output of plain decoding, with many pages and few.
 
-    Each comes with two settings of the engine, and all settings of the engine come.
+    Each is run with two settings of the engine, and all settings of the engine are run.
     """
     of_engine = {**case, "pool": "roomy"}
     engine = check(of_engine, target, heads, expected, GREEDY)
@@ -350,7 +350,7 @@ class Planted(Exception):  # noqa: N818  no error of ours
 def test_a_step_that_fails_is_repeated_with_the_same_tokens(
     lane: str, temperature: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A lane that fails twice in the middle changes no token: nothing is kept, no random number used up."""
+    """A lane that fails twice during a step changes no token, and uses up no random number."""
     sampling = SamplingParams(max_new_tokens=20, temperature=temperature, seed=5)
     engine = tiny(*EAGLE, *EAGERLY, "engine.max_num_batched_tokens=16")
     expected = [c.token_ids for c in engine.generate(TEXTS, sampling)]
@@ -419,7 +419,7 @@ def test_a_step_that_fails_is_repeated_with_the_same_tokens(
     ],
 )
 def test_a_configuration_that_cannot_draft_is_refused_with_the_reason(settings: list[str], says: str) -> None:
-    """What no lane, backend, context or draft model can serve is refused before anything is captured."""
+    """A setting that no lane, backend, context or draft model can serve is refused before any capture."""
     catalog = Listed({"chains": Chains, "decoder": Decoder, "verifier": Verifier})
     with pytest.raises(UsageError) as refused:
         tiny(*settings, catalog=catalog, on_capture=lambda *_: pytest.fail("captured"))
@@ -450,7 +450,7 @@ class Unverified(Blind):
 
 
 class OddlyNamed(Blind):
-    """An algorithm with a lane of its own name."""
+    """An algorithm with a lane of an unknown name."""
 
     lanes: ClassVar = {**Blind.lanes, "rerank": LaneRole(ForwardMode.DECODE, "target", "eager")}
 
@@ -459,7 +459,7 @@ class Stateless(Blind):
     """An algorithm whose state has no dtype."""
 
     def state(self) -> Any:
-        """Return a shape alone."""
+        """Return only a shape."""
         return {"tokens": (4,)}
 
 
@@ -492,14 +492,14 @@ class Narrow(Blind):
     [
         (Unverified, "speculation 'acme' has the lanes draft; one has to be of mode target_verify"),
         (OddlyNamed, "speculation 'acme' has a lane 'rerank'; lanes are called draft_prefill, draft, verify"),
-        (Stateless, "speculation 'acme': state() has 'tokens': (4,), no (shape, dtype)"),
+        (Stateless, "speculation 'acme': state() has 'tokens': (4,), not (shape, dtype)"),
         (Twice, "Twice verifies a second time"),
         (Never, "Never ended a decode step without a verification"),
         (Narrow, "Narrow verifies drafts and parents [[1, 1]]; expected [1, 3]"),
     ],
 )
 def test_a_faulty_algorithm_is_told_by_name(algorithm: type[Blind], says: str) -> None:
-    """An algorithm that breaks its contract is refused, or ends the step, with what it did."""
+    """An algorithm that breaks its contract is refused or ends the step; the error names the fault."""
     settings = ["speculative.algorithm=acme", "lanes.verify.capture=false"][: 2 - (algorithm is Unverified)]
     with pytest.raises(GraphpactError) as refused:
         tiny(*settings, catalog=Listed({"acme": algorithm})).generate(
@@ -509,7 +509,7 @@ def test_a_faulty_algorithm_is_told_by_name(algorithm: type[Blind], says: str) -
 
 
 def test_blind_drafts_change_no_token() -> None:
-    """Drafts that are never right cost time alone."""
+    """Drafts that are never correct cost only time."""
     drafted = tiny(
         "speculative.algorithm=acme", "lanes.verify.capture=false", catalog=Listed({"acme": Blind})
     )
@@ -640,7 +640,7 @@ def _first_is_right(drafted: Any, parents: Any, chosen: Any) -> Any:
 def test_a_wrong_acceptance_rule_is_seen_in_the_distribution(
     planted: str, target: Path, heads: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A draft that is accepted always, or one random number for a whole path, does not fit."""
+    """Accepting every draft, or one random number for a whole path, does not fit."""
     if planted == "acceptance":
         monkeypatch.setattr("graphpact_engine.speculation.accepted_path", _first_is_right)
     else:

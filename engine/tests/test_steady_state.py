@@ -49,7 +49,7 @@ def run(engine: Engine, steps: int, seed: int) -> None:
 
 
 def held(engine: Engine) -> dict[str, Any]:
-    """Return what exists while no request is alive."""
+    """Return counts of tensors, bytes and graphs while no request is alive."""
     gc.collect()
     storages = {}
     tensors = [each for each in gc.get_objects() if isinstance(each, torch.Tensor)]
@@ -96,7 +96,7 @@ def test_a_long_run_keeps_nothing(
     decode = engine.lanes[0]
     assert decode.stats.replays > steps // 2
     assert set(decode.captured) == {shape for shape, stats in decode.stats.shapes.items() if stats.replays}
-    assert num_plans(engine) <= sum(shape.batch_size for shape in decode.shapes)  # one by live requests
+    assert num_plans(engine) <= sum(shape.batch_size for shape in decode.shapes)  # one per live count
 
 
 @pytest.mark.parametrize("backend", ["flashinfer", "fa3"])

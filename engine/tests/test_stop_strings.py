@@ -23,7 +23,7 @@ LETTERS = "abé\U0001f600"
 def cut(text: str, stop: Sequence[str], begin: int = 0) -> tuple[str, bool]:
     """Return a text up to the stop string that ends first, of those the longest; and whether there is one.
 
-    The oracle: it sees the whole text at once. ``begin``: characters in which nothing is looked for.
+    This is the oracle: it sees the whole text at once. The first ``begin`` characters are not searched.
     """
     ends = [
         (end, -len(each))
@@ -69,7 +69,7 @@ def test_streamed_text_is_the_whole_text_cut(
 ) -> None:
     """However a text is cut into tokens, its pieces add up to the text before the first stop string.
 
-    And at each token they are a beginning of it: no part of a stop string is shown and taken back.
+    At each token the pieces so far are a prefix of that text: no part of a stop string is shown.
     """
     _, tokens = tokenised
     decoded = OutputText(Pieces(tokens), min_new_tokens=0)
@@ -172,7 +172,7 @@ def test_stop_strings_need_a_tokenizer(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("stop", ["", [""], ["a", 5], 5, [None], b"x", ["a", b"b"]])
 def test_odd_stop_strings_are_refused(stop: Any) -> None:
-    """An empty stop string, or one that is no text, is refused by the name of the parameter."""
+    """An empty or non-text stop string is refused by the name of the parameter."""
     with pytest.raises(RequestError, match="stop must be strings that are not empty"):
         SamplingParams(stop=stop)
 
@@ -183,7 +183,7 @@ def test_one_stop_string_may_be_given_alone() -> None:
 
 
 def test_long_stop_strings_cost_no_more_than_the_text() -> None:
-    """A stop string of a million characters is looked for in time: only its beginning can match."""
+    """The search for a stop string of a million characters is fast: only its beginning can match."""
     output = OutputText(transformers.AutoTokenizer.from_pretrained(TINY), ["a" * 10**6, "b"])
     output.read([97] * 200 + [98], finished=True)
     assert "".join(output.pieces) == "a" * 200

@@ -192,12 +192,12 @@ class Consumers(RuleBasedStateMachine):
 
     @rule()
     def step(self) -> None:
-        """Run a step by hand, for whoever is alive."""
+        """Run a step by hand, for all alive requests."""
         self.engine.step()
 
     @invariant()
     def each_has_a_prefix_of_its_own_tokens(self) -> None:
-        """What anyone got so far is the beginning of its own tokens."""
+        """The tokens that each stream or request got so far are the beginning of its expected tokens."""
         for stream, prompts, got in self.streams:
             for (prompt, count), deltas in zip(prompts, got, strict=True):
                 given_so_far = [delta.token_id for delta in deltas]
@@ -209,7 +209,7 @@ class Consumers(RuleBasedStateMachine):
         self.engine.scheduler.check_invariants()
 
     def teardown(self) -> None:
-        """Read what is left, half of it; drop the rest."""
+        """Read half of the streams to their ends; drop the rest."""
         while len(self.streams) > 1:
             self.exhaust(0)
         self.streams.clear()
@@ -221,7 +221,7 @@ class Consumers(RuleBasedStateMachine):
 
 
 def test_consumers_in_any_order_see_their_own_tokens(engine: Engine) -> None:
-    """Whoever steps, each request has the tokens that its prompt has alone, and no page is kept."""
+    """Whatever code runs the steps, each request gets the tokens of its prompt, and no page is kept."""
     known = {(prompt, count): alone(engine, prompt, count) for prompt in PROMPTS for count in [20]}
 
     class Bound(Consumers):
@@ -236,7 +236,7 @@ def test_consumers_in_any_order_see_their_own_tokens(engine: Engine) -> None:
     assert engine.scheduler.num_preemptions > 0
 
 
-# -- ends that nobody planned ----------------------------------------------------------------------
+# -- unplanned ends --------------------------------------------------------------------------------
 
 
 def test_a_stream_in_a_cycle_gives_its_memory_back(engine: Engine) -> None:
@@ -286,7 +286,7 @@ def test_a_failed_step_ends_the_stream_that_ran_it_and_no_other(engine: Engine) 
 
 
 class Panic(BaseException):
-    """What a tokenizer written in Rust raises when it panics: no Exception."""
+    """The error of a panic in a tokenizer written in Rust; it is not an Exception."""
 
 
 @pytest.mark.parametrize("stop", [None, "never"])
@@ -331,7 +331,7 @@ def test_a_step_inside_a_step_is_refused(engine: Engine) -> None:
 
 
 def test_abort_takes_requests_and_ids_of_its_own_engine_only(engine: Engine) -> None:
-    """A request of another engine with the same id is left alone; what is no request is refused."""
+    """A request of another engine with the same id is not changed; other objects are refused."""
     request = engine.add("The ", tokens(8))
     stranger = Request(request.request_id, [1], tokens(8))
     assert not engine.abort(stranger)

@@ -35,7 +35,7 @@ def engine_of(
             from recipes.host_lengths import HostLengthsBackend
 
             class FirstLayer(HostLengthsBackend):
-                '''Updates the first layer alone.'''
+                '''Updates only the first layer.'''
 
                 def init_metadata_replay(self, view, shape, captured):
                     fresh = super(HostLengthsBackend, self).init_metadata_replay(view, shape, captured)

@@ -12,7 +12,7 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
 @pytest.fixture(autouse=True)
 def own_number(monkeypatch: pytest.MonkeyPatch) -> int:
-    """Give torch a number of its own, which no rule returns by chance, and an environment without one."""
+    """Give torch a number of threads that no rule returns by chance, and an environment without one."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.delenv("MKL_NUM_THREADS", raising=False)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 7)

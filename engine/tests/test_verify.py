@@ -180,7 +180,7 @@ def test_other_work_shows_to_the_last_bit(bits: int, driver: str, *, in_graph: b
 class DenseBackend(FlashInferBackend):
     """Attends over a table in two halves: the batch's width eagerly, the widest of all in graphs.
 
-    So the two sum in another order, and both are right.
+    The two sum in different orders, and both are correct.
     """
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Any:
@@ -233,7 +233,7 @@ class DenseBackend(FlashInferBackend):
 
 
 def test_other_extents_may_round_otherwise() -> None:
-    """A right backend whose eager tensors have other extents is held to the tolerance, and counted so."""
+    """A correct backend whose eager tensors have other extents is compared within the tolerance."""
     rig = VerifiedRig(backend=DenseBackend, driver=functools.partial(TapeDriver, traced=True))
     for lengths in ((1, 5, 3), (7, 2), (4, 4, 4), (6, 1, 7), (5,), (3, 5, 2)):
         rig.run(*lengths)
@@ -518,7 +518,7 @@ class DoesNothing(TapeDriver):
     """A driver whose replays do nothing."""
 
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
-        """Record, and lose the work."""
+        """Record a graph whose replay does nothing."""
         graph = super().capture(fn, warmup=warmup)
         graph.replay = lambda: None  # type: ignore[method-assign]
         return graph
@@ -670,7 +670,7 @@ def _without(name: str) -> Callable[[Any], Any]:
 
 
 class Other(FlashInferMetadata):
-    """A class with the same fields under another name."""
+    """A class with another name and the same fields."""
 
 
 @pytest.mark.parametrize(
@@ -1009,7 +1009,7 @@ def test_a_verifier_belongs_to_the_one_lane_that_it_observes() -> None:
 
 
 def test_an_unverified_step_keeps_nothing() -> None:
-    """An unverified step copies and derives nothing, and a step that raised leaves nothing held."""
+    """An unverified step copies and derives nothing, and a step that raised keeps no data."""
     rig = VerifiedRig(share=0.5, seed=1)
     derived: list[int] = []
     real = rig.verifier._backend.init_metadata_eager

@@ -75,17 +75,19 @@ def generate(
     repetition_penalty: Annotated[
         float | None,
         typer.Option(
-            help="Divide positive logits of earlier tokens by it, multiply negative ones."
+            help="Divide positive logits of earlier tokens by this number, multiply negative ones."
             " Default: the checkpoint's.",
             show_default=False,
         ),
     ] = None,
     presence_penalty: Annotated[
-        float, typer.Option(help="Subtract it from the logits of generated tokens.")
+        float, typer.Option(help="Subtract this from the logits of generated tokens.")
     ] = 0.0,
     frequency_penalty: Annotated[
         float,
-        typer.Option(help="Subtract it from the logit of a token for each time that it was generated."),
+        typer.Option(
+            help="Subtract this from the logit of a token for each time that the token was generated."
+        ),
     ] = 0.0,
     seed: Annotated[
         int | None,

@@ -113,7 +113,7 @@ def _totals(memory: EngineMemory) -> Iterable[str]:
         if lane.absent is None:
             slots, pools = lane.of_kind("slot"), lane.of_kind("pool")
             yield (
-                f"lane {lane.lane}: {format_bytes(memory.own_nbytes[lane.lane])} of its own:"
+                f"lane {lane.lane}: {format_bytes(memory.own_nbytes[lane.lane])} for this lane only:"
                 f" {len(slots)} slots, {format_bytes(_sum(slots))}"
                 + (
                     f" ({format_bytes(lane.registry.allocated_nbytes)} allocated)"

@@ -1,4 +1,4 @@
-"""What ``graphpact generate`` writes about a run beside its answers: recording, trace, metrics and logs.
+"""What ``graphpact generate`` writes besides the answers: a recording, a trace, metrics and logs.
 
 Does not: measure or count; observers, lanes and the scheduler do.
 """
@@ -30,7 +30,7 @@ class Observation:
         metrics: Where to write metrics, in Prometheus' text format.
         metrics_port: The port of this machine to serve metrics at while the run lasts; 0 for a free one.
         log_format: How to print the engine's events on stderr.
-        quiet: Whether to say nothing about it.
+        quiet: Whether to print no messages about these files.
     """
 
     record: Path | None = None
@@ -71,7 +71,7 @@ class Observation:
 
     @contextmanager
     def exported(self, engine: "Engine") -> Iterator[None]:
-        """Serve the metrics of ``engine``, and write them now and when the run ends, with an error too.
+        """Serve the metrics of ``engine``; write them now and at the end of the run, even if it failed.
 
         Raises:
             UsageError: The file cannot be written, or the port is taken.
@@ -90,7 +90,7 @@ class Observation:
             if self.metrics is not None:
                 write_file(self.metrics, generate_latest(registry).decode())
 
-        write()  # a path that cannot be written is known before the run
+        write()  # fails before the run if the path cannot be written
         with ExitStack() as stack:
             if self.metrics_port is not None:
                 stack.enter_context(self._served(registry, self.metrics_port))
@@ -111,7 +111,7 @@ class Observation:
             reason = getattr(error, "strerror", None) or error
             raise UsageError(
                 f"metrics cannot be served at port {port}: {reason}",
-                hint="name a port that is free; 0 takes any",
+                hint="name a free port, or 0 for any free one",
             ) from error
         if not self.quiet:
             note(f"metrics at http://{_ADDRESS}:{server.server_port}/metrics")

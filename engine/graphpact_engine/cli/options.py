@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 def complete_setting(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return how ``KEY=VALUE`` can go on: with keys, those of the lanes of ``--config`` too, then values."""
+    """Return completions of ``KEY=VALUE``: keys, including those of lanes in ``--config``, then values."""
     from graphpact_engine.config import LANE_MODES, config_keys  # noqa: PLC0415  slow: pydantic
 
     lanes: list[str] = [*LANE_MODES]
     odd = OSError, ValueError, RecursionError, AttributeError, TypeError
-    with contextlib.suppress(*odd):  # no or an odd file
+    with contextlib.suppress(*odd):  # a missing or invalid file
         document = tomllib.loads(read_file(Path(ctx.params["config"])).decode())
         lanes += [lane for lane in document["lanes"] if lane not in lanes]
     key, equals, _ = incomplete.partition("=")
     keys = {each.name: each for each in config_keys(lanes)}
     found = [f"{name}=" for name in keys]
     if equals and key in keys:
-        kind = key.rpartition(".")[2]  # a key with a plugin is named after its kind
+        kind = key.rpartition(".")[2]  # a key that selects a plugin ends with its kind
         plugins = [i.name for i in PluginCatalog.scan(env={}).infos() if i.kind == kind]
         found = [f"{key}={value}" for value in [*plugins, *keys[key].choices]]
     return [each for each in found if each.startswith(incomplete)]

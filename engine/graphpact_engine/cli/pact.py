@@ -130,7 +130,10 @@ def show(
         ]
         print_table(console, ("field", "type", "promises", "memory"), rows)
         if absent := [promise.path for promise in held.promises if promise.type == _NONE]:
-            console.print(f"None here, and in every replay: {clean(', '.join(absent))}", soft_wrap=True)
+            console.print(
+                f"These fields are None, and must be None in every replay: {clean(', '.join(absent))}",
+                soft_wrap=True,
+            )
 
 
 @pact.command(name="diff")

@@ -19,7 +19,7 @@ _HINT = 'graphpact generate "a prompt" ..., --file FILE, or pipe one prompt per 
 def read_prompts(arguments: Sequence[str], file: Path | None) -> list[str]:
     """Return the prompts of the command line, then those of ``file``; without either, those of stdin.
 
-    A file and stdin have one prompt per line. Blank lines are skipped; other whitespace is kept.
+    A file and stdin contain one prompt per line. Blank lines are skipped; other whitespace is kept.
 
     Raises:
         UsageError: There is no prompt, or a file is too large or cannot be read as UTF-8.

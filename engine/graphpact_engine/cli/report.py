@@ -35,7 +35,7 @@ def print_run(
         tokens: Number of generated tokens.
         seconds: Duration of the run, including prefill.
         quiet: Print only the warning that no replay was verified although verification is on.
-        failed: Whether the run ended with an error, such as that of a verification; there is no warning then.
+        failed: Whether the run ended with an error, such as a failed verification; then there is no warning.
     """
     if not quiet:
         rows = [row for lane in engine.lanes for row in _rows(lane, bars=console.is_terminal)]
@@ -107,7 +107,7 @@ def _totals(engine: Engine, tokens: int, seconds: float) -> str:
 
 
 def _drafts(stats: SpeculationStats) -> str:
-    """Return what the drafts of a run were worth, and the time in the lanes of each mode."""
+    """Return in words how many drafts were accepted, and the time in the lanes of each mode."""
     parts = [f"{_count(stats.verifications, 'verified draft')}"]
     if stats.verifications:
         shares = [

@@ -27,7 +27,7 @@ RESERVED_VARIABLES = frozenset(
 )
 """Variables with the prefix that are not configuration keys."""
 ANY_LANE = "NAME"
-"""Stands for the name of a lane in the reference; it is not a valid one."""
+"""A placeholder for the name of a lane in the reference; it is not a valid name."""
 TEXT = "a string that is not empty"
 """The allowed values of a key that takes any string."""
 

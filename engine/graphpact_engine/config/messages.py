@@ -1,4 +1,4 @@
-"""The lines of a `ConfigError`: each names the key, the value, the source, and what is allowed or near.
+"""The lines of a `ConfigError`: each names key, value and source, and the allowed or the nearest values.
 
 Does not: find faults; the loader and pydantic do.
 """
@@ -60,7 +60,7 @@ def invalid_values(
     """Yield one line for each error of pydantic: key, value, source, allowed values."""
     for fault in error.errors(include_url=False):
         if fault["type"] == "too_short" and fault["input"]:
-            continue  # pydantic does not count invalid items; they have lines of their own
+            continue  # pydantic does not count invalid items; they have separate lines
         if fault["type"] == "missing":
             yield _missing_mode(fault["loc"][1], settings)
             continue

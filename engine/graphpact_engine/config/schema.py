@@ -16,7 +16,8 @@ ProviderName = Literal["auto", "native", "compiled", "portable"]
 """As `graphpact.attention.ProviderName`, which would import torch when a key is completed."""
 LaneMode = Literal["decode", "prefill", "draft_prefill", "draft", "verify", "draft_extend"]
 LANE_MODES: tuple[LaneMode, ...] = get_args(LaneMode)
-"""The modes of lanes. A lane named after a mode has that mode. All but the first two are of [speculative]."""
+"""The modes of lanes. A lane named after a mode has that mode. All but the first two are for
+[speculative]."""
 LANE_NAME = r"^[a-z][a-z0-9_]*$"
 """The pattern of the name of a lane."""
 
@@ -56,7 +57,7 @@ class Section(BaseModel):
 
     @classmethod
     def __pydantic_init_subclass__(cls, **options: Any) -> None:
-        """Let a section that is made in Python name the key nearest to an unknown one, as `load` does."""
+        """Suggest the nearest key for an unknown one if a section is built in Python, as `load` does."""
         super().__pydantic_init_subclass__(**options)
         named_options(cls)
 
@@ -119,9 +120,9 @@ class EngineSection(Section):
     )
     async_scheduling: AsyncScheduling = Field(
         default="auto",
-        description="Whether a decode step is scheduled and launched while the one before runs, from whose"
-        " tokens on the device it continues; the host reads tokens one step late. auto: on a GPU, without"
-        " [speculative]. The tokens are the same.",
+        description="Whether a decode step is scheduled and launched while the step before it runs. It takes"
+        " its input tokens from the device, and the host reads tokens one step late. auto: true on a GPU"
+        " without [speculative]. The generated tokens are the same.",
     )
     max_model_len: int | None = Field(
         default=None,
@@ -280,10 +281,10 @@ class SpeculativeConfig(Section):
     )
     draft_model: Name | None = Field(
         default=None,
-        description="Directory of the draft model; a relative path as that of model.path. Left out if the"
+        description="Directory of the draft model; a relative path as that of model.path. Leave it out if the"
         " algorithm drafts without a model.",
     )
-    num_steps: int = Field(default=3, ge=1, le=64, description="Tokens that a draft goes ahead.")
+    num_steps: int = Field(default=3, ge=1, le=64, description="Length of a draft in tokens.")
     topk: int = Field(
         default=1, ge=1, le=64, description="Branches of a draft: 1 for a chain, more for a tree."
     )

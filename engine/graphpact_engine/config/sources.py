@@ -1,6 +1,6 @@
 """The settings of each source: a TOML file, variables ``GRAPHPACT_<TABLE>__<KEY>``, ``--set key=value``.
 
-Every setting is kept with the words for where it comes from. Types are not guessed: in a file the string
+Every setting has a description of its source. Types are not guessed: in a file the string
 ``"8"`` is not a number. A value from the environment or from ``--set`` is parsed as TOML (``8``, ``[1]``); a
 value that is not valid TOML is a string (``fa3``).
 
@@ -28,7 +28,7 @@ class ConfigSetting:
     Args:
         path: The key.
         value: The value.
-        source: Where it comes from, in words.
+        source: A description of its source.
         variable: The environment variable, if it comes from one.
     """
 
@@ -60,7 +60,7 @@ def _flatten(path: KeyPath, value: Any, source: str, variable: str | None = None
 
 
 def from_file(path: Path | None) -> Iterator[ConfigSetting]:
-    """Yield the settings of a TOML file; none without a path.
+    """Yield the settings of a TOML file; nothing if ``path`` is None.
 
     A relative path of a model is resolved against the file's folder if it exists there.
 
@@ -109,7 +109,7 @@ def from_env(env: Mapping[str, str], faults: list[str]) -> Iterator[ConfigSettin
 
 
 def from_overrides(overrides: Sequence[str], source: str, faults: list[str]) -> Iterator[ConfigSetting]:
-    """Yield the settings of ``key=value`` strings; add those of another form to ``faults``."""
+    """Yield the settings of ``key=value`` strings; add malformed ones to ``faults``."""
     for override in overrides:
         key, _, text = override.partition("=")
         path = tuple(part.strip() for part in key.split("."))

@@ -65,7 +65,8 @@ def load_checkpoint(
 
     Args:
         path: The directory.
-        dtype: Dtype of weights and computation; None: float32 on a CPU, else the checkpoint's dtype.
+        dtype: Dtype of weights and computation; None for float32 on a CPU and the checkpoint's dtype
+            elsewhere.
         device: Device of the weights.
         attention: Name of the registered attention function that the model calls.
         trust_remote_code: Whether to run Python files of the checkpoint.
@@ -92,7 +93,7 @@ def load_checkpoint(
 
 
 def _require_known_type(path: Path, raw: Mapping[str, Any]) -> None:
-    """Refuse a model type that transformers does not have, unless the config names code of its own."""
+    """Refuse a model type that transformers does not have, unless the config names its own code."""
     model_type = raw.get("model_type")
     if raw.get("auto_map") is None and model_type not in CONFIG_MAPPING:
         raise UnsupportedModelError(

@@ -69,7 +69,7 @@ def read_json(file: Path) -> dict[str, Any]:
     """Read a JSON file whose content is an object.
 
     Raises:
-        CheckpointError: The file cannot be read, is not JSON, or is another value.
+        CheckpointError: The file cannot be read, is not JSON, or does not contain an object.
     """
     try:
         content = json.loads(read_file(file).decode())
@@ -83,7 +83,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def _require_files(path: Path) -> None:
-    """Raise if there is a pipe or a device in the directory: transformers would wait for it, or read it."""
+    """Refuse a directory with a pipe or a device, which transformers would wait for or read."""
     try:
         odd = [
             each.name for each in path.iterdir() if each.exists() and not (each.is_file() or each.is_dir())
@@ -99,7 +99,7 @@ def read_config(path: Path, *, trust_remote_code: bool) -> dict[str, Any]:
 
     Raises:
         CheckpointError: There is no such file, or it asks for what graphpact does not serve: quantised
-            weights, an adapter, or files of another place.
+            weights, an adapter, or files outside the directory.
     """
     if not path.is_dir():
         raise CheckpointError(
@@ -182,9 +182,10 @@ def require_numbers(path: Path, config: Any) -> None:
 
 @contextmanager
 def naming_odd_values(config: Mapping[str, Any]) -> Iterator[None]:
-    """Name the odd values of ``config`` in a refusal that says only what came of them.
+    """Add the suspicious values of ``config`` to an error that describes only their effect.
 
-    Odd is a size below 1, a whole number that no size or id has, and a name that a lookup did not find.
+    Suspicious are sizes below 1, whole numbers too large for a size or an id, and names that a lookup did not
+    find.
     """
     try:
         yield
@@ -204,7 +205,7 @@ def naming_odd_values(config: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _is_size(where: str) -> bool:
-    """Return whether a key, with those around it joined by dots, is that of a size or a number of parts."""
+    """Return whether a dotted key is the key of a size or of a number of parts."""
     return not _SIZE_WORDS.isdisjoint(where.rpartition(".")[2].split("_"))
 
 
@@ -216,7 +217,7 @@ def max_positions(path: Path, config: Any) -> int | None:
         config: The config of the decoder, as transformers completed it.
 
     Raises:
-        CheckpointError: That number, or the sliding window, is not the length of a sequence.
+        CheckpointError: That number, or the sliding window, is not a valid sequence length.
     """
     for name in ("sliding_window", *_POSITIONS):
         value = getattr(config, name, None)
@@ -234,14 +235,14 @@ def max_positions(path: Path, config: Any) -> int | None:
 def one_line(error: BaseException) -> str:
     """Return the type and the message of an error in one line of at most about 300 characters.
 
-    Halves of characters, which no terminal takes, are escaped.
+    Lone surrogates, which no terminal can print, are escaped.
     """
     text = " ".join(str(error).encode("utf-8", "backslashreplace").decode().split())
     return f"{type(error).__name__}: {text[:300]}" if text else type(error).__name__
 
 
 def _items(content: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield every key, with those around it joined by dots, and its value; each value of a list."""
+    """Yield every key, joined by dots with its parents, and its value; for a list, each element."""
     waiting: list[tuple[str, Any]] = [(str(key), value) for key, value in content.items()]
     while waiting:  # no recursion: a file may nest deeper than Python's stack
         where, value = waiting.pop()

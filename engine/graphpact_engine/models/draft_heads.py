@@ -1,8 +1,8 @@
 """The heads that draft tokens for a target model: EAGLE, EAGLE-3 and a frozen-KV MTP head.
 
 A head reads, for each token, the token's embedding and the hidden state of the token before it. It returns
-what the language model head reads, and the hidden state that it reads itself with the next token. The layers
-are those of transformers' Llama. The names of the classes and of their weights are those of checkpoints.
+the input of the language model head, and the hidden state that it reads with the next token. The layers are
+those of transformers' Llama. The names of the classes and of their weights are those of checkpoints.
 
     LlamaForCausalLMEagle         fc(embedding, hidden); Llama layers without the first and the last norm
     LlamaForCausalLMEagle3        fc of three hidden states; a layer that reads embedding and hidden state
@@ -38,13 +38,14 @@ class DraftHead(LlamaPreTrainedModel):  # type: ignore[misc]  # transformers has
             ``embed_tokens.weight``, ``lm_head.weight``, ``fc.bias``, ``d2t``.
 
     Attributes:
-        embed_tokens: The embedding of the head; None: the target's.
-        lm_head: The language model head of the head; None: the target's.
-        d2t: ``[draft_vocab_size]`` int64: the target's token id of each row of `lm_head`, minus the number of
-            the row; None: each row is the token of its number.
+        embed_tokens: The embedding of the head; None if it uses the target's.
+        lm_head: The language model head; None if the head uses the target's.
+        d2t: ``[draft_vocab_size]`` int64: the target's token id of each row of `lm_head`, minus the index of
+            the row. None if every row has the token id of its index.
     """
 
-    # Of EAGLE-3: d2t says the same. A list, to which transformers 5.0 appends.
+    # EAGLE-3 checkpoints store t2d besides d2t, with the same information. It is a list, because transformers
+    # 5.0 appends to it.
     _keys_to_ignore_on_load_unexpected: ClassVar[list[str]] = ["^t2d$"]
 
     def __init__(self, config: LlamaConfig, own: Collection[str] = ()) -> None:
@@ -62,7 +63,7 @@ class DraftHead(LlamaPreTrainedModel):  # type: ignore[misc]  # transformers has
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return what the language model head reads and the next hidden state, both ``[T, H]``.
+        """Return the input of the language model head and the next hidden state, both ``[T, H]``.
 
         Attention goes through `graphpact_engine.models.interface`.
 
@@ -95,13 +96,13 @@ class LlamaForCausalLMEagle(DraftHead):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DraftHead.forward`. Both results are one: it stands for the target's last hidden state."""
+        """See `DraftHead.forward`. Both results are one tensor, like the target's last hidden state."""
         out = self._run_layers(self.fc(torch.cat((embeds, hidden), dim=-1)), positions)
         return out, out
 
 
 class LlamaForCausalLMEagle3(DraftHead):
-    """The head of EAGLE-3. Its first hidden states are three of the target's, one after the other."""
+    """The head of EAGLE-3. In its first step it reads three hidden states of the target, concatenated."""
 
     def __init__(self, config: LlamaConfig, own: Collection[str] = ()) -> None:
         super().__init__(config, own)
@@ -133,8 +134,8 @@ class LlamaForCausalLMEagle3(DraftHead):
 class LlamaForCausalLMFrozenKvMtp(DraftHead):
     """A multi-token prediction head whose layer attends over the KV cache of one layer of the target.
 
-    Its attention has a query and an output projection only. The head adds no keys, so every draft sees those
-    of the tokens that the target has read.
+    Its attention has a query and an output projection only. The head adds no keys, so every draft sees only
+    the keys of tokens that the target has read.
     """
 
     def __init__(self, config: LlamaConfig, own: Collection[str] = ()) -> None:
@@ -151,7 +152,7 @@ class LlamaForCausalLMFrozenKvMtp(DraftHead):
     def forward(
         self, embeds: torch.Tensor, hidden: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `DraftHead.forward`. Both results are one: the output after the norm, as the target's."""
+        """See `DraftHead.forward`. Both results are one tensor, the output after the norm."""
         both = torch.cat((self.embed_norm(embeds), self.hidden_norm(hidden)), dim=-1)
         out = self.norm(self._run_layers(self.fc(both), positions))
         return out, out

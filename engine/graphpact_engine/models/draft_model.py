@@ -1,8 +1,8 @@
 """`DraftModel`: the forward pass of a draft head in a lane, and `load_draft_model`, which loads one.
 
-A draft directory is a checkpoint as the target's is: ``config.json``, whose ``architectures`` names the head,
-and safetensors. Names of weights may begin with ``model.``. What a head has no weights of, its embedding and
-its language model head, is the target's.
+A draft directory is a checkpoint like the target's: ``config.json``, whose ``architectures`` names the head,
+and safetensors. Names of weights may begin with ``model.``. A head without weights for its embedding or its
+language model head uses the target's.
 
 Does not: draft, verify, or know where hidden states come from.
 """
@@ -53,8 +53,8 @@ class DraftModel:
     """The forward pass of a draft head: returns logits over the target's vocabulary, and hidden states.
 
     It reads ``input_ids``, ``positions`` and the field `HIDDEN_STATES` of a batch. Row ``i`` has a token and
-    the hidden state of the token before it, and drafts the token after it. With a KV cache of its own, a head
-    numbers rows by the positions of their hidden states. On frozen KV, a row has the position of its token.
+    the hidden state of the token before it, and drafts the token after it. In a head with its own KV cache, a
+    row has the position of its hidden state. On frozen KV, a row has the position of its token.
 
     Args:
         head: The head, with its weights.
@@ -64,14 +64,14 @@ class DraftModel:
         max_model_len: See below.
 
     Attributes:
-        layers: The attention layers, by ``layer_id`` from 0. Caches of their own follow those of the target.
-        has_own_kv: Whether the layers write keys and values; False: they read the target's (frozen KV).
+        layers: The attention layers, by ``layer_id`` from 0. Their own caches follow those of the target.
+        has_own_kv: Whether the layers write keys and values; False if they read the target's (frozen KV).
         hidden_size: Width of the hidden states that the draft returns, and reads after its first step.
-        target_layers: Which of transformers' ``hidden_states`` of the target the draft reads first, one after
-            the other; see `TransformersModel`.
-        target_hidden_size: Width of those.
+        target_layers: Indices of transformers' ``hidden_states`` of the target that the draft reads in its
+            first step, concatenated; see `TransformersModel`.
+        target_hidden_size: Width of these hidden states.
         max_model_len: Number of positions; None if the config does not say.
-        vocab_size: Number of token ids, which is the target's.
+        vocab_size: Number of token ids, equal to the target's.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class DraftModel:
         if hidden is None:
             raise EngineError(
                 f"the {batch.forward_mode.value} batch of a draft model has no field {HIDDEN_STATES!r};"
-                f" extra has {', '.join(batch.extra) or 'nothing'}",
-                hint="the runner of the lane makes a slot and a dummy of it",
+                f" extra contains {', '.join(batch.extra) or 'nothing'}",
+                hint="the runner of the lane has to make a slot and dummy values for it",
             )
         with attending(LaneAttention(attend, metadata, dict(enumerate(self.layers)))):
             read, hidden = self.head(self._embed(batch.input_ids), hidden, batch.positions)
@@ -144,7 +144,7 @@ def load_draft_model(path: Path, *, target: TransformersModel) -> DraftModel:
     Raises:
         CheckpointError: As for every checkpoint; the draft has another vocabulary or hidden size than the
             target, or reads layers that the target does not have.
-        UnsupportedModelError: The architecture is no draft head.
+        UnsupportedModelError: The architecture is not a draft head.
     """
     raw = read_config(path, trust_remote_code=False)
     head_class = _head_class(path, raw)
@@ -212,7 +212,7 @@ def _require_same_sizes(path: Path, config: Any, target: TransformersModel) -> N
         ("hidden_size", of_target.hidden_size),
         ("target_hidden_size", of_target.hidden_size),
     ):
-        found = getattr(config, key, wanted)  # only EAGLE-3 may have the last one
+        found = getattr(config, key, wanted)  # only configs of EAGLE-3 may contain the last key
         if found != wanted:
             raise CheckpointError(
                 f"{path}: the draft model has {key} {reprlib.repr(found)}; the target's is {wanted}",
@@ -221,32 +221,32 @@ def _require_same_sizes(path: Path, config: Any, target: TransformersModel) -> N
 
 
 def _require_token_ids(path: Path, config: Any, own: Mapping[str, StoredTensor]) -> None:
-    """Refuse a language model head whose rows are not those of token ids of the target, each once."""
+    """Refuse a language model head whose rows do not have different token ids of the target."""
     drafted = getattr(config, "draft_vocab_size", None) or config.vocab_size
     if "d2t" not in own:
         if drafted != config.vocab_size:
             raise CheckpointError(
-                f"{path}: draft_vocab_size is {reprlib.repr(drafted)} of {config.vocab_size} tokens, and the"
-                " weights have no d2t, which says which",
+                f"{path}: draft_vocab_size is {reprlib.repr(drafted)} of {config.vocab_size} tokens, but the"
+                " weights have no d2t with their ids",
                 hint="copy the whole checkpoint",
             )
         return
     if "lm_head.weight" not in own:
         raise CheckpointError(
-            f"{path}: the weights have d2t and no lm_head.weight, whose rows it numbers",
+            f"{path}: the weights have d2t but no lm_head.weight, whose rows it describes",
             hint="copy the whole checkpoint",
         )
     d2t = own["d2t"].read()
     if d2t.dtype is not torch.int64 or d2t.shape != (drafted,) or not _numbers(d2t, config.vocab_size):
         raise CheckpointError(
             f"{path}: d2t is {own['d2t'].dtype} {list(d2t.shape)}, and does not give each of {drafted} rows"
-            f" of lm_head a token id of its own, from 0 to {config.vocab_size - 1}",
+            f" of lm_head a different token id from 0 to {config.vocab_size - 1}",
             hint="d2t[i] is int64: the target's token id of row i, minus i",
         )
 
 
 def _numbers(d2t: torch.Tensor, vocab_size: int) -> bool:
-    """Return whether ``d2t`` gives each row another token id."""
+    """Return whether ``d2t`` gives each row a different token id."""
     ids = target_ids(d2t)
     return int(ids.min()) >= 0 and int(ids.max()) < vocab_size and len(ids.unique()) == len(ids)
 

@@ -1,16 +1,17 @@
 """Keeps padding tokens away from the experts of a transformers model.
 
 A graph computes padding rows too, and their routing would read weights of more experts and compute more rows.
-So a batch carries the number of its real tokens, and the rows after them go to no expert, whatever they hold:
+So a batch carries the number of its real tokens, and the rows after them go to no expert, whatever they
+contain:
 
-    grouped_mm    their index is that of no expert, which transformers skips: expert parallelism marks so the
-                  tokens of other ranks
+    grouped_mm    they get the index of no expert, which transformers skips; expert parallelism marks tokens
+                  of other ranks in the same way
     others        their hidden states and weights are 0
 
 In both cases the routed part of their output is exactly 0, also where their hidden states are NaN.
 
-Does not: route, or change what experts compute for real tokens. It leaves experts alone that transformers
-calls in another way, such as Llama 4's, which compute every token with all experts.
+Does not: route, or change what experts compute for real tokens. Experts that transformers calls in another
+way stay unchanged, such as Llama 4's, which compute every token with all experts.
 """
 
 import inspect
@@ -23,7 +24,7 @@ import torch
 
 from graphpact import declare_kernel
 
-_active = threading.local()  # torch.compile can trace it, and not a context variable
+_active = threading.local()  # torch.compile can trace it, but not a context variable
 _NUM_INPUTS = 3  # hidden states [T, H], indices of experts [T, top_k], weights [T, top_k]
 _SKIPPING = "_is_expert_parallel"  # makes ``grouped_mm`` skip rows without an expert; not in transformers 5.0
 
@@ -37,12 +38,12 @@ def mask_experts(model: Any) -> bool:
     experts = [module for name, module in model.named_modules() if _is_dispatched(name, module)]
     for module in experts:
         if _skip_padding in module._forward_pre_hooks.values():  # noqa: SLF001  torch has no other list of them
-            continue  # another `TransformersModel` has the same weights
+            continue  # another `TransformersModel` uses the same weights
         module.register_forward_pre_hook(_skip_padding)
         if hasattr(module, _SKIPPING):
             setattr(module, _SKIPPING, True)
-    # Compiled models call it for dtypes that torch's grouped product lacks. It reads offsets on the host, in
-    # the place of that kernel, and older versions of transformers have none.
+    # Compiled models call this operator instead of torch's grouped product, for dtypes that the latter lacks.
+    # It reads offsets on the host. Older versions of transformers do not have it.
     fallback = getattr(torch.ops.transformers, "grouped_mm_fallback", None)
     if fallback is not None:
         declare_kernel(fallback)
@@ -55,7 +56,7 @@ def routing(num_tokens: int, count: torch.Tensor | None) -> Iterator[None]:
 
     Args:
         num_tokens: Rows of the forward pass.
-        count: ``[1]`` int32 on the device; None: all rows are real.
+        count: ``[1]`` int32 on the device; None if all rows are real.
     """
     before = getattr(_active, "padding", None)
     _active.padding = None
@@ -73,7 +74,7 @@ def _is_dispatched(name: str, module: Any) -> bool:
 
 
 def _skip_padding(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
-    """Return inputs of experts in which padding rows go nowhere; None if no row is padding."""
+    """Return inputs of experts that send padding rows to no expert; None if no row is padding."""
     padding: torch.Tensor | None = getattr(_active, "padding", None)
     if padding is None:
         return None

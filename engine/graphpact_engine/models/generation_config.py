@@ -1,9 +1,9 @@
 """The generation config of a checkpoint: end tokens, defaults of sampling parameters, and what is not served.
 
-Its fields are of four kinds. Some complete what a request leaves open (`_SERVED`). Some recommend a way to
-draw tokens (`_RECOMMENDED`): a request that wants it says so, because graphpact is greedy by default. Some
-have no effect on the tokens of a decoder, or limit their number, which each request does (`_NO_EFFECT`). All
-others would change the tokens: a warning names them when the checkpoint is loaded.
+Its fields are of four kinds. Some are the values of parameters that are None in a request (`_SERVED`). Some
+recommend how to draw tokens (`_RECOMMENDED`): a request has to ask for this, because graphpact is greedy by
+default. Some have no effect on the tokens of a decoder, or limit their number, which each request does
+(`_NO_EFFECT`). All others would change the tokens: a warning names them when the checkpoint is loaded.
 
 Does not: change logits; `graphpact_engine.logits` does.
 """
@@ -86,7 +86,7 @@ _NEUTRAL: Mapping[str, object] = {
     "encoder_repetition_penalty": 1,
     "guidance_scale": 1,
 }
-"""Values with which fields that are not served have no effect; 0, None and False have none in any."""
+"""Values at which fields that are not served have no effect, in addition to 0, None and False."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,9 +95,9 @@ class GenerationDefaults:
 
     Args:
         eos_token_ids: The end tokens of the model.
-        sampling: The values of parameters that a request leaves open (None).
-        min_length: Number of tokens, prompt and output, before which no end token is generated. It holds
-            without ``min_new_tokens`` only.
+        sampling: The values of parameters that are None in a request.
+        min_length: Number of tokens, prompt and output, before which no end token is generated. It applies
+            only without ``min_new_tokens``.
         recommended: The temperature, top-p, top-k and min-p that the checkpoint recommends, by parameter;
             empty if it recommends greedy generation.
     """
@@ -108,7 +108,7 @@ class GenerationDefaults:
     recommended: Mapping[str, float]
 
     def complete(self, sampling: SamplingParams, prompt_len: int) -> SamplingParams:
-        """Return ``sampling`` with the checkpoint's values for what it leaves open (None)."""
+        """Return ``sampling`` with the checkpoint's values where it has None."""
         own = self.sampling
         least = own.min_new_tokens
         if least is None:
@@ -137,7 +137,7 @@ def load_generation_defaults(path: Path, config: Any, vocab_size: int) -> Genera
         vocab_size: Number of token ids of the model. Others in ``suppress_tokens`` have no effect.
 
     Raises:
-        CheckpointError: The file is no JSON object, or a field that is served has an invalid value.
+        CheckpointError: The file is not a JSON object, or a field that is served has an invalid value.
     """
     file = path / FILE
     fields = {"eos_token_id": getattr(config.get_text_config(), "eos_token_id", None)}
@@ -156,7 +156,7 @@ def load_generation_defaults(path: Path, config: Any, vocab_size: int) -> Genera
     }
     if not_served:
         listed = ", ".join(f"{name} = {reprlib.repr(value)}" for name, value in not_served.items())
-        _log.warning("%s: not served, although other tokens would follow from it: %s", file, listed)
+        _log.warning("%s: these fields are not served, but would change the tokens: %s", file, listed)
     try:
         return GenerationDefaults(
             eos_token_ids=_end_tokens(fields.get("eos_token_id"), vocab_size),
@@ -180,7 +180,7 @@ def _end_tokens(value: object, vocab_size: int) -> frozenset[int]:
 
 
 def _served(fields: Mapping[str, Any], vocab_size: int) -> SamplingParams:
-    """Return the values of parameters that a request leaves open."""
+    """Return the values of parameters that are None in a request."""
     defaults = SamplingParams(
         max_new_tokens=_NO_LIMIT,
         min_new_tokens=fields.get("min_new_tokens"),
@@ -200,7 +200,7 @@ def _min_length(value: object) -> int:
 
 
 def _recommended(fields: Mapping[str, Any]) -> dict[str, float]:
-    """Return the parameters by which tokens should be drawn, in the words of `SamplingParams`."""
+    """Return the recommended sampling parameters, by their names in `SamplingParams`."""
     if not fields.get("do_sample"):
         return {}
     given = {"temperature": 1.0} | {

@@ -1,4 +1,4 @@
-"""The attention function that transformers calls, and what it does while a forward pass runs.
+"""The attention function that transformers calls; it passes calls to the `Attention` of the forward pass.
 
 The function is registered with transformers' ``AttentionInterface`` under a name without a mask function, so
 transformers builds no masks.
@@ -33,14 +33,14 @@ class Attention(Protocol):
         Args:
             module: The attention module of the model.
             q: ``[T, heads, head_dim]``.
-            k: ``[T, kv_heads, head_dim]``; None for a layer that has no keys of its own (frozen KV).
+            k: ``[T, kv_heads, head_dim]``; None for a layer without its own keys (frozen KV).
             v: ``[T, kv_heads, v_head_dim]``, or None.
             asked: The other arguments of transformers' call, by name; always with ``scaling``.
         """
         ...
 
 
-_active = threading.local()  # torch.compile can trace it, and not a context variable
+_active = threading.local()  # torch.compile can trace it, but not a context variable
 
 
 @contextmanager

@@ -89,7 +89,7 @@ def latent_modules(model: Any) -> list[Any]:
 def absorb_layers(model: Any) -> dict[Any, LatentLayer]:
     """Let an `AbsorbedAttention` absorb the MLA layers of ``model``; return them by their attention modules.
 
-    Other forward passes of ``model`` stay as they are. Empty for a model without MLA.
+    Other forward passes of ``model`` stay as they are. The result is empty for a model without MLA.
 
     Raises:
         UnsupportedModelError: The installed transformers has no ``expand_kv`` in this model, or the
@@ -122,7 +122,7 @@ class _Joining:
 def _joining(kind: type) -> type:
     """Return the subclass of ``kind`` for absorbed layers.
 
-    Not a bound method set on the module: that is a reference cycle, which delays freeing the weights.
+    A bound method set on the module instead would be a reference cycle, which delays freeing the weights.
     """
     return type(kind.__name__, (_Joining, kind), {"__module__": kind.__module__})
 

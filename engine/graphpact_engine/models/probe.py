@@ -1,17 +1,17 @@
-"""Finds the attention layers of a model, and whether it computes each token from its own sequence alone.
+"""Finds the attention layers of a model, and whether it computes each token only from its own sequence.
 
 The engine runs the tokens of all requests as one flat row. So a token may depend on its id, its entry of
-``position_ids`` and its attention outputs, and on nothing else. A few forward passes of one row show it:
-every second token of the row is the same one, at the same position, and the tokens between them are others.
+``position_ids`` and its attention outputs, and on nothing else. A few forward passes of one row check this.
+Every second token of the row is the same one, at the same position, and the tokens between them are others.
 
     record      the equal tokens have equal queries, keys, values and logits, wherever they are in the row
     no ids      without ``position_ids`` a model uses positions 0, 1, 2, .., as it does with them
     positions   the others move to the model's last position; the equal tokens keep their results
-    places      whatever counts the tokens of the row (an ``arange``) begins at 2**20, beyond every threshold
-                of a model; the equal tokens keep their results
+    places      operations that number the tokens of the row, such as ``arange``, begin at 2**20, beyond every
+                threshold of a model; the equal tokens keep their results
     others      the others become other tokens, whose attention returns NaN: neither reaches the equal tokens
 
-Does not: find what a model decides in Python by the length of a row, beyond `_NUM_TOKENS`.
+Does not: find Python branches on the length of a row, beyond `_NUM_TOKENS`.
 """
 
 import re
@@ -57,7 +57,7 @@ _WINDOWED = {"full_attention": False, "sliding_attention": True}
 # Their frequencies depend on the longest sequence of a batch, so other requests would change the output.
 _BATCH_DEPENDENT_ROPE = frozenset({"dynamic", "longrope"})
 
-_NUM_TOKENS = 23  # fewer for a model with fewer positions; as a prime, no other size of a model
+_NUM_TOKENS = 23  # fewer for a model with fewer positions; a prime, unlike other sizes of a model
 _SHIFT = 2**20  # beyond every context window, and exact in float32
 _COUNTING = frozenset({"arange", "cumsum", "linspace"})  # operations that can number tokens
 _INDEXING = re.compile("index|gather|scatter|embedding|take")  # operations with a tensor of indices
@@ -74,7 +74,7 @@ def probe_layers(model: Any, forward: Forward) -> dict[int, LayerSpec]:
 
     Raises:
         UnsupportedModelError: The model cannot run without masks and caches, needs attention that a
-            `LayerSpec` cannot express, or computes a token from more than its own sequence. The message lists
+            `LayerSpec` cannot express, or computes a token from more than its sequence. The message lists
             everything.
     """
     config = model.config.get_text_config()
@@ -160,7 +160,7 @@ class _Pass:
 def _tokens(config: Any, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return ids and positions ``[T]``: every second token is the same one, at the same position.
 
-    None is a special token, which a model may treat in its own way.
+    There are no special tokens among them, because a model may treat those differently.
     """
     count = min(_NUM_TOKENS, _num_positions(config))
     ends = getattr(config, "eos_token_id", None)
@@ -182,7 +182,7 @@ def _beyond_its_sequence(
     counted.run(forward, ids, None)
     given.run(forward, ids, torch.arange(len(ids), device=ids.device))
     if not all(map(_close, counted.seen, given.seen)):
-        yield "positions of its own: without position_ids they are not 0, 1, 2, .."
+        yield "its own positions: without position_ids they are not 0, 1, 2, .."
     far = positions.clone()
     far[_OTHERS] = _num_positions(config) - 1
     others = _Pass()
@@ -219,7 +219,7 @@ def _close(a: torch.Tensor, b: torch.Tensor) -> bool:
 class _ShiftedPlaces(DispatchMode):
     """A dispatch mode in which the numbers of ``num_tokens`` tokens in a row begin at `_SHIFT`.
 
-    Used as indices they are what they were: a model may select its own rows by their numbers.
+    Used as indices they keep their values, because a model may select its own rows by number.
     """
 
     def __init__(self, num_tokens: int) -> None:
@@ -257,7 +257,7 @@ def _unshifted(index: torch.Tensor) -> torch.Tensor:
 
 
 def _unlike_plain_attention(model: Any, config: Any, layers: dict[int, LayerSpec]) -> Iterator[str]:
-    """Yield what the configuration names and the layers' arguments do not express."""
+    """Yield features that the configuration names and the layers' attention arguments do not express."""
     if getattr(model, "_is_stateful", False):
         yield "state besides keys and values"
     if len(layers) != config.num_hidden_layers:

@@ -1,4 +1,4 @@
-"""`quiet`: silences the log messages of transformers, which are errors of graphpact where they matter.
+"""`quiet`: silences the log messages of transformers; graphpact raises errors for those that matter.
 
 Does not: silence Python's warnings; the command line does.
 """
@@ -28,7 +28,7 @@ def quiet() -> Iterator[None]:
 
 
 def _switch(bars_to: Callable[[], None]) -> None:
-    """Switch progress bars, without the warning that the environment also sets those of downloads."""
+    """Switch progress bars; suppress the warning that the environment also controls those of downloads."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "Cannot (en|dis)able progress bars")
         bars_to()

@@ -4,7 +4,7 @@ The tokens of all requests are one flat sequence; the backend's metadata separat
 parameters of each layer are found by a probe, which refuses models that need more than attention, see
 `graphpact_engine.models.probe`. MLA layers can attend over latents, see `graphpact_engine.models.latents`.
 
-Does not: change a model's code, have a cache of its own, or select a backend.
+Does not: change a model's code, keep its own cache, or select a backend.
 """
 
 import inspect
@@ -79,9 +79,9 @@ class TransformersModel:
     Args:
         model: A transformers model for causal language modelling, loaded with the attention
             implementation `ATTENTION_NAME`.
-        hidden_states: Which of transformers' ``hidden_states`` a step also returns, one after the other in
+        hidden_states: Indices of transformers' ``hidden_states`` that a step also returns, concatenated in
             ``hidden_states`` ``[T, n * hidden_size]``: 0 is the embedding, ``i`` the output of layer ``i``
-            counted from 1, and -1 what the language model head reads. Empty: none.
+            counted from 1, and -1 the input of the language model head. Empty for none.
         absorb: Whether MLA layers attend over latents (absorbed form), which needs `HeadLayout.MLA` in every
             backend; otherwise they run expanded, with keys and values of each head.
 
@@ -119,7 +119,7 @@ class TransformersModel:
         yield from self.model.named_buffers()
 
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
-        """Return ``logits``, and ``hidden_states`` if asked for.
+        """Return ``logits``, and ``hidden_states`` if requested.
 
         In decode and for a ragged batch, logits are ``[bs, vocab]``, of the last token of each request. In
         other modes they are ``[T, vocab]``, of every token.

@@ -1,4 +1,4 @@
-"""Refuses weights that would run and mean nothing: quantised, not finite, or far fewer than the model needs.
+"""Refuses weights that would give meaningless results: quantised, not finite, or far too few for the model.
 
 transformers casts what it loads. Integers and 8-bit floats, which mean nothing without their scales, would
 become float weights.
@@ -36,7 +36,7 @@ _FORMATS = {
     "down_proj_blocks": "MXFP4",
 }
 
-# A model may have this many times the elements of its weights, and this many besides: tied weights are stored
+# A model may have this many times the elements of its weights, plus this many: tied weights are stored
 # once, and masks and rotary tables are not stored.
 _SHARED, _COMPUTED = 2, 2**28
 
@@ -50,7 +50,7 @@ def require_size(path: Path, stored: Mapping[str, StoredTensor], built: torch.nn
         built: The model on the device ``meta``.
 
     Raises:
-        CheckpointError: The message has both numbers of elements.
+        CheckpointError: The model is too large; the message contains both numbers of elements.
     """
     asked = sum(t.numel() for t in [*built.parameters(), *built.buffers()])
     held = sum(tensor.numel for tensor in stored.values())
@@ -119,6 +119,6 @@ def require_finite_weights(path: Path, model: torch.nn.Module) -> None:
 
 
 def _is_finite(tensor: torch.Tensor) -> bool:
-    """Return whether all elements are finite; makes no tensor of flags unless the sum is not finite."""
+    """Return whether all elements are finite; compute a mask only if the sum is not finite."""
     wide = tensor.dtype if tensor.dtype is torch.float64 else torch.float32
     return bool(tensor.sum(dtype=wide).isfinite()) or bool(tensor.isfinite().all())

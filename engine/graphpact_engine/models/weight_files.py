@@ -1,4 +1,4 @@
-"""Finds the weight files of a checkpoint and opens them, once: what is checked is what is read.
+"""Finds the weight files of a checkpoint and opens each once: what is checked is what is read.
 
 The files are those that transformers takes: the one that ``transformers_weights`` of the config names,
 ``model.safetensors``, or the files of ``model.safetensors.index.json``. Each is a safetensors file, because
@@ -64,8 +64,8 @@ def open_weights(path: Path, config: Mapping[str, Any]) -> dict[str, StoredTenso
         config: The content of ``config.json``.
 
     Raises:
-        CheckpointError: A file is missing, lies elsewhere, is not a complete safetensors file, or does not
-            hold what the index says; two files hold a tensor of one name.
+        CheckpointError: A file is missing, is outside the directory, is not a complete safetensors file, or
+            does not contain the tensors of the index; two files contain a tensor of one name.
     """
     wanted = _wanted(path, config)
     tensors: dict[str, StoredTensor] = {}

@@ -1,4 +1,4 @@
-"""Checkpoints that are broken, odd or made to harm: each is refused by name, or runs; nothing else is opened.
+"""Checkpoints that are broken, odd or malicious: each is refused by name, or runs; no other file is opened.
 
 Does not: test prompts, plugins or configurations; the other files of this folder do.
 """
@@ -263,7 +263,7 @@ ODD_JSON = {
 
 @pytest.mark.parametrize("kind", ["nonesuch", "llamma", ""])
 def test_an_unknown_model_type_is_told_before_missing_weights(kind: str, tmp_path: Path) -> None:
-    """Of a folder with a config only, a model type that transformers lacks is told, not its weights."""
+    """For a folder with only a config, the error names the unknown model type, not the weights."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(UnsupportedModelError, match=f"has model_type '{kind}', which transformers"):
         load(tmp_path)
@@ -301,7 +301,7 @@ def test_odd_json_is_refused_with_the_name_of_its_file(
 def test_a_nested_config_runs_or_is_refused(
     depth: int, model: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A key that no model type knows may nest to any depth: there is one error, if only for the tokenizer."""
+    """An unknown key may nest to any depth: there is one error, at the latest for the tokenizer."""
     text = json.dumps(config_of(model))
     nested = '{"a":' * depth + "1" + "}" * depth
     (model / "config.json").write_text(f'{text[:-1]}, "unknown": {nested}}}')
@@ -315,7 +315,7 @@ def test_a_nested_config_runs_or_is_refused(
     "ids", [[[1]], 1.5, -1, "1", [1, None], [1, "2"], 199, [1, 10**30], {"a": 1}, [True]]
 )
 def test_end_tokens_are_token_ids(ids: Any, file: str, model: Path, refuses: Refuses) -> None:
-    """An end token that is no id of the vocabulary is refused with the key and the file that has it."""
+    """An end token outside the vocabulary is refused; the error names the key and its file."""
     if file == "config.json":
         (model / "generation_config.json").unlink()
         configure(model, eos_token_id=ids)
@@ -513,7 +513,7 @@ def adapter(model: Path) -> None:
 
 
 def fifo(model: Path) -> None:
-    """Replace the weights by a pipe, which hangs whoever opens it."""
+    """Replace the weights by a pipe, which blocks any code that opens it."""
     (model / SINGLE).unlink()
     os.mkfifo(model / SINGLE)
 
@@ -590,7 +590,7 @@ FILES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 def test_weights_come_from_safetensors_files_of_the_directory(
     case: str, model: Path, refuses: Refuses
 ) -> None:
-    """A weight file that is no safetensors file, lies elsewhere, or is not what the index says is refused."""
+    """A weight file of another format, outside the directory, or not as the index says is refused."""
     damage, words = FILES[case]
     damage(model)
     refuses(model, str(model), *words)
@@ -618,7 +618,7 @@ def test_the_file_that_the_config_names_is_loaded(model: Path) -> None:
     assert load(model).vocab_size == 199
 
 
-# -- what the tensors hold -------------------------------------------------------------------------
+# -- contents of the tensors -----------------------------------------------------------------------
 
 
 def cast(dtype: torch.dtype) -> Callable[[dict[str, torch.Tensor]], None]:
@@ -682,7 +682,7 @@ TENSORS: dict[str, tuple[Callable[[dict[str, torch.Tensor]], Any], list[str]]] =
 
 @pytest.mark.parametrize("case", TENSORS)
 def test_weights_that_are_not_finite_floats_are_refused(case: str, model: Path, refuses: Refuses) -> None:
-    """A tensor that is no float, or is NaN or infinite somewhere, is refused with its name and format."""
+    """A tensor that is not a float, or contains NaN or infinity, is refused with its name and format."""
     change, words = TENSORS[case]
     store(model, change)
     refuses(model, str(model), *words)
@@ -697,7 +697,7 @@ def test_float_weights_are_served(dtype: torch.dtype, model: Path) -> None:
 
 
 def test_large_finite_weights_are_served(model: Path) -> None:
-    """A weight is finite by its elements: that their sum overflows is no fault."""
+    """Only the elements of a weight must be finite: their sum may overflow."""
     store(model, lambda tensors: tensors[UP].fill_(3e38))
     assert load(model).model.state_dict()[UP].isfinite().all()
 
@@ -762,7 +762,7 @@ def test_code_of_another_repository_is_not_fetched(model: Path) -> None:
 )
 @pytest.mark.filterwarnings("ignore:Initializing zero-element tensors:UserWarning")
 def test_a_size_that_no_model_has_is_named(key: str, model: Path) -> None:
-    """Whatever a size of 0, below it, too large, or of another type leads to, the refusal names its key."""
+    """The error for a size of 0 or below, a size too large, or one of another type names its key."""
     stored = config_of(model)
     for value in (0, -1, 10**12, "8", 1.5, True, []):
         configure(model, **(stored | {key: value}))
@@ -792,7 +792,7 @@ TINY = Path(__file__).parents[3] / "examples" / "models" / "tiny-llama"
 @pytest.mark.parametrize("case", ODD_JSON)
 @pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
 def test_a_broken_tokenizer_is_one_error(case: str, name: str, tmp_path: Path) -> None:
-    """A tokenizer file that is no JSON object is an error that names the directory, whatever it holds."""
+    """A tokenizer file that is not a JSON object is an error that names the directory."""
     for file in TINY.glob("*.json"):
         shutil.copy(file, tmp_path)
     (tmp_path / name).write_bytes(ODD_JSON[case])
@@ -811,7 +811,7 @@ def test_a_tokenizer_that_loads_and_cannot_encode_is_one_error(tmp_path: Path) -
         models.load_tokenizer(tmp_path)
 
 
-# -- in a process of its own -----------------------------------------------------------------------
+# -- in a separate process -------------------------------------------------------------------------
 
 
 def a_million_layers(model: Path) -> None:
@@ -854,7 +854,7 @@ VALUES = st.one_of(
 
 
 def keys_of(config: dict[str, Any], inside: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    """Return the path of every key, those of inner objects too."""
+    """Return the path of every key, including keys of inner objects."""
     found = []
     for key, value in config.items():
         found.append((*inside, key))

@@ -47,7 +47,7 @@ FILES: dict[str, tuple[bytes, list[str]]] = {
 
 @pytest.mark.parametrize("name", FILES)
 def test_an_odd_file_is_refused(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A file that is no configuration gives one error with its name and the fault, and status 2."""
+    """A file that is not a configuration gives one error with its name and the fault, and status 2."""
     data, words = FILES[name]
     file = tmp_path / "odd.toml"
     file.write_bytes(data)
@@ -72,7 +72,7 @@ def test_an_odd_file_is_refused(name: str, tmp_path: Path, capsys: pytest.Captur
     ],
 )
 def test_what_is_no_file_is_refused_without_reading_it(kind: str, tmp_path: Path) -> None:
-    """A directory, a pipe that nobody writes, an endless device and a link to itself are refused by name."""
+    """A directory, a pipe without a writer, an endless device and a link to itself are refused by name."""
     path = tmp_path / "odd.toml"
     if kind == "directory":
         path.mkdir()

@@ -1,4 +1,4 @@
-"""Prompts and sampling parameters of every type: served right, or refused with what a prompt is.
+"""Prompts and sampling parameters of every type: served correctly, or refused with a description of prompts.
 
 Does not: run the command; `engine/tests/test_cli_generate.py` has its prompts.
 """
@@ -67,7 +67,7 @@ def refused(engine: Engine, prompts: Any, *words: str, sampling: Any = SHORT) ->
     ids=lambda value: type(value).__name__,
 )
 def test_what_is_no_list_of_prompts_is_refused(prompts: Any, words: list[str], engine: Engine) -> None:
-    """A single prompt, or no ordered collection, is refused; the error says how to give one prompt."""
+    """A single prompt or an unordered collection is refused; the error says how to give one prompt."""
     refused(engine, prompts, *words)
 
 
@@ -141,7 +141,7 @@ def test_what_is_no_prompt_is_refused_with_its_place(prompt: Any, words: list[st
     ids=lambda value: type(value).__name__,
 )
 def test_token_ids_of_any_integer_type_are_served(same: Any, engine: Engine) -> None:
-    """Sequences and one-dimensional arrays of integers give what the same text gives, and are left alone."""
+    """Sequences and one-dimensional arrays of integers give the same as their text, and are not changed."""
     before = repr(same)
     done = engine.generate(["The ", same], SHORT)
     assert done[0].token_ids == done[1].token_ids
@@ -182,7 +182,7 @@ ANYTHING = st.recursive(
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(prompts=ANYTHING)
 def test_anything_is_served_or_refused(prompts: Any, engine: Engine) -> None:
-    """Whatever JSON can say is served as prompts or refused, and leaves nothing behind."""
+    """Any JSON value is served as prompts or refused, and leaves nothing behind."""
     try:
         done = engine.generate(prompts, SamplingParams(max_new_tokens=1))
     except RequestError:
@@ -233,7 +233,7 @@ def test_each_prompt_may_have_its_own_parameters(engine: Engine) -> None:
 @settings(derandomize=True, deadline=None, max_examples=300)
 @given(name=st.sampled_from(sorted(SamplingParams.__dataclass_fields__)), value=ANYTHING)
 def test_any_value_of_a_parameter_is_taken_or_refused(name: str, value: Any) -> None:
-    """Whatever JSON can say is a valid value of a sampling parameter, or refused by the parameter's name."""
+    """Any JSON value is a valid value of a sampling parameter, or refused by the parameter's name."""
     try:
         params = SamplingParams(**{name: value})
     except RequestError as error:
