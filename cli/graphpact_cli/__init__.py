@@ -25,7 +25,7 @@ TRACEBACK_VARIABLE = "GRAPHPACT_TRACEBACK"
 
 _FAULT, _INTERRUPTED, _SIGPIPE = 3, 130, 141  # as shells report the signals
 _LOST = {errno.EPIPE, errno.EBADF, errno.EIO, errno.EFBIG, errno.ENOSPC, errno.EDQUOT}
-"""What writing to stdout raises; the error of a file has its name."""
+"""Errors of writing to stdout; errors of other files contain a file name."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

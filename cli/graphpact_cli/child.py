@@ -1,4 +1,4 @@
-"""The body of a child process of `graphpact_cli.children`: it runs the work of a task and tells its parent.
+"""The body of a child process of `graphpact_cli.children`: runs a task's work and reports to its parent.
 
 What the work prints goes to files, its stdin is empty, and what it starts is in the session that it leads.
 
@@ -25,7 +25,7 @@ from typing import Any
 START = "start"
 """The piece of work before the first that a child begins."""
 
-_ORPHAN_LIMIT = 30.0  # seconds after its limit, until a child ends that could not see that it is orphaned
+_ORPHAN_LIMIT = 30.0  # seconds after its limit until a child ends that could not detect its parent's end
 
 
 class Parent:
@@ -37,7 +37,8 @@ class Parent:
         limit: Seconds for one piece of work.
 
     Attributes:
-        stdout: A descriptor of the file that the parent reads, which stays even if the work redirects 1.
+        stdout: A descriptor of the file that the parent reads; it stays valid if the work redirects
+            descriptor 1.
         stderr: The same for 2.
     """
 
@@ -80,7 +81,7 @@ class Parent:
         faulthandler.dump_traceback_later(self._limit + _ORPHAN_LIMIT, exit=True, file=self._stacks)
 
     def begins(self, work: str) -> None:
-        """Tell that a piece of work begins; its limit starts."""
+        """Report that a piece of work begins; its limit starts."""
         self._tell("begins", work, os.fstat(self.stdout).st_size)
         self._work = work
         self._end_after_limit()
@@ -101,10 +102,10 @@ class Parent:
         self._tell("ends", os.fstat(self.stdout).st_size, [thread.name for thread in threads])
         for thread in threads:
             thread.join()
-        atexit._run_exitfuncs()  # noqa: SLF001  processes of multiprocessing end without
+        atexit._run_exitfuncs()  # noqa: SLF001  processes of multiprocessing do not run them
 
     def _tell(self, kind: str, *rest: Any) -> None:
-        """Send what the parent acts on; end a process that the work forked and that goes on with the work."""
+        """Send a message that the parent acts on; end this process if the work forked it."""
         is_fork = os.getpid() != self._pid
         try:
             self._pipe.send(("forks", self._work) if is_fork else (kind, *rest))
@@ -140,6 +141,6 @@ def main(
     parent = Parent(pipe, folder, limit)
     os.environ.clear()
     os.environ.update(environment)
-    sys.dont_write_bytecode = True  # or warnings of the compiler depend on earlier runs
-    multiprocessing.set_start_method(None, force=True)  # or the server starts what the work starts
+    sys.dont_write_bytecode = True  # otherwise warnings of the compiler depend on earlier runs
+    multiprocessing.set_start_method(None, force=True)  # or the server starts processes of the work
     parent.run(work, arguments)

@@ -1,11 +1,11 @@
 """`run`: work in child processes, which may hang, exit, crash, fork or print without harm to this one.
 
-A `Task` names the function that a child process runs, hears its messages, and decides at its end whether
+A `Task` names the function that a child process runs, handles its messages, and decides at its end whether
 another one starts. Children are forked from a server of `multiprocessing` that has imported what they need.
-Each leads a session, which is killed with it, or when this process is gone. `faulthandler` tells where one
+Each leads a session, which is killed with it, or when this process is gone. `faulthandler` reports where one
 hung or crashed.
 
-Does not: find what leaves the session of a child, as daemons do, or keep the work from writing files.
+Does not: find processes that leave the session of a child, as daemons do, or prevent writes to files.
 """
 
 import multiprocessing
@@ -91,7 +91,7 @@ class Task(ABC):
     def arguments(self) -> Sequence[Any]:
         """Return the other arguments of ``work``, for the next child."""
 
-    def begins(self, work: str) -> None:  # noqa: B027  most tasks do not ask
+    def begins(self, work: str) -> None:  # noqa: B027  most tasks do not need it
         """Note that a piece of work begins."""
 
     @abstractmethod
@@ -111,7 +111,7 @@ def prepare(preload: Iterable[str]) -> None:
     """
     multiprocessing.get_context("forkserver").set_forkserver_preload([child.__name__, *preload])
     resource_tracker.ensure_running()  # the server starts it otherwise, which unblocks SIGINT
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # no Ctrl-C for the server, in imports
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # no Ctrl-C in the server's imports
     try:
         with _as_children_need():
             forkserver.ensure_running()
@@ -166,7 +166,7 @@ class _Child:
             with theirs, _as_children_need():
                 self._process.start()
         except BaseException as error:
-            self.__exit__()  # which ends the child, if there is one
+            self.__exit__()  # ends the child, if there is one
             if isinstance(error, OSError | EOFError):
                 raise EngineError(f"no child process can be started: {error}") from error
             raise
@@ -189,7 +189,7 @@ class _Child:
             yield self._process.sentinel
 
     def has_ended(self) -> bool:
-        """Hear its messages, and return whether it has ended or was killed for a fault."""
+        """Handle its messages, and return whether it has ended or was killed for a fault."""
         self._listen()
         if not self._is_gone():
             self._look_for_faults()
@@ -363,7 +363,7 @@ def steady_frames(dumps: str) -> list[str]:
         frames = re.findall(r'^  File "(.*)", line (\d+) in (.*)$', of_work, re.MULTILINE)
         stacks.append([(short_path(file), name, line) for file, line, name in reversed(frames)])
     steady = []
-    for level in zip(*stacks):  # noqa: B905  as deep as the flattest
+    for level in zip(*stacks):  # noqa: B905  up to the depth of the shallowest
         if len({(file, name) for file, name, _ in level}) > 1:
             break
         file, name, line = level[0]

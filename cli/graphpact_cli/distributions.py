@@ -63,8 +63,8 @@ def _is_installed(name: str) -> bool:
 def installed_distributions() -> dict[str, tuple[str, str]]:
     """Return version and plugins of every distribution that has plugins, or a name like ``graphpact-tape``.
 
-    By name, ``graphpact`` first. The plugins are in words, such as ``graph_driver tape``. They are read from
-    metadata, so one that would be rejected is named too.
+    Sorted by name, ``graphpact`` first. The plugins are descriptions, such as ``graph_driver tape``. They are
+    read from metadata, so plugins that would be rejected are listed too.
     """
     versions: dict[str, str] = {}
     plugins: dict[str, dict[Kind, list[str]]] = {}

@@ -108,7 +108,7 @@ FAULTS = {  # lines, how the process ended, and the work in which it did
 
 
 def test_each_way_to_end_is_said() -> None:
-    """An ending has the fault and the work; other children are not affected, and each is restarted alone."""
+    """An ending has the fault and the work; other children are not affected; each is restarted separately."""
     tasks = {name: Work(source, restarts=int(name == "leaves")) for name, (source, _, _) in FAULTS.items()}
     children.run(tasks.values(), 4)
     for name, (_, fault, work) in FAULTS.items():
@@ -122,7 +122,7 @@ def test_each_way_to_end_is_said() -> None:
 
 
 def test_messages_and_output_are_told() -> None:
-    """Messages are any objects; the first line on stdout is told with its work, and no output is ours."""
+    """Messages are any objects; the first line on stdout is reported with its work; output stays in files."""
     task = Work("""
         parent.begins("one")
         parent.send({"a": (1, None)})
@@ -145,7 +145,7 @@ def test_what_a_child_starts_ends_with_it() -> None:
 
 
 def test_a_fork_that_goes_on_with_the_work_is_ended() -> None:
-    """The work that forked is told, and messages come once."""
+    """The work that forked is reported, and messages arrive once."""
     task = Work("parent.begins('w'); os.fork(); parent.begins('v'); parent.send(1)")
     children.run([task], 1)
     (found,) = task.endings
@@ -162,7 +162,7 @@ def test_a_child_has_the_environment_of_its_start(monkeypatch: pytest.MonkeyPatc
 
 
 def test_work_that_cannot_be_imported_has_not_started() -> None:
-    """The end of such a child says so, with its stderr."""
+    """The ending of a child whose work cannot be imported says so, and contains its stderr."""
     task = Work("")
     task.work = "not_here:run"
     children.run([task], 1)

@@ -97,7 +97,7 @@ def test_a_file_is_replaced_as_an_editor_would(tmp_path: Path) -> None:
 
 
 def test_a_device_is_written_directly() -> None:
-    """A device is not replaced by a file; a full one is an error of code 3."""
+    """A device is written, not replaced by a file; a full device is an error with code 3."""
     write_file(Path(os.devnull), "x")
     assert stat.S_ISCHR(Path(os.devnull).stat().st_mode)
     with pytest.raises(GraphpactError, match="No space left") as told:
@@ -124,7 +124,7 @@ NOT_BY_OTHERS = {
     "graphpact_engine/output_file.py": "a file to write",
     "cli/prompts.py": "prompts may come through a pipe, whose writer takes its time",
 }
-"""Modules that read files otherwise, and why nobody else can have put those there, or may."""
+"""Modules that read files in another way, and why these files are safe."""
 
 
 def test_every_file_of_somebody_else_is_read_by_it() -> None:
@@ -135,7 +135,7 @@ def test_every_file_of_somebody_else_is_read_by_it() -> None:
 
 
 def _accesses() -> Iterator[tuple[str, str, bool]]:
-    """Yield where our modules open files: the end of the module's path, the line, whether it writes."""
+    """Yield each place where our modules open files: end of the path, line, whether it writes."""
     for file in (file for package in PACKAGES for file in package.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
             if not isinstance(node, ast.Call):
@@ -164,7 +164,7 @@ def _names(call: ast.Call) -> set[str | None]:
 
 @pytest.mark.parametrize("kind", ["a pipe", "a link to a pipe", "an endless device", "a terminal"])
 def test_what_is_no_file_is_not_waited_for(kind: str, tmp_path: Path) -> None:
-    """A pipe that nobody writes, and a device, which may be endless, are refused at once."""
+    """A pipe without a writer, and a device, which may be endless, are refused at once."""
     file = tmp_path / "file"
     if kind in ("a pipe", "a link to a pipe"):
         os.mkfifo(tmp_path / "pipe")

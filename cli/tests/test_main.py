@@ -1,4 +1,4 @@
-"""`main`: errors become words and exit statuses; there is no traceback by default."""
+"""`main`: errors become messages and exit statuses; there is no traceback by default."""
 
 import re
 from collections.abc import Sequence
