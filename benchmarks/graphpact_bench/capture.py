@@ -1,7 +1,7 @@
 """What a capture costs: seconds, nodes, and the memory that a graph keeps, by shape.
 
-Each lane captures its shapes twice in this process: what the first capture compiles, the second may find in
-a cache.
+Each lane captures its shapes twice in this process: the second capture may find in a cache what the first one
+compiled.
 
 Does not: measure replays, or the memory of a capture while it runs.
 """

@@ -1,6 +1,6 @@
 """What checks cost a decode step: the pact, verification against eager runs, observers, a strict lane.
 
-Every row is a lane of its own; all replay the same step, in turns. The pact and observers are host work of
+Every row is a separate lane; all replay the same step, in turns. The pact and observers are host work of
 microseconds: for them the replay does nothing, so that its own variation does not hide them.
 
 Does not: check anything itself.
@@ -28,7 +28,7 @@ PLAIN = "pact off"
 
 
 class NullObserver:
-    """An observer of every hook that does nothing: what it costs that a hook is observed."""
+    """An observer that wraps every hook and does nothing, to measure the cost of observing a hook."""
 
     @hookimpl(wrapper=True)
     def populate(self) -> Generator[None, Any, Any]:

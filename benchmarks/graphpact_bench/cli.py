@@ -34,7 +34,7 @@ class Measurement:
 
     Args:
         about: What it measures, in a few words.
-        takes: The options that it honours, beside those that all do.
+        takes: The options that it accepts, in addition to those that all accept.
         is_first: Whether `graphpact bench` runs it if none is named.
     """
 
@@ -65,7 +65,7 @@ FIRST_WAYS = ("eager", "tape", "cpu_graph", "cuda", "generate", "generate-static
 def _complete(
     kinds: Mapping[str, Measurement] | Mapping[str, WayKind], incomplete: str
 ) -> list[tuple[str, str]]:
-    """Return how a name can go on, with what each is."""
+    """Return completions of a name, each with a description."""
     return [(name, each.about) for name, each in kinds.items() if name.startswith(incomplete)]
 
 
@@ -180,7 +180,7 @@ def choose(what: list[str], options: list[str]) -> list[str]:
 
     Args:
         what: The names that were given.
-        options: The options that were given; each has to concern one of the measurements.
+        options: The options that were given; each has to apply to one of the measurements.
 
     Raises:
         UsageError: A name is unknown, or an option concerns none of them.
@@ -215,8 +215,7 @@ def make_options(
         given: The value of each option.
         ways: The names of ways.
         quick: Whether it is a smoke test.
-        narrow: Whether ``ways`` are a default, of which those are dropped that a quick run or the device
-            does not have.
+        narrow: Whether ``ways`` are a default; ways that a quick run or the device lacks are then dropped.
 
     Raises:
         UsageError: A value is not allowed, or there is no such device.
@@ -256,11 +255,11 @@ def run_all(
         names: The names of the measurements.
         options: Their options.
         threads: CPU threads of torch's operators.
-        json_file: The file of the JSON; ``-``: stdout, without tables. None: no JSON.
+        json_file: The file of the JSON; ``-`` for stdout, without tables. None for no JSON.
         plot: The file of the picture, or None.
 
     Raises:
-        UsageError: A file cannot be written, or a picture not be drawn.
+        UsageError: A file cannot be written, or a picture cannot be drawn.
         DifferentResultsError: What is compared gives different results; tables before it are printed.
     """
     from graphpact_bench.machine import describe_machine  # noqa: PLC0415  slow

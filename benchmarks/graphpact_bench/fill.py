@@ -39,7 +39,7 @@ class FillCase:
         build: Builds it.
         raw: Live requests.
         padded: Requests of the shape.
-        tokens: Live tokens and those of the shape; None: the request counts.
+        tokens: Live tokens and those of the shape; None for the request counts.
     """
 
     name: str
@@ -255,7 +255,7 @@ def measure(options: BenchOptions) -> Iterator[Table]:
             Column(key="one_by_one_ops", heading="one by one ops", format="d"),
         ],
         notes=[
-            "ratio: the best round of a fill by the best of one by one, which leaves out load on the machine",
+            "ratio: the best round of a fill by the best of one by one, so that other load counts least",
             f"aim for the decode lane, padded: a ratio of at most {AIM:.2f}",
         ],
         chart=Chart(value="ratio", label=["registry", "raw", "padded"]),

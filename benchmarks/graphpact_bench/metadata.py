@@ -1,7 +1,7 @@
 """The host time of each attention backend's metadata hook: its work in the graph, and before the graph.
 
-A backend whose metadata work runs on the device alone may have it recorded as the first nodes of the graph;
-the hook then has the rest, such as a plan. The replays do nothing, so only host work is measured.
+If the metadata work of a backend runs only on the device, it may be recorded as the first nodes of the graph;
+the hook then does the rest, such as a plan. The replays do nothing, so only host work is measured.
 
 Does not: measure kernels, or metadata of other modes than decode.
 """
@@ -70,7 +70,7 @@ def measure(options: BenchOptions) -> Iterator[Table]:
                 prompts = random_prompts(LIVE, scale.prompt, scale.shape.vocab)
                 try:
                     step = RepeatedStep(paths[model], prompts, options, *overrides, catalog=plugins.scan())
-                except UsageError as error:  # of this backend: what it does not declare
+                except UsageError as error:  # this backend does not declare what is needed
                     table.skipped.append(Skipped(what=f"{info.name}, {work}", reason=error.message))
                     continue
                 stack.callback(step.engine.close)

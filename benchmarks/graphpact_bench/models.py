@@ -1,7 +1,7 @@
 """The models that are measured: Llamas with random weights, of chosen widths and depths.
 
-Weights are drawn so wide that no two logits are close: ways that round differently choose the same tokens.
-A matrix multiplies the deviation of its input by about 2.3, whatever the width.
+The weights have so large a deviation that no two logits are close: ways that round differently choose the
+same tokens. A matrix multiplies the deviation of its input by about 2.3, whatever the width.
 
 Does not: measure anything, or train.
 """
@@ -60,17 +60,17 @@ def parse_shape(text: str) -> ModelShape:
     """Return the shape that ``text`` names.
 
     Args:
-        text: ``WIDTHxLAYERS``, a preset's name or any other; ``:key=value,...`` after it changes fields:
+        text: ``WIDTHxLAYERS``, which may be the name of a preset; ``:key=value,...`` after it changes fields:
             ``768x12:heads=12,vocab=32000``. Without a preset: heads of 64 (of 32 below a width of 256), as
             many key and value heads, an MLP of 8/3 of the width, 256 tokens.
 
     Raises:
-        UsageError: It is no shape, a field is unknown, or the heads do not divide the width.
+        UsageError: It is not a shape, a field is unknown, or the heads do not divide the width.
     """
     name, _, changes = text.partition(":")
     width_text, _, layers_text = name.partition("x")
     if not (width_text.isdecimal() and layers_text.isdecimal()):
-        raise UsageError(f"{text!r} is no shape of a model", hint="write WIDTHxLAYERS, such as 576x30")
+        raise UsageError(f"{text!r} is not a shape of a model", hint="write WIDTHxLAYERS, such as 576x30")
     width, layers = int(width_text), int(layers_text)
     heads = max(width // (64 if width >= 256 else 32), 1)
     shape = PRESETS.get(name) or ModelShape(width, layers, heads, heads, 8 * (width // 3) or 8)

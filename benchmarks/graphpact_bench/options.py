@@ -1,4 +1,4 @@
-"""`BenchOptions`: what every measurement is given.
+"""`BenchOptions`: the options of every measurement.
 
 Does not: parse the command line; `graphpact_bench.cli` does.
 """
@@ -25,13 +25,13 @@ class BenchOptions:
     """The options of a run.
 
     Args:
-        quick: Few tokens, one round: a smoke test.
+        quick: Whether to run a smoke test: few tokens, one round.
         dtype: The dtype of weights and computation.
         device: The device of the models.
-        shapes: The shapes of the models; empty: the measurement's own.
-        batch_sizes: Requests at a time; empty: the measurement's own.
-        ways: The names of the ways to compare; empty: the measurement's own.
-        say: Prints one line about what is measured now.
+        shapes: The shapes of the models; empty for the measurement's default.
+        batch_sizes: Requests at a time; empty for the measurement's default.
+        ways: The names of the ways to compare; empty for the measurement's default.
+        say: Prints one line about the current measurement.
     """
 
     quick: bool = False

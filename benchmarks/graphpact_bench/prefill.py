@@ -71,7 +71,7 @@ class PrefillWay(EngineWay):
     Args:
         name: Its name in the table.
         setting: What it is built for.
-        *overrides: More of the configuration of the prefill lane, ``key=value``.
+        *overrides: More settings of the prefill lane, ``key=value``.
     """
 
     def __init__(self, name: str, setting: WaySetting, *overrides: str) -> None:
@@ -98,7 +98,7 @@ class PrefillWay(EngineWay):
         """Read one prompt and generate one token.
 
         Raises:
-            EngineError: It was not one step, through a graph where the lane has graphs.
+            EngineError: The prompt was not one step, or not a graph although the lane has graphs.
         """
         replays = self.lane.stats.replays
         written = super().write(prompts, count)

@@ -34,13 +34,13 @@ class MetadataByHook(PluginCatalog):
 
 
 class RepeatedStep:
-    """A decode step of `LIVE` requests at capture size `SIZE`, of an engine of its own.
+    """A decode step of `LIVE` requests at capture size `SIZE`, of a separate engine.
 
     Args:
         path: The checkpoint.
         prompts: `LIVE` prompts.
         options: The device and the dtype.
-        *overrides: More of the engine's configuration, ``key=value``.
+        *overrides: More settings of the engine, ``key=value``.
         observers: Hook wrappers of every lane.
         catalog: The plugins to select from; by default the installed ones.
 

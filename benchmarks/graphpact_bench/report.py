@@ -1,7 +1,7 @@
 """What a run of `graphpact bench` found: tables for the terminal, one JSON object, and a picture.
 
-A cell of a printed table is a value of the JSON in the column's format; nothing is printed from a table that
-the JSON does not have. The schema of the JSON is ``report.schema.json`` beside this file.
+A cell of a printed table is a value of the JSON in the column's format; the JSON contains all that is printed
+from a table. The schema of the JSON is ``report.schema.json`` beside this file.
 
 Does not: measure, or decide whether an aim is met.
 """
@@ -24,7 +24,7 @@ PICTURES = (".svg", ".png")
 """The suffixes of a picture."""
 _ERROR_BARS = 3  # pixels
 _MARKERS = "osD^v"
-_LIMITS = ("matrix products", "weights read")  # lines that are no way
+_LIMITS = ("matrix products", "weights read")  # lines that are limits, not ways
 
 
 class _Model(BaseModel):
@@ -35,7 +35,7 @@ class Column(_Model):
     """One column of a table."""
 
     key: str = Field(description="The key of the column in each row.")
-    heading: str = Field(description="What the printed table has above it, with the unit.")
+    heading: str = Field(description="The heading in the printed table, with the unit.")
     format: str = Field(default="", description="How the printed table formats a value: Python's format().")
 
     @property
@@ -72,7 +72,7 @@ class Chart(_Model):
 class Table(_Model):
     """One table of a measurement."""
 
-    name: str = Field(description="The measurement, as on the command line, and what of it.")
+    name: str = Field(description="The measurement, as on the command line, and its part.")
     title: str = Field(description="One sentence: what was measured, and how.")
     columns: list[Column] = Field(description="The columns, in the printed order.")
     rows: list[dict[str, Value]] = Field(
@@ -82,7 +82,7 @@ class Table(_Model):
         default_factory=list, description="What the table lacks on this machine, and why."
     )
     notes: list[str] = Field(default_factory=list, description="Sentences printed below the table.")
-    chart: Chart | None = Field(default=None, description="How `--plot` draws the table; null: not.")
+    chart: Chart | None = Field(default=None, description="How `--plot` draws the table; null if not drawn.")
 
     def add(self, **values: Value) -> None:
         """Add a row; it has a value for every column.
@@ -111,7 +111,7 @@ class Machine(_Model):
 
     cpu: str = Field(description="The name of the processor.")
     cores: int = Field(description="The cores that the process may use.")
-    cache_mib: float | None = Field(description="The last-level cache, in MiB; null: unknown.")
+    cache_mib: float | None = Field(description="The last-level cache, in MiB; null if unknown.")
     device: str = Field(description="The device that the models ran on: a CPU, or the name of the GPU.")
     threads: int = Field(description="CPU threads of torch's operators, and of all that is compared.")
     versions: dict[str, str] = Field(description="Version by distribution.")
@@ -132,7 +132,7 @@ class BenchReport(_Model):
 
     @staticmethod
     def schema_text() -> str:
-        """Return the JSON schema of `to_json`, as ``report.schema.json`` has it."""
+        """Return the JSON schema of `to_json`, the content of ``report.schema.json``."""
         return json.dumps(BenchReport.model_json_schema(mode="serialization"), indent=2) + "\n"
 
 

@@ -98,7 +98,7 @@ class SpeculationVariant:
     """An engine with one configuration.
 
     Args:
-        algorithm: The speculation algorithm; "plain": none.
+        algorithm: The speculation algorithm; "plain" for none.
         shape: A chain or a tree; empty without speculation.
         graphs: The kind of graphs of decode steps, one of `GRAPHS`.
         scale: The size of the measurement.
@@ -126,7 +126,7 @@ class SpeculationVariant:
             ]
         for lane in LANES[algorithm]:
             is_wide = (algorithm, shape, lane) == ("frozen_kv_mtp", TREE, "draft")
-            rows = TOPK if is_wide else 1  # of a request, which the sizes count
+            rows = TOPK if is_wide else 1  # of a request; the sizes count rows
             sizes = sorted({size * rows for size in scale.sizes})
             key, value = ("capture", "false") if graphs == NONE else ("graph_driver", f'"{graphs}"')
             options += [f"lanes.{lane}.{key}={value}", f"lanes.{lane}.batch_sizes={sizes}"]
@@ -180,7 +180,7 @@ def _add_rows(
     rounds: Sequence[Sequence[SpeculationRound]],
     size: int,
 ) -> None:
-    """Add the rows of one number of requests, and for each speculation that loses a note with its reason.
+    """Add the rows for ``size`` requests at a time, and a note for each speculation that loses.
 
     Args:
         table: The table.

@@ -1,7 +1,7 @@
 """Interleaving, median and quartiles, and the check that everything compared writes the same tokens.
 
-What is compared takes turns in one process, so that a slow moment of the machine meets all of it. Nothing is
-timed before its tokens were compared, which is its warm-up too.
+The ways take turns in one process, so that a slow moment of the machine affects all of them. The tokens of
+each way are compared before it is timed; this run is also its warm-up.
 
 Does not: know what it times.
 """
@@ -39,7 +39,7 @@ class Spread(NamedTuple):
         median: The median.
         low: The first quartile.
         high: The third quartile.
-        best: The smallest: what other work on the machine changes least.
+        best: The smallest time, which other work on the machine changes least.
     """
 
     median: float
@@ -107,7 +107,7 @@ class TokenWriter(Protocol):
 
     Attributes:
         name: Its name in the table.
-        rounds: The most rounds that are timed; None: as many as asked for.
+        rounds: Maximum number of timed rounds; None for no limit.
         is_foreign: Whether it is other software, whose failure is a reason to skip it.
     """
 

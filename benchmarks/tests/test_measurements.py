@@ -1,4 +1,4 @@
-"""Every measurement runs with --quick through the command; counts are right, times are not checked."""
+"""Every measurement runs with --quick through the command; counts are checked, times are not."""
 
 import json
 from collections.abc import Callable
@@ -39,7 +39,7 @@ def bench(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> Bench:
 
 @pytest.fixture(params=[pytest.param(None, marks=pytest.mark.sweep), "no C++ compiler here"])
 def fault(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str | None:
-    """Return why nothing can be compiled, which is then so; None where a compiler is there."""
+    """Make compilation impossible and return the reason; return None if there is a compiler."""
     why: str | None = request.param
     if why is None:
         request.getfixturevalue("compiler")
@@ -73,7 +73,7 @@ def test_a_fill_is_one_operation_on_a_cpu(bench: Bench) -> None:
 
 
 def test_every_backend_has_its_metadata_work_in_the_graph_and_before_it(bench: Bench) -> None:
-    """A graph with the metadata work has more nodes than one without; latents have a model of their own."""
+    """A graph with the metadata work has more nodes than one without; latents have a separate model."""
     (table,), _ = bench("metadata", "--quick")
     assert table["skipped"] == []
     rows = dict(zip(column(table, "backend", "work"), column(table, "nodes"), strict=True))
@@ -85,7 +85,7 @@ def test_every_backend_has_its_metadata_work_in_the_graph_and_before_it(bench: B
 
 
 def test_the_parts_of_a_step_are_those_of_the_lane_and_around_it(bench: Bench) -> None:
-    """Every part has a row and a share of the replay; what is compiled is left out with the reason."""
+    """Every part has a row and a share of the replay; compiled ways are left out with the reason."""
     (table,), out = bench("step", "--quick")
     assert [part for (part,) in column(table, "part")] == [
         "registry fill",
@@ -145,7 +145,7 @@ def test_a_way_that_writes_other_tokens_ends_the_run(
 
 
 def test_in_bfloat16_a_difference_is_a_tie_or_an_error(bench: Bench, tmp_path: Path) -> None:
-    """Ways agree up to ties, which are counted; tokens whose logits are far apart are no tie."""
+    """Ways agree up to ties, which are counted; tokens with distant logits are not a tie."""
     (table,), out = bench("decode", "--quick", "--dtype", "bfloat16")
     assert column(table, "batch", "way") == [(size, way) for size in (1, 2) for way in PLAIN]
     assert "up to ties" in out
@@ -221,7 +221,7 @@ def test_every_captured_shape_has_its_time_and_its_memory(bench: Bench) -> None:
 
 @pytest.mark.sweep
 def test_every_way_to_draft_is_measured_on_equal_tokens(bench: Bench) -> None:
-    """All drafts give the tokens of plain decoding; a row's factors belong together; a loss has a reason."""
+    """All drafts give the tokens of plain decoding; a row's factors are consistent; a loss has a reason."""
     (table,), out = bench("speculation", "--quick")
     assert "--quick" in reasons(table)["graphs inductor"]
     names = ["plain", *(f"{a}, {s}" for a in ("eagle", "frozen_kv_mtp") for s in ("chain", "tree"))]
@@ -248,7 +248,7 @@ def test_every_way_to_draft_is_measured_on_equal_tokens(bench: Bench) -> None:
 def test_without_the_examples_a_measurement_is_skipped(
     bench: Bench, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Where the package is installed without the repository, the reason is on stdout and in the JSON."""
+    """If the package is installed without the repository, the reason is on stdout and in the JSON."""
     monkeypatch.setattr(examples, "_HERE", tmp_path)
     (table,), out = bench("speculation", "--quick")
     assert table["rows"] == []
@@ -258,7 +258,7 @@ def test_without_the_examples_a_measurement_is_skipped(
 
 @pytest.mark.sweep
 def test_without_a_name_the_first_five_are_measured(bench: Bench, tmp_path: Path) -> None:
-    """`graphpact bench` alone measures the parts, and decode with quick ways only; and draws them."""
+    """`graphpact bench` without names measures the parts, and decode with quick ways only; it draws them."""
     tables, _ = bench("--quick", "--plot", str(tmp_path / "out.svg"))
     names = [table["name"] for table in tables]
     assert names == ["fill", "metadata", "step", "decode", "checks: host work", "checks"]
@@ -295,7 +295,7 @@ def test_the_help_explains_every_measurement_and_way(capsys: pytest.CaptureFixtu
         (["prefill", "--quick", "--way", "tape"], "prefill has no way 'tape'", None),
         (["decode", "--dtype", "float16"], "--dtype float16 is not allowed", "use float32 or bfloat16"),
         (["decode", "--device", "tpu"], "--device tpu is not allowed", "use cpu or cuda"),
-        (["decode", "--model-shape", "big"], "'big' is no shape of a model", "576x30"),
+        (["decode", "--model-shape", "big"], "'big' is not a shape of a model", "576x30"),
         (["fill", "--plot", "out.txt"], "not a file of a picture", "use .svg or .png"),
     ],
 )

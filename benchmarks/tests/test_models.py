@@ -12,7 +12,7 @@ SMALL = ModelShape(width=64, layers=2, heads=4, kv_heads=2, intermediate=96, voc
 
 
 def test_a_shape_is_read_as_it_is_written() -> None:
-    """A preset's name is the preset; other sizes follow from the width, unless they are written."""
+    """A preset's name gives the preset; other sizes follow from the width, unless they are given."""
     assert all(str(shape) == name and parse_shape(name) == shape for name, shape in PRESETS.items())
     assert parse_shape("768x12") == ModelShape(768, 12, heads=12, kv_heads=12, intermediate=2048)
     assert parse_shape("576x30:vocab=1000").vocab == 1000
@@ -22,8 +22,8 @@ def test_a_shape_is_read_as_it_is_written() -> None:
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("large", "no shape of a model"),
-        ("64x", "no shape of a model"),
+        ("large", "not a shape of a model"),
+        ("64x", "not a shape of a model"),
         ("64x1:head=2", "the fields are width"),
         ("64x1:heads=two", "not FIELD=NUMBER"),
         ("64x1:heads=3", "do not divide a width"),
@@ -32,7 +32,7 @@ def test_a_shape_is_read_as_it_is_written() -> None:
     ],
 )
 def test_a_shape_that_no_llama_has_is_refused(text: str, why: str) -> None:
-    """What cannot be read, and heads that do not divide the width, are errors of the user."""
+    """Unreadable shapes, and heads that do not divide the width, are errors of the user."""
     with pytest.raises(UsageError, match=why):
         parse_shape(text)
 

@@ -57,7 +57,7 @@ def report(table: Table) -> BenchReport:
 
 
 def test_the_printed_table_has_the_values_of_the_json(report: BenchReport, table: Table) -> None:
-    """Each cell is the JSON's value in the column's format; skipped ways and notes are lines below."""
+    """Each cell is the JSON's value in the column's format; lines below it list skipped ways and notes."""
     console = Console(file=io.StringIO(), width=200)
     table.show(console)
     title, heading, *lines = console.file.getvalue().splitlines()
@@ -77,7 +77,7 @@ def test_the_printed_table_has_the_values_of_the_json(report: BenchReport, table
 
 
 def test_a_row_has_a_value_for_every_column(table: Table) -> None:
-    """A row that lacks a column, or has one too many, is refused."""
+    """A row with a missing or an extra column is refused."""
     with pytest.raises(KeyError, match="ratio"):
         table.add(way="tape", **spread_values("step_ms", None))
     with pytest.raises(KeyError, match="more"):
@@ -107,7 +107,7 @@ def test_a_picture_has_the_bars_or_lines_of_a_table(
 
 
 def test_a_report_without_a_chart_has_no_picture(report: BenchReport, tmp_path: Path) -> None:
-    """Nothing is written where no table says how it is drawn."""
+    """No file is written if no table has a chart."""
     report.tables[0].chart = None
     assert not draw_charts(report, tmp_path / "out.png")
     assert not (tmp_path / "out.png").exists()

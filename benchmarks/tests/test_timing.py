@@ -1,4 +1,4 @@
-"""What is compared writes the same tokens, or nothing is timed; and takes turns."""
+"""Ways take turns, and are timed only if all write the same tokens."""
 
 import re
 from collections.abc import Callable
@@ -19,7 +19,7 @@ PROMPTS: Tokens = [[1, 2], [3, 4]]
 
 
 class Counting:
-    """A way that continues a prompt by counting on from its last token, and keeps a diary of its calls."""
+    """A way that continues a prompt by counting on from its last token, and records its calls."""
 
     is_foreign = False
 
@@ -60,7 +60,7 @@ class Broken(Counting):
 
 
 def test_a_way_with_other_tokens_ends_the_run_before_anything_is_timed() -> None:
-    """The error has both rows and their names, and no way was called a second time."""
+    """The error contains both rows and their names, and no way was called a second time."""
     diary: list[str] = []
     ways = [Counting("eager", diary), Wrong("odd", diary), Counting("late", diary)]
     with pytest.raises(DifferentTokensError, match=re.escape("row 1: 'odd' writes [5, 6, 99]")) as error:

@@ -55,7 +55,7 @@ class Way(ABC):
         name: Its name in the table.
 
     Attributes:
-        rounds: The most rounds that are timed; None: as many as asked for.
+        rounds: Maximum number of timed rounds; None for no limit.
         is_foreign: Whether it is other software, whose failure is a reason to skip it.
     """
 

@@ -1,7 +1,7 @@
 """The continuous batching of transformers as a way: its manager, with a cache for what is measured.
 
-Its own choice of a cache's size takes most of the machine's memory, and more than half a minute on a CPU. So
-the cache has room for the requests that are measured, twice.
+By default its cache takes most of the machine's memory, and more than half a minute on a CPU. So here the
+cache has room for twice the measured requests.
 
 Does not: use graphpact.
 """

@@ -31,7 +31,7 @@ def make_engine(
     Args:
         path: The checkpoint.
         device: The device of the model.
-        max_num_seqs: The most requests of a step.
+        max_num_seqs: Maximum number of requests in a step.
         *overrides: More of the configuration, ``key=value``.
         observers: Hook wrappers of every lane.
         catalog: The plugins to select from; by default the installed ones.

@@ -1,9 +1,9 @@
-"""`TieJudge`: whether two tokens are as good as equal where a model computes in bfloat16.
+"""`TieJudge`: decides whether two tokens are practically equal for a model in bfloat16.
 
 In bfloat16, ways that add in another order choose another token where two logits are close, and continue
-with another text. That is no fault, and the work is the same. So the first difference is judged by the
-logits of the same weights in float32, and by how far those of transformers in bfloat16 are from them: it
-grows with the layers. Tokens that are further apart are a fault of one of the ways.
+with another text. That is no fault, and the work is the same. So the first difference is judged by the logits
+of the same weights in float32, and by the distance of transformers' logits in bfloat16 from them, which grows
+with the number of layers. Tokens that are further apart are a fault of one of the ways.
 
 Does not: judge float32, in which every difference is a fault.
 """
@@ -17,8 +17,9 @@ from graphpact_bench.ways.base import WaySetting
 from graphpact_bench.ways.generate import load_model
 
 TIE = 6
-"""Two logits are a tie if they differ by at most so many times the error of a logit in bfloat16. Each of two
-ways has such an error in each of the two, so together they have twice that of one; this is three times it."""
+"""Two logits are a tie if they differ by at most this many times the error of a logit in bfloat16. Each of
+two ways has such an error in both logits, so together they have twice the error of one logit; this factor is
+three times that."""
 
 
 class TieJudge:
