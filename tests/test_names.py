@@ -13,7 +13,7 @@ OFFERED_BY_SEVERAL = {
 }
 TO_DO = {
     "conformance": {
-        *("Examination", "check", "conformance", "drawn", "evidence", "examine", "examine_lane", "help_for"),
+        *("check", "conformance", "drawn", "evidence", "examine", "examine_lane", "help_for"),
         *("load", "plan_lanes", "steady", "verdict"),
     },
     "museum": {"Keys", "keeps_request_rows"},
