@@ -51,8 +51,8 @@ HELP = {
     "GP13": "size it for the longest request of a step, with the drafts that a step may add",
     "GP14": "allocate it in {allocates}, for the largest step, and keep it in the {subject}: the engine"
     " drops what a capture made, and its memory goes to other tensors",
-    "GP21": "let the update go over all tasks that it gets, in their order, and give each what {replay}()"
-    " made for its own layer in this step",
+    "GP21": "update all tasks, in their order, and give each one the metadata that {replay}() made for its"
+    " layer in this step",
 }
 """The next action, by rule, with the names of the engine left open; see `help_of`."""
 

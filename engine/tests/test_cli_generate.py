@@ -697,7 +697,7 @@ def test_a_port_that_is_taken_is_refused(generate: Generate) -> None:
         status, out, err = generate("abc", f"--metrics-port={port}")
     assert (status, out) == (2, "")
     assert f"metrics cannot be served at port {port}" in err
-    assert "0 takes any" in err
+    assert "0 for any free one" in err
 
 
 def test_metrics_need_their_extra_and_say_so(

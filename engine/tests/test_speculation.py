@@ -400,7 +400,7 @@ def test_a_step_that_fails_is_repeated_with_the_same_tokens(
             [*EAGLE, "lanes.draft.capture=false", "lanes.draft.strict=true"],
             "strict = true, but capture = fal",
         ),
-        ([*EAGLE, "speculative.num_draft_tokens=9"], "asks for 8 drafts beside the newest token"),
+        ([*EAGLE, "speculative.num_draft_tokens=9"], "asks for 8 drafts after the newest token"),
         (
             [*EAGLE, "engine.max_num_batched_tokens=8"],
             "a decode step has 4 tokens per request (speculative.n",
