@@ -187,8 +187,8 @@ struct Product {
   int64_t whole() const { return k / kStep<T> * kStep<T>; }
 
   // Add the products of the numbers from `from` to `to` to `kept`, which has the sums of the numbers before. The case
-// of all numbers at once, `kIsWhole`, is compiled separately; its sums never leave the registers. If this is not
-// inlined, a product with a weight of 128 x 128 takes up to 1.4 times as long.
+  // of all numbers at once, `kIsWhole`, is compiled separately; its sums never leave the registers. If this is not
+  // inlined, a product with a weight of 128 x 128 takes up to 1.4 times as long.
   template <int64_t R, int64_t C, bool kIsWhole>
   C10_ALWAYS_INLINE void block(int64_t row, int64_t column, int64_t from, int64_t to, Vec* kept) const {
     const Input<T>* its = x + row * k;
@@ -233,7 +233,7 @@ struct Product {
   }
 
   // All rows with the columns from `begin` to `end`. This part of the weight stays in the L2 cache, and the rows that
-// are multiplied with it stay in the L1 cache.
+  // are multiplied with it stay in the L1 cache.
   void run(int64_t begin, int64_t end) const {
     const int64_t most = kPanel / (k * static_cast<int64_t>(sizeof(T)));
     const int64_t panel = std::max(16 * kColumns, most / kColumns * kColumns);
