@@ -39,15 +39,16 @@ from graphpact.graphs import DeclaredMemory
 from graphpact.plugin_checks import observer_fault
 from graphpact.plugins import CONTRACT_GROUP, GROUPS, PluginCatalog, PluginInfo
 from graphpact.speculation import DecodeStep, ExtendStep, SpeculationContext, Verified
+from graphpact_conformance.draws.batches import draw
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.driver_contract import CHECKS, DriverCheck
-from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.experiments.comparison import differences
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.suite import examine_lane, plan_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import Config, configs_of
-from graphpact_conformance.world.problems import draw
 from graphpact_conformance.xfails import _entry
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams

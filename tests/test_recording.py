@@ -9,12 +9,12 @@ import torch
 
 from graphpact.batch import ForwardMode
 from graphpact.errors import GraphpactError, UsageError
+from graphpact_conformance.draws.scenario import RecordedLane, read
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.suite import examine_lane, plan_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.scenario import RecordedLane, read
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.engine import Engine
 from graphpact_engine.recording import StepRecorder

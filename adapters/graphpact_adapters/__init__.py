@@ -7,7 +7,7 @@
     recurrent     the same of layers with recurrent states
     tasks         kernels whose arguments an engine updates in the graph, as on an NPU
     backend       a builder as the backend of a lane, with the engine's part around it
-    under_test    a lane of builders, as experiments see it
+    builder_lanes a lane of builders
     states        recurrent states as memory of a lane, and an oracle for them
     diagnosis     why a replay is wrong
     faults        the fields that make a graph wrong, and their rules

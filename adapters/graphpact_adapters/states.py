@@ -1,4 +1,4 @@
-"""Recurrent states as memory of a lane: `StateMemory`, its right contents, and `RecurrentLane`.
+"""Recurrent states as memory of a lane: `StateMemory`, its right contents, and `LinearOracle`.
 
     before a step   the rows of each live request hold sums over its cached keys and values: the right one in
                     the column of its last accepted token, sums of fewer and of more tokens in the others.
@@ -14,21 +14,17 @@ Does not: read metadata, or step states; see `graphpact_adapters.recurrent`.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
 from graphpact.attention import LayerSpec
 from graphpact.tensors import same
 from graphpact_adapters.backend import NUM_GROUPS
-from graphpact_adapters.under_test import BuilderUnderTest
-from graphpact_conformance.experiments.base import excess, tolerance_of
-from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.oracle import Answer, OracleBackend
-from graphpact_conformance.subject.kv_memory import KvMemory
-from graphpact_conformance.world.lanes import Config
-from graphpact_conformance.world.problems import Problem, ProblemRequest
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.problems import Problem, ProblemRequest
+from graphpact_conformance.experiments.comparison import excess, tolerance_of
+from graphpact_conformance.oracle import OracleBackend
+from graphpact_conformance.records.kv_memory import KvMemory
 
 UNOWNED = 1e3
 """Elements of state rows that no request owns: far from those of any request."""
@@ -100,7 +96,9 @@ class StateMemory(KvMemory):
         blocks: list[int] = self.state_blocks[request.row, layer % NUM_GROUPS].tolist()
         return blocks
 
-    def states_after(self, problem: Problem, caches: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def right_beside_kv(
+        self, problem: Problem, caches: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
         """Return the right states after a step, by name as in `contents`.
 
         Args:
@@ -157,23 +155,3 @@ class LinearOracle(OracleBackend):
         grouped = q.view(layer.num_kv_heads, -1, q.shape[1])  # the query heads of each KV head
         scores = grouped @ k.permute(1, 2, 0) * layer.scaling
         return (scores @ v.transpose(0, 1)).flatten(0, 1)
-
-
-class RecurrentRig(Rig):
-    """A rig whose layers are recurrent."""
-
-    memory: ClassVar[type[KvMemory]] = StateMemory
-    oracle: ClassVar[type[OracleBackend]] = LinearOracle
-
-    def answer(self, problem: Problem) -> Answer:
-        """Return the right outputs, KV cache and states."""
-        found, cache = super().answer(problem), self.cache
-        assert isinstance(cache, StateMemory)  # noqa: S101  see `memory`
-        return replace(found, caches=found.caches | cache.states_after(cache.compact(problem), found.caches))
-
-
-@dataclass
-class RecurrentLane(BuilderUnderTest):
-    """A lane of builders of recurrent layers."""
-
-    rig_class: ClassVar[type[Rig]] = RecurrentRig

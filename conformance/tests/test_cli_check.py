@@ -16,10 +16,10 @@ from graphpact.errors import UnknownPluginError
 from graphpact_cli import main
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.isolation import supervise
+from graphpact_conformance.real_bugs import REAL_BUGS
 from graphpact_conformance.report import FILES
 from graphpact_conformance.results import Report
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.stories import STORIES
 from graphpact_conformance.targets import Options
 
 Suite = Callable[..., dict[str, Any]]
@@ -296,7 +296,7 @@ def test_every_rule_is_explained(rule: Any, capsys: pytest.CaptureFixture[str]) 
     """A rule, by id or name, is printed with its requirement, hooks, and every part of its story."""
     assert main(["explain", rule.id.lower()]) == 0
     text = capsys.readouterr().out
-    story = STORIES[rule.id]
+    story = REAL_BUGS[rule.id]
     for said in (
         str(rule),
         rule.level,

@@ -20,6 +20,7 @@ from graphpact.plugins import PluginCatalog
 from graphpact.runners import GraphRunner
 from graphpact_conformance import suite
 from graphpact_conformance.claims import claims_of
+from graphpact_conformance.draws.cases import CASES, SEGMENTS, Case
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.merge import hints_of
 from graphpact_conformance.report import to_html
@@ -27,7 +28,6 @@ from graphpact_conformance.results import ExitCode, Outcome, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.suite.target import probe, unsupported
 from graphpact_conformance.targets import Options, Target, TargetKind
-from graphpact_conformance.world.lanes import CASES, SEGMENTS, Case
 from support import ListedCatalog, thinned
 
 FULL = Options(size="quick", examples=1, shrink=False)

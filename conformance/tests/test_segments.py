@@ -14,7 +14,11 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
 from graphpact.shapes import CaptureSizes, GraphShape
 from graphpact_conformance import suite
-from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.draws.batches import draw, of_size, sequences
+from graphpact_conformance.draws.cases import EMBEDS, SEGMENTS, Case
+from graphpact_conformance.draws.choice import configs_of, plainest
+from graphpact_conformance.draws.lanes import CONTEXT, VOCAB, Config
+from graphpact_conformance.experiments.comparison import differences
 from graphpact_conformance.lane.reference import (
     PaddedReferenceBackend,
     ReferenceBackend,
@@ -25,17 +29,6 @@ from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.suite import plan_lanes
 from graphpact_conformance.suite.target import unsupported
 from graphpact_conformance.targets import Options, Target
-from graphpact_conformance.world.lanes import (
-    CONTEXT,
-    EMBEDS,
-    SEGMENTS,
-    VOCAB,
-    Case,
-    Config,
-    configs_of,
-    plainest,
-)
-from graphpact_conformance.world.problems import draw, of_size, sequences
 from graphpact_cuda_graph import pieces
 from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
 from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner

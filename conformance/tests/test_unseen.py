@@ -17,6 +17,11 @@ from graphpact.errors import EngineError
 from graphpact.runners import GraphRunner
 from graphpact.step import StepOutputs
 from graphpact.tensors import same
+from graphpact_conformance.draws.batches import Drawn, corner, draw, edges, steady
+from graphpact_conformance.draws.cases import Case
+from graphpact_conformance.draws.choice import CAN_BE_HIGH
+from graphpact_conformance.draws.lanes import TILES, Config
+from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.look_alikes import takes_live_rows_for_padding
 from graphpact_conformance.lane.reference import (
@@ -28,8 +33,6 @@ from graphpact_conformance.lane.reference import (
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.suite import PlannedLane, examine_lane, experiments_of, plan_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import CAN_BE_HIGH, TILES, Case, Config
-from graphpact_conformance.world.problems import Drawn, Problem, corner, draw, edges, steady
 
 OPTIONS = Options(size="quick", examples=1, shrink=False)
 
@@ -324,7 +327,7 @@ def test_quick_runs_are_strict_in_every_kind_of_step() -> None:
     plain = [plan for plan in plans if not plan.lane.config.unusual and not plan.lane.config.case.embeds]
     assert {plan.lane.config.case.plain for plan in plain} == {p.lane.config.case.plain for p in plans}
     assert [str(plan) for plan in plain if "guarded" not in names[str(plan)]] == []
-    long = [plan for plan in plans if plan.lane.config.long]
+    long = [plan for plan in plans if plan.lane.config.is_long]
     assert long
     assert [str(plan) for plan in long if "largest_step" not in names[str(plan)]] == []
 

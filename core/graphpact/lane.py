@@ -270,7 +270,7 @@ class Lane:
 
     def _record(self, context: RegionContext) -> Graph:
         """Return the graph of the region that the runner composes, with the metadata work that it holds."""
-        region: Region = self.runner.compose(self.model, context)
+        region = self.compose(context)
         returned(region, Callable, self.runner, "compose")
 
         def record() -> StepOutputs:
@@ -340,6 +340,10 @@ class Lane:
         context = RegionContext(
             shape, batch, driver or self.driver, backend, metadata, live, attended, recorded
         )
+        return self.compose(context)
+
+    def compose(self, context: RegionContext) -> Region:
+        """Return the region of a step, as the runner composes it from the model; a subclass may wrap it."""
         return self.runner.compose(self.model, context)
 
     # -- which shape, which batch ----------------------------------------------------------------

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from graphpact.runners import GraphRunner
+from graphpact_conformance.draws.cases import SEGMENTS
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.suite import examine_lane, plan_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import (
-    SEGMENTS,
-)
 from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
 from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner
 from graphpact_museum.collection import EXHIBITS, VARIANTS

@@ -19,6 +19,7 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import named_options
 from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import DEVICE, Make
+from graphpact_adapters.builder_lanes import TaskTape, builder_lane
 from graphpact_adapters.calls import uncalled
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
@@ -27,7 +28,6 @@ from graphpact_adapters.sglang.batch import OWN, EngineTypes
 from graphpact_adapters.sglang.given import Kind, ModelRunnerSizes, model_runner
 from graphpact_adapters.sglang.readers import read_sglang_metadata
 from graphpact_adapters.tasks import Tasks
-from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, plan_lanes
@@ -188,5 +188,5 @@ class Backends:
                 continue
             in_graphs = self.graph_modes is None or config.case.mode in self.graph_modes
             driver = None if self.tasks is None else TaskTape
-            lane = BuilderUnderTest(config, backend if in_graphs else without_graphs, driver=driver)
+            lane = builder_lane(config, backend if in_graphs else without_graphs, driver=driver)
             yield replace(plan, lane=lane)

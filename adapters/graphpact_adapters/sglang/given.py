@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 
 from graphpact_adapters.needs import assume_missing
-from graphpact_conformance.subject.raised import NeedsValueError
+from graphpact_conformance.records.raised import NeedsValueError
 
 Kind = Literal["mha", "mla"]
 

@@ -21,22 +21,25 @@ from graphpact.plugin_calls import describe_error, place_of
 from graphpact.shapes import GraphShape
 from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import DEVICE, Make
+from graphpact_adapters.builder_lanes import TaskTape, builder_lane
 from graphpact_adapters.calls import uncalled
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
 from graphpact_adapters.reads import Reader
-from graphpact_adapters.states import RecurrentLane
+from graphpact_adapters.states import LinearOracle, StateMemory
 from graphpact_adapters.tasks import Tasks
-from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
 from graphpact_adapters.vllm.backend import UPDATE, ModelRunner, VllmBackend, updates_block_tables, vllm_sizes
 from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.readers import read_vllm_metadata
+from graphpact_conformance.draws.cases import Case
+from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceRunner
+from graphpact_conformance.oracle import OracleBackend
+from graphpact_conformance.records.kv_memory import KvMemory
 from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, is_asked, plan_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import Case, Config
 from graphpact_tape import HostMemory, two_memories
 
 SUPPORT = {
@@ -268,12 +271,18 @@ class Builders:
 
     def _lane(
         self, config: Config, backend: type[VllmBackend], most_tokens: int | None = None
-    ) -> BuilderUnderTest:
+    ) -> LaneUnderTest:
         """Return a lane of the kind."""
-        of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
-        runner = ReferenceRunner if most_tokens is None else ReferenceRunner.of(config)
-        driver = None if self.tasks is None else TaskTape
-        return of_kind(config, backend, runner, driver=driver, most_tokens=most_tokens)
+        is_recurrent = self.kind == "mamba"
+        return builder_lane(
+            config,
+            backend,
+            runner=ReferenceRunner if most_tokens is None else ReferenceRunner.of(config),
+            driver=None if self.tasks is None else TaskTape,
+            most_tokens=most_tokens,
+            kv_memory=StateMemory if is_recurrent else KvMemory,
+            oracle=LinearOracle if is_recurrent else OracleBackend,
+        )
 
     def _is_of_v1(self, plan: PlannedLane, support: GraphSupport) -> bool:
         """Return whether model runner V1 makes other calls in the graphs of a plain lane.

@@ -22,7 +22,7 @@ import torch
 
 from graphpact.errors import ConfigError
 from graphpact_adapters.needs import assume_missing
-from graphpact_conformance.subject.raised import NeedsValueError
+from graphpact_conformance.records.raised import NeedsValueError
 
 Kind = Literal["full", "mla", "sliding_window", "mamba"]
 

@@ -184,7 +184,7 @@ def check(
     from graphpact_conformance.targets import Options  # noqa: PLC0415  pydantic
 
     if scenario is not None:
-        from graphpact_conformance.world.scenario import read  # noqa: PLC0415  torch
+        from graphpact_conformance.draws.scenario import read  # noqa: PLC0415  torch
 
         read(scenario)  # a broken file is refused before any process starts
 

@@ -22,9 +22,9 @@ from graphpact.plugins import PluginCatalog
 from graphpact_conformance.drivers import promises, strictness
 from graphpact_conformance.drivers.acts import ACTS
 from graphpact_conformance.drivers.requirement import Requirement
+from graphpact_conformance.records.global_state import seeded
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.subject.global_state import seeded
 from graphpact_conformance.targets import Listener, Options, Target, reproduce_line
 
 FAST, STRICT = "fast", "strict"

@@ -5,8 +5,8 @@ replay must have: the same types, fields, host numbers, shapes, and contents. It
 operations as the graph of the dummy, with the same host numbers. If the replay has other results, the memory
 that both graphs read is compared too, and the recorded run with the warm-up before it.
 
-Does not: check outputs of attention (see `graphpact_conformance.experiments.values`), or find stale values of
-earlier batches (see `graphpact_conformance.experiments.refresh`).
+Does not: check outputs of attention (see `graphpact_conformance.experiments.outputs`), or find stale values
+of earlier batches (see ``refresh``).
 """
 
 import re
@@ -23,25 +23,23 @@ from graphpact.errors import Breach
 from graphpact.pact import ANY, Promise, is_readable, walk
 from graphpact.shapes import GraphShape
 from graphpact.tensors import equal, same
-from graphpact_conformance.experiments.base import (
-    Findings,
-    first_off,
-    sides_of,
-    spell,
-    values_at,
-)
+from graphpact_conformance.draws.batches import Drawn, assorted
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.comparison import first_off, sides_of, spell, values_at
+from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.refresh import Before, help_for, hook_of, is_plan
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.lane.snapshots import reset_slot
+from graphpact_conformance.records.raised import message_of
+from graphpact_conformance.records.steps import Leaf, StepRecord, live_rows
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.raised import message_of
-from graphpact_conformance.subject.records import Leaf, StepRecord, live_rows
-from graphpact_conformance.subject.under_test import Subject, UnderTest, Way, reset_slot
-from graphpact_conformance.world.problems import Drawn, Problem, assorted
 from graphpact_tape.poison import poison_of
 from graphpact_tape.trace import TracedCall, first_difference
 from graphpact_tape.writes import write
 
 
-def replay_against_capture(lane: UnderTest, steps: Drawn) -> Findings:
+def replay_against_capture(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture each batch, and compare with the inputs of its replay and with the recorded work."""
     problems = [*steps, assorted(lane.config)]
     if lane.config.case.mode is ForwardMode.IDLE:
@@ -65,7 +63,7 @@ def replay_against_capture(lane: UnderTest, steps: Drawn) -> Findings:
         yield from _compare_ways(lane, by_graph, by_hook)
 
 
-def compare_with_capture(lane: UnderTest, rig: Subject, way: Way, problem: Problem) -> Findings:
+def compare_with_capture(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> Findings:
     """Compare the replay of a batch with a capture of it on a new lane; include stale values."""
     compared = _compare(lane, rig, way, problem)
     yield from (*compared.found, *compared.past)
@@ -89,7 +87,7 @@ class _Compared(NamedTuple):
     explained: bool = False
 
 
-def _compare(lane: UnderTest, rig: Subject, way: Way, problem: Problem) -> _Compared:
+def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Compared:
     before = Before(rig)
     step = rig.step(problem)
     if lane.hook_raised(step):
@@ -128,9 +126,7 @@ def _compare(lane: UnderTest, rig: Subject, way: Way, problem: Problem) -> _Comp
 
 
 @torch.inference_mode()
-def _capture(
-    twin: Subject, problem: Problem, shape: GraphShape, batch: ForwardBatch | None = None
-) -> StepRecord:
+def _capture(twin: Rig, problem: Problem, shape: GraphShape, batch: ForwardBatch | None = None) -> StepRecord:
     """Capture a batch in place of the runner's dummy, replay it once, and return the record.
 
     A region may write its own inputs, in the warm-up too. So they are restored before the replay.
@@ -149,7 +145,7 @@ def _capture(
     return twin.replay(problem, shape)
 
 
-def _gives_the_same(rig: Subject, step: StepRecord, other: StepRecord) -> bool:
+def _gives_the_same(rig: Rig, step: StepRecord, other: StepRecord) -> bool:
     """Return whether two runs of one batch have equal live rows, except for rounding."""
     if step.error is not None or step.outputs is None or other.outputs is None:
         return step.error is None and other.error is None
@@ -161,7 +157,7 @@ def _gives_the_same(rig: Subject, step: StepRecord, other: StepRecord) -> bool:
 # -- the pact ----------------------------------------------------------------------------------------
 
 
-def of_breaches(lane: UnderTest, step: StepRecord, breaches: Iterable[Breach]) -> list[Finding]:
+def of_breaches(lane: LaneUnderTest, step: StepRecord, breaches: Iterable[Breach]) -> list[Finding]:
     """Return a finding for each breach of the pact; one for a field that counts live rows.
 
     A field that is cut by live rows has another shape, and often other strides and another address.
@@ -178,7 +174,7 @@ def of_breaches(lane: UnderTest, step: StepRecord, breaches: Iterable[Breach]) -
     return found
 
 
-def _of_breach(lane: UnderTest, step: StepRecord, breach: Breach, rule: str) -> Finding:
+def _of_breach(lane: LaneUnderTest, step: StepRecord, breach: Breach, rule: str) -> Finding:
     hook = "populate" if breach.path.startswith("view") else "init_metadata_replay"
     whose = f" ({breach.owner})" if breach.owner else ""
     expected, actual = sides_of(breach)
@@ -211,7 +207,7 @@ def _counts_real_rows(step: StepRecord, breach: Breach) -> bool:
 # -- host numbers ------------------------------------------------------------------------------------
 
 
-def _compare_numbers(lane: UnderTest, rig: Subject, step: StepRecord, seen: StepRecord) -> Findings:
+def _compare_numbers(lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: StepRecord) -> Findings:
     if step.shape is None or step.shape not in rig.captured:
         return
     promised = rig.promises(step.shape)
@@ -266,7 +262,7 @@ def _keeps_bound(promise: Promise, value: Any) -> bool:
 
 
 def _compare_tasks(
-    lane: UnderTest, rig: Subject, step: StepRecord, seen: StepRecord, fresh: Callable[[], StepRecord]
+    lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: StepRecord, fresh: Callable[[], StepRecord]
 ) -> Findings:
     """Yield a finding about arguments of tasks that are not those of this step.
 
@@ -295,7 +291,7 @@ def _other_tasks(step: StepRecord, other: StepRecord) -> list[str]:
     return [name for name, value in other.tasks.items() if step.tasks.get(name, value) != value]
 
 
-def _is_right(lane: UnderTest, rig: Subject, seen: StepRecord) -> bool:
+def _is_right(lane: LaneUnderTest, rig: Rig, seen: StepRecord) -> bool:
     """Return whether the replay of a captured batch has the oracle's results in its live rows."""
     right = lane.answer(rig, seen.problem).rows
     live = live_rows(seen)
@@ -306,8 +302,8 @@ def _is_right(lane: UnderTest, rig: Subject, seen: StepRecord) -> bool:
 
 
 def _compare_contents(
-    lane: UnderTest,
-    rig: Subject,
+    lane: LaneUnderTest,
+    rig: Rig,
     before: Before,
     step: StepRecord,
     seen: StepRecord,
@@ -380,8 +376,8 @@ def _differs(mine: Leaf, theirs: Leaf) -> torch.Tensor:
 
 
 def _of_contents(
-    lane: UnderTest,
-    rig: Subject,
+    lane: LaneUnderTest,
+    rig: Rig,
     step: StepRecord,
     mine: Leaf,
     theirs: Leaf,
@@ -404,7 +400,7 @@ def _of_contents(
         )
 
 
-def _rules_of(lane: UnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tensor) -> list[str]:
+def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tensor) -> list[str]:
     """Return the rules that are broken if a tensor has other contents at replay than at capture."""
     if mine.slot is not None and mine.slot.name == "num_token_non_padded":
         return ["GP05"]
@@ -455,7 +451,7 @@ _CONSTANT_HELP = (
 )
 
 
-def _compare_ways(lane: UnderTest, by_graph: StepRecord, by_hook: StepRecord) -> Findings:
+def _compare_ways(lane: LaneUnderTest, by_graph: StepRecord, by_hook: StepRecord) -> Findings:
     """Compare the tensors that graph and hook write, if the results of the batch differ."""
     if by_graph.error is not None or by_hook.error is not None:
         return
@@ -480,7 +476,7 @@ def _compare_ways(lane: UnderTest, by_graph: StepRecord, by_hook: StepRecord) ->
 
 
 def _compare_memory(
-    lane: UnderTest, rig: Subject, twin: Subject, before: Before, pair: tuple[StepRecord, StepRecord]
+    lane: LaneUnderTest, rig: Rig, twin: Rig, before: Before, pair: tuple[StepRecord, StepRecord]
 ) -> Findings:
     """Find memory, in slots or outside them, with which the replay is right if a capture has written it."""
     step, seen = pair
@@ -517,7 +513,7 @@ def _compare_memory(
 
 
 def _with_memory(
-    rig: Subject, step: StepRecord, before: Before, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+    rig: Rig, step: StepRecord, before: Before, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> StepRecord:
     """Repeat a step with other contents of some tensors: each has those of the second of its pair."""
     kept = [mine.clone() for mine, _ in pairs]
@@ -542,7 +538,7 @@ _HANDED_ON_HELP = (
 )
 
 
-def _compare_eager_calls(lane: UnderTest, rig: Subject, pair: tuple[StepRecord, StepRecord]) -> Findings:
+def _compare_eager_calls(lane: LaneUnderTest, rig: Rig, pair: tuple[StepRecord, StepRecord]) -> Findings:
     """Yield a finding if a replay in segments is wrong, and a capture of its batch is right.
 
     Inputs, recorded work and memory are the same, so the eager calls between segments differ: by what they
@@ -573,7 +569,7 @@ def _compare_eager_calls(lane: UnderTest, rig: Subject, pair: tuple[StepRecord, 
     )
 
 
-def _hook_between(lane: UnderTest) -> str:
+def _hook_between(lane: LaneUnderTest) -> str:
     """Return the method whose eager calls run between the segments of a graph."""
     return "compose" if lane.kind == "runner" else "init_metadata_eager"
 
@@ -587,7 +583,7 @@ _COUNTED_HELP = (
 # -- recorded work -----------------------------------------------------------------------------------
 
 
-def _compare_with_warm_up(lane: UnderTest, way: Way, step: StepRecord) -> Findings:
+def _compare_with_warm_up(lane: LaneUnderTest, way: Way, step: StepRecord) -> Findings:
     """Compare the recorded run of a batch that replays wrong with the warm-up before it."""
     if step.shape is None:
         return
@@ -638,7 +634,7 @@ def compare_traces(recorded: Sequence[TracedCall], other: Sequence[TracedCall]) 
 
 
 def _compare_traces(
-    lane: UnderTest,
+    lane: LaneUnderTest,
     way: Way,
     step: StepRecord,
     recorded: Sequence[TracedCall],
@@ -663,7 +659,7 @@ def _compare_traces(
 
 
 def _lengths_decide(
-    lane: UnderTest,
+    lane: LaneUnderTest,
     way: Way,
     step: StepRecord,
     recorded: Sequence[TracedCall],

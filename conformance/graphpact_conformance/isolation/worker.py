@@ -21,7 +21,7 @@ from graphpact.errors import UsageError
 from graphpact.plugin_calls import short_path
 from graphpact.plugins import PluginCatalog
 from graphpact_cli.child import Parent
-from graphpact_conformance import legend, suite
+from graphpact_conformance import suite, vocabulary
 from graphpact_conformance.isolation.messages import Raised, Refused, Resolved, Warned, steady, tail
 from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.targets import Options, Target
@@ -40,7 +40,7 @@ def resolve(parent: Parent, names: Sequence[str], options: Options) -> None:
         targets = suite.targets(names, catalog)
         suite.require_lanes(targets, options, catalog)
         device_name = _device_name(options.device)
-        return Resolved([*targets], str(torch.__version__), device_name, legend.experiments())
+        return Resolved([*targets], str(torch.__version__), device_name, vocabulary.experiments())
 
     _run(parent, job, homes=(), may_refuse=True)
 

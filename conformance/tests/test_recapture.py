@@ -11,14 +11,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpact import ForwardBatch, ForwardMode, GraphShape, hookimpl
+from graphpact_conformance.draws.batches import draw, edges, least_prefix, of_size, sequences
+from graphpact_conformance.draws.cases import CASES, DRAFT_WIDTH
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.experiments import EXPERIMENTS
-from graphpact_conformance.experiments.kinds import MOST, of_default_sizes, of_other_kinds
+from graphpact_conformance.experiments.asked_batches import MOST, of_default_sizes, of_other_kinds
 from graphpact_conformance.experiments.look_alikes import look_alikes, with_look_alike
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.suite import examine_lane, plan_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import CASES, DRAFT_WIDTH, Config, configs_of
-from graphpact_conformance.world.problems import draw, edges, least_prefix, of_size, sequences
 
 QUICK = Options(size="quick", examples=1, shrink=False)
 CONFIGS = [

@@ -6,23 +6,23 @@ from pathlib import Path
 
 import pytest
 
+from graphpact_conformance.real_bugs import REAL_BUGS, RealBug
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.stories import STORIES, Story
 
 ROOT = Path(__file__).parents[2]
 CODE = re.compile(r"`([^`]+)`")
 SENTENCE_END = re.compile(r"[.!?](?=\s|$)")
-of_every_rule = pytest.mark.parametrize("story", STORIES.values(), ids=STORIES.keys())
+of_every_rule = pytest.mark.parametrize("story", REAL_BUGS.values(), ids=REAL_BUGS.keys())
 
 
 def test_every_rule_has_a_story_and_no_other_has() -> None:
     """Every rule has one story, in the order of the rules, and each is about a different thread."""
-    assert list(STORIES) == list(RULES)
-    assert len({story.thread for story in STORIES.values()}) == len(STORIES)
+    assert list(REAL_BUGS) == list(RULES)
+    assert len({story.thread for story in REAL_BUGS.values()}) == len(REAL_BUGS)
 
 
 @of_every_rule
-def test_a_url_is_that_of_its_thread(story: Story) -> None:
+def test_a_url_is_that_of_its_thread(story: RealBug) -> None:
     """The URL has the repository and the number of the story's thread, on GitHub."""
     repository, number = story.thread.split("#")
     assert re.fullmatch(r"[\w.-]+/[\w.-]+", repository)
@@ -35,11 +35,11 @@ def test_the_seeds_tell_their_rules() -> None:
     """The five pull requests that the contract is based on are the stories of their rules."""
     seeds = {"GP03": 26292, "GP05": 21452, "GP07": 21987, "GP10": 26742, "GP11": 22404}
     for rule, number in seeds.items():
-        assert STORIES[rule].url == f"https://github.com/sgl-project/sglang/pull/{number}"
+        assert REAL_BUGS[rule].url == f"https://github.com/sgl-project/sglang/pull/{number}"
 
 
 @of_every_rule
-def test_a_story_is_told_in_full(story: Story) -> None:
+def test_a_story_is_told_in_full(story: RealBug) -> None:
     """Every part of a story is one paragraph of whole sentences; the story itself has three to six."""
     for part in fields(story):
         text = getattr(story, part.name)
@@ -54,7 +54,7 @@ def test_a_story_is_told_in_full(story: Story) -> None:
 
 
 @of_every_rule
-def test_what_is_to_be_changed_exists(story: Story) -> None:
+def test_what_is_to_be_changed_exists(story: RealBug) -> None:
     """Every name in code quotes of a story's fix is a name in the code of the core or of a plugin."""
     sources = [*ROOT.glob("core/graphpact/**/*.py"), *ROOT.glob("plugins/*/graphpact_*/*.py")]
     code = "\n".join(path.read_text(encoding="utf-8") for path in sources if path.name != "stories.py")
@@ -71,4 +71,4 @@ def test_the_page_tells_every_rule_and_its_thread() -> None:
     for rule in RULES.values():
         (row,) = (line for line in page.splitlines() if line.startswith(f"| {rule} |"))
         assert f"| {rule.requirement} |" in row
-        assert STORIES[rule.id].url in row
+        assert REAL_BUGS[rule.id].url in row

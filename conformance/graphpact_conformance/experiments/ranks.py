@@ -1,4 +1,4 @@
-"""The choice of the graph for a batch, and the agreement of ranks: GP05, GP06, GP11, GP12, GP17, GP20.
+"""The agreement of ranks that step together: GP04 to GP06, GP11, GP17.
 
 Ranks are simulated: they run one after another in this process, with the rank set by `graphpact.parallel`.
 Real ranks would synchronise in collectives, so the recorded operations and the gathered rows must be equal.
@@ -16,25 +16,23 @@ import torch
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.parallel import get_parallel
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_conformance.experiments.base import Findings, differences, is_right, wrong_results
-from graphpact_conformance.experiments.kinds import MOST, of_default_sizes, of_other_kinds
-from graphpact_conformance.experiments.parity import compare_with_capture
-from graphpact_conformance.experiments.values import pads_leak
-from graphpact_conformance.model import own_rows
-from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.records import StepRecord
-from graphpact_conformance.subject.under_test import CannotCaptureError, DeclinedError, Subject, UnderTest
-from graphpact_conformance.world.fields import COUNT, GATHERED
-from graphpact_conformance.world.lanes import DRAFT_WIDTH, Config
-from graphpact_conformance.world.problems import (
-    Drawn,
-    Problem,
-    corner,
-    half_size_batch,
-    of_size,
-    short_and_long,
+from graphpact_conformance.draws.batches import Drawn, corner, of_size
+from graphpact_conformance.draws.fields import COUNT, GATHERED
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.asked_batches import (
+    batches_of_every_size,
 )
-from graphpact_tape.tape import TapeDriver
+from graphpact_conformance.experiments.comparison import differences, is_right
+from graphpact_conformance.experiments.experiment import Findings
+from graphpact_conformance.experiments.graph_choice import MOST_SIZES, _ask, smallest_holding, with_room
+from graphpact_conformance.experiments.padding import pads_leak
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.model import own_rows
+from graphpact_conformance.records.raised import CannotCaptureError, DeclinedError
+from graphpact_conformance.records.steps import StepRecord
+from graphpact_conformance.results import Finding
 from graphpact_tape.trace import TracedCall
 
 _RANK_HELP = (
@@ -54,333 +52,20 @@ _GATHERED_HELP = (
     "let a post_fill of the slot write the padded count of FillContext, as"
     " build_decode_registry(require_gathered_buffer=True) does; the batch's counts are those of live tokens"
 )
-_DECLINE_HELP = (
-    "return the captured shape; or, if its graph must not serve the batch, return an EagerReason of the"
-    " runner's own, and list it in the class attribute `declines`"
-)
 _DECLINE_RANK_HELP = (
     "let a declared reason depend only on data that all ranks have. Requests of a rank are its own where"
     " layers gather over ranks: decline every batch with global_num_tokens_cpu, or none"
 )
-_MOST_SIZES = 256
-"""The value of max_bs for which batches of every size are fitted."""
 
 
-# -- which graph -------------------------------------------------------------------------------------
-
-
-def graph_choice(lane: UnderTest, _: Drawn) -> Findings:
-    """Fit and run batches of every size: each takes the smallest captured shape that holds it.
-
-    Or it runs eagerly, with a reason that the runner declares, or because no captured shape holds it.
-    """
-    lane = _with_room(lane)
-    rig = lane.rig()
-    shapes = rig.captured
-    yield from _planned(lane, rig, shapes)
-    largest = [half_size_batch(lane.config), corner(lane.config)]
-    if lane.config.case.width is None:
-        largest.append(_one_token_more(lane.config))
-    if lane.config != lane.config.unbounded:
-        largest.append(corner(lane.config.unbounded))
-    for problem in (*_sizes(lane.config), *largest):
-        batch = rig.batch_of(problem)
-        asked, refused = _ask(lane, rig, batch, problem)
-        if refused is not None:
-            yield refused
-            continue
-        held_by = _smallest(shapes, batch)
-        may_be_eager = not held_by or asked in rig.declines
-        if asked not in held_by and not (isinstance(asked, EagerReason) and may_be_eager):
-            yield lane.finding(
-                "GP12",
-                hook="prepare_replay",
-                field="fit()",
-                expected=" or ".join(map(str, held_by)) or "an EagerReason: no captured shape holds it",
-                actual=str(asked),
-                problem=problem,
-                help=_DECLINE_HELP
-                if isinstance(asked, EagerReason)
-                else "let fit() depend only on the batch: return the smallest captured shape of its mode with"
-                " room for its requests and tokens",
-            )
-            continue
-        yield from _run_as_fitted(lane, rig, problem, asked)
-    yield from _in_any_order(lane, rig)
-    yield from _other_kinds(lane, rig)
-
-
-def _with_room(lane: UnderTest) -> UnderTest:
-    """Return a lane whose limits allow one request more than the largest shape.
-
-    So a step that no graph holds stays within the limits by which a plugin sizes its memory.
-    """
-    return lane.like(replace(lane.config, room=max(lane.config.room, 1)))
-
-
-def _run_as_fitted(
-    lane: UnderTest, rig: Subject, problem: Problem, asked: GraphShape | EagerReason | None
-) -> Findings:
-    """Run a batch: the lane replays the shape that ``fit`` gave, or runs eagerly and counts the reason."""
-    best = asked if isinstance(asked, GraphShape) else None
-    step = rig.step(problem, may_decline=True)
-    if step.error is not None:
-        if best is None:  # a failing replay is a finding of other experiments
-            yield lane.of_error(
-                step.error,
-                expected=f"a batch for which fit() returns a reason runs eagerly: {asked}",
-                rule="GP12",
-                step=step,
-                help="return an EagerReason from fit(); Lane.run() then runs the batch eagerly",
-            )
-        return
-    replayed, counted = list(dict.fromkeys(step.replayed)), step.eager_runs
-    reason = None if best else asked
-    if (replayed, counted, step.reason) != ([best] if best else [], 0 if best else 1, reason):
-        yield lane.finding(
-            "GP12",
-            field="Lane.stats",
-            expected=f"one replay of {best}" if best else f"one eager run, counted as {asked}",
-            actual=f"replays of {', '.join(map(str, replayed)) or 'none'}, {counted} eager runs"
-            + (f", counted as {step.reason}" if step.reason else ""),
-            step=step,
-            help="return a captured shape from fit(), or an EagerReason",
-        )
-    if step.declined is not None:
-        yield from wrong_results(
-            lane, rig, step, what="an eager run", help="no graph is involved: check the region"
-        )
-        return
-    wrong = differences(rig, step, lane.answer(rig, problem))
-    if not wrong:
-        return
-    found = compare_with_capture(lane, rig, "graph", problem)
-    otherwise = [each for each in found if each.rule in ("GP08", "GP10")]
-    if lane.kind == "attention_backend":
-        yield from otherwise  # its shapes are not its own
-    elif otherwise:
-        yield lane.finding(
-            "GP12",
-            field=wrong[0].what,
-            expected=wrong[0].expected,
-            actual=wrong[0].actual,
-            step=step,
-            help="a capture of this batch records other work than the graph that replayed it: put"
-            " everything that recorded kernels depend on into the shape",
-        )
-
-
-def _ask(
-    lane: UnderTest, rig: Subject, batch: ForwardBatch, problem: Problem
-) -> tuple[GraphShape | EagerReason | None, Finding | None]:
-    """Return the result of ``fit``, called without host syncs, or a finding about its error."""
-    guard = TapeDriver(lane.device, strict=True)
-    host = batch.host_tensors() if lane.device.type == "cpu" else [*batch.tensors().values()]
-    try:
-        with guard.preparation(host, read_only=[*batch.tensors().values()]):
-            return rig.fit(batch), None
-    except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
-        return None, lane.of_error(
-            error,
-            expected="fit() returns a shape or an EagerReason for any batch, from host data",
-            rule="GP12",
-            problem=problem,
-            hook="prepare_replay",
-            help="return an EagerReason where no shape holds the batch, and raise no error",
-        )
-
-
-def _sizes(config: Config) -> list[Problem]:
-    """Return batches of short requests: every small size, the largest shape, one more, and an idle batch.
-
-    In ragged modes also chunks of as many tokens as a verified draft has.
-    """
-    most = config.most_requests
-    sizes = [*range(1, min(most, 9) + 1), most, most + 1]
-    idle = Problem(config.case, [], 0)
-    if config.case.mode is ForwardMode.IDLE:
-        return [idle]
-    chunks = [of_size(config, size, DRAFT_WIDTH) for size in (1, most)] if config.case.mode.is_ragged else []
-    return [*(of_size(config, size) for size in dict.fromkeys(sizes)), *chunks, idle]
-
-
-def _one_token_more(config: Config) -> Problem:
-    """Return the largest batch of a ragged mode with one token more."""
-    shape = config.shapes[-1]
-    return corner(replace(config, capture_shapes=(replace(shape, num_tokens=shape.num_tokens + 1),)))
-
-
-def _smallest(shapes: Sequence[GraphShape], batch: ForwardBatch) -> list[GraphShape]:
-    """Return the smallest captured shapes that hold a batch.
-
-    There are several if shapes differ in two sizes, or in their variant.
-    """
-    fits = [
-        shape
-        for shape in shapes
-        if shape.batch_size >= batch.batch_size
-        and shape.num_tokens >= batch.num_tokens
-        and batch.forward_mode in (shape.mode, ForwardMode.IDLE)
-    ]
-    sizes = [(shape.batch_size, shape.num_tokens) for shape in fits]
-    return [
-        shape
-        for shape, (bs, tokens) in zip(fits, sizes, strict=True)
-        if not any(other != (bs, tokens) and other[0] <= bs and other[1] <= tokens for other in sizes)
-    ]
-
-
-def _planned(lane: UnderTest, rig: Subject, shapes: Sequence[GraphShape]) -> Findings:
-    """Check that the runner's shapes are captured and cover the largest step."""
-    planned = rig.planned
-    if set(planned) != set(shapes) or len(set(shapes)) != len(shapes):
-        yield lane.finding(
-            "GP12",
-            field="shapes()",
-            expected=f"every shape captured once: {', '.join(map(str, planned))}",
-            actual=", ".join(map(str, shapes)),
-            help="return the same shapes from every call of shapes(), each once",
-        )
-    if lane.kind == "runner" and not lane.config.case.mode.is_ragged:
-        yield from _default_shapes(lane, rig)
-
-
-def _default_shapes(lane: UnderTest, rig: Subject) -> Findings:
-    """Check that the runner's default shapes cover the largest step, or end at one fixed cap."""
-    capture_sizes: dict[int, list[int]] = {}
-    each = lane.config.case.rows_per_request
-    for most in (each * number for number in MOST):
-        try:
-            own = lane.default_shapes(most)
-        except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
-            yield lane.of_error(
-                error,
-                expected=f"shapes for steps of {most} requests",
-                rule="GP12",
-                help="support every limits.max_bs from 1 up in shapes()",
-            )
-            return
-        if own:
-            capture_sizes[most] = [shape.batch_size for shape in own]
-    cap = max((size for sizes in capture_sizes.values() for size in sizes), default=0)
-    for most, sizes in capture_sizes.items():
-        reach = min(most, cap)
-        if max(sizes, default=0) != reach or min(sizes, default=0) < each:
-            yield lane.finding(
-                "GP12",
-                field=f"the default capture sizes for max_bs = {most}",
-                expected=f"sizes from 1 up, the largest {reach}: every step can be replayed",
-                actual=str(sizes),
-                help="append max_bs to the capture sizes",
-            )
-            return
-    yield from _fit_defaults(lane, rig)
-
-
-def _fit_defaults(lane: UnderTest, rig: Subject) -> Findings:
-    """Fit batches of every size to the default capture sizes: each takes the smallest that holds it."""
-    most = _MOST_SIZES * lane.config.case.rows_per_request
-    shapes = lane.default_shapes(most)
-    for problem in of_default_sizes(lane.config, _MOST_SIZES) if shapes else ():
-        batch = rig.batch_of(problem)
-        asked, held_by = lane.fit_default(most, batch), _smallest(shapes, batch)
-        if asked in rig.declines or asked in held_by or (not held_by and isinstance(asked, EagerReason)):
-            continue
-        yield lane.finding(
-            "GP12",
-            hook="prepare_replay",
-            field=f"fit() with the default capture sizes for max_bs = {most}",
-            expected=f"{' or '.join(map(str, held_by))} for {batch.batch_size} requests",
-            actual=str(asked),
-            help="return the smallest captured shape that holds the batch: CaptureSizes.fit()",
-        )
-        return
-
-
-def _in_any_order(lane: UnderTest, rig: Subject) -> Findings:
-    """Fit requests of different lengths in two orders. In mixed batches the order says which ones decode."""
-    problem = short_and_long(lane.config.unbounded)
-    if lane.config.case.mode is ForwardMode.MIXED:
-        return
-    orders = problem, replace(problem, requests=problem.requests[::-1])
-    answers = [_ask(lane, rig, rig.batch_of(each), each) for each in orders]
-    if any(refused is not None for _, refused in answers) or answers[0] == answers[1]:
-        return  # what refuses any batch is found above
-    yield lane.finding(
-        "GP12",
-        hook="prepare_replay",
-        field="fit()",
-        expected=f"one answer for requests in any order: {answers[0][0]}",
-        actual=f"{answers[1][0]} with the requests in reverse",
-        problem=problem,
-        help="look at all requests, such as at the largest of seq_lens_cpu, not at the first or the last",
-    )
-
-
-def _other_kinds(lane: UnderTest, rig: Subject) -> Findings:
-    """Fit batches of other modes and widths: none may take this graph."""
-    problem = of_size(lane.config, 1)
-    batch = rig.batch_of(problem)
-    others = [
-        (f"a batch of this size and of mode {mode.value}", replace(batch, forward_mode=mode))
-        for mode in ForwardMode
-        if mode not in (ForwardMode.IDLE, batch.forward_mode, lane.config.case.lane_mode)
-    ]
-    others += [(what, rig.batch_of(other)) for what, other in of_other_kinds(lane.config)]
-    if batch.batch_size and not batch.forward_mode.is_ragged:
-        twice = {
-            name: getattr(batch, name).repeat_interleave(2, dim=0)
-            for name in ("input_ids", "positions", "out_cache_loc")
-        }
-        mode = lane.config.case.lane_mode  # an idle batch has no tokens
-        doubled = replace(batch, forward_mode=mode, **twice)
-        others.append(("a batch with twice as many tokens per request", doubled))
-    for what, other in others:
-        asked, refused = _ask(lane, rig, other, problem)
-        if refused is not None:
-            yield refused
-        elif isinstance(asked, GraphShape):
-            width = asked.num_tokens // asked.batch_size
-            is_uniform = not asked.mode.is_ragged
-            if asked.mode is other.forward_mode and (not is_uniform or width == other.tokens_per_request):
-                continue
-            yield lane.finding(
-                "GP12",
-                field="fit()",
-                expected=f"an EagerReason for {what}: {asked} was recorded for another kind",
-                actual=str(asked),
-                problem=problem,
-                help="compare the mode, the tokens per request, and everything else that recorded kernels"
-                " depend on, before the size",
-            )
-
-
-def declared_graph_support(lane: UnderTest, _: Drawn) -> Findings:
-    """Check that a lane captures shapes unless its backend or its runner declares no graphs of the mode."""
-    if lane.captures_nothing and lane.no_graphs_declared is None:
-        support = lane.graph_support
-        yield lane.finding(
-            "GP12",
-            field="shapes()" if lane.kind == "runner" else "capabilities.graph_support",
-            expected=f"graphs of {lane.config.case}: declared graph support is {support.value!r}",
-            actual="the runner has no shape to capture",
-            help="return the shapes to capture from shapes(), or declare needs = GraphSupport.NEVER"
-            if lane.kind == "runner"
-            else "declare only the graph support that the kernels have",
-        )
-
-
-# -- ranks -------------------------------------------------------------------------------------------
-
-
-def ranks_agree(lane: UnderTest, steps: Drawn) -> Findings:
+def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture and step as each rank: shapes, recorded work and gathered rows must be equal.
 
     In lanes with optional fields also as the last of some ranks that do not gather: it has all rows.
     """
     config = lane.config
     counted = lane.like(replace(config, counts=True))
-    together = counted if config.case.width is None else _with_room(counted)  # for one request too many
+    together = counted if config.case.width is None else with_room(counted)  # for one request too many
     yield from _as_ranks(lane, together, range(config.ranks), (steps.padded, steps.small, steps.idle))
     if config.fields:
         alone = lane.like(replace(config, counts=True, gathers=False))
@@ -388,7 +73,7 @@ def ranks_agree(lane: UnderTest, steps: Drawn) -> Findings:
 
 
 def _as_ranks(
-    lane: UnderTest, counted: UnderTest, numbers: Sequence[int], problems: Sequence[Problem]
+    lane: LaneUnderTest, counted: LaneUnderTest, numbers: Sequence[int], problems: Sequence[Problem]
 ) -> Findings:
     """Capture and step as some ranks.
 
@@ -398,7 +83,7 @@ def _as_ranks(
         numbers: The ranks.
         problems: The batches.
     """
-    rigs: dict[int, Subject] = {}
+    rigs: dict[int, Rig] = {}
     at_capture: list[Finding] = []
     ranks = lane.config.ranks
     for rank in numbers:
@@ -444,7 +129,7 @@ def _as_rank(rank: int, ranks: int) -> AbstractContextManager[object]:
     return get_parallel().override(attn_tp_rank=rank, attn_tp_size=ranks)
 
 
-def _captures(lane: UnderTest) -> bool:
+def _captures(lane: LaneUnderTest) -> bool:
     """Return whether a single rank captures a lane."""
     try:
         with get_parallel().override(attn_tp_rank=0, attn_tp_size=1):
@@ -461,7 +146,7 @@ _COUNTED_HELP = (
 
 
 @torch.inference_mode()
-def _captured_counts(lane: UnderTest, rank: int, rig: Subject) -> Findings:
+def _captured_counts(lane: LaneUnderTest, rank: int, rig: Rig) -> Findings:
     """Capture, and check that the count of live tokens is that of a replay of the same dummy."""
     counts: list[torch.Tensor | None] = []
 
@@ -488,7 +173,7 @@ def _captured_counts(lane: UnderTest, rank: int, rig: Subject) -> Findings:
             return
 
 
-def _without_count(lane: UnderTest, problem: Problem) -> Finding:
+def _without_count(lane: LaneUnderTest, problem: Problem) -> Finding:
     return lane.finding(
         "GP05",
         hook="populate",
@@ -500,7 +185,7 @@ def _without_count(lane: UnderTest, problem: Problem) -> Finding:
     )
 
 
-def _same_captures(lane: UnderTest, rigs: Sequence[Subject]) -> Findings:
+def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
     for rank, rig in enumerate(rigs[1:], 1):
         orders = [each.captured for each in (rigs[0], rig)]
         if orders[0] != orders[1]:
@@ -556,7 +241,7 @@ def _sizes_of(call: TracedCall) -> str:
 
 
 def _same_steps(
-    plain: UnderTest, lane: UnderTest, rigs: Mapping[int, Subject], problems: Sequence[Problem]
+    plain: LaneUnderTest, lane: LaneUnderTest, rigs: Mapping[int, Rig], problems: Sequence[Problem]
 ) -> Findings:
     """Step all ranks of a tensor-parallel group with one batch: each rank has a share of the padded rows.
 
@@ -606,9 +291,9 @@ def _same_steps(
 
 
 def _compare_rows(
-    plain: UnderTest,
-    lane: UnderTest,
-    rig: Subject,
+    plain: LaneUnderTest,
+    lane: LaneUnderTest,
+    rig: Rig,
     rank: int,
     step: StepRecord,
     problems: Sequence[Problem],
@@ -631,7 +316,7 @@ def _compare_rows(
         )
 
 
-def _is_right_alone(lane: UnderTest, problems: Sequence[Problem]) -> bool:
+def _is_right_alone(lane: LaneUnderTest, problems: Sequence[Problem]) -> bool:
     """Return whether a single rank in a new lane runs all batches, and the last one right."""
     with get_parallel().override(attn_tp_rank=0, attn_tp_size=1):
         try:
@@ -643,13 +328,13 @@ def _is_right_alone(lane: UnderTest, problems: Sequence[Problem]) -> bool:
         return is_right(lane, rig, problems[-1], may_decline=True) and _has_count(rig, problems[-1])
 
 
-def _has_count(rig: Subject, problem: Problem) -> bool:
+def _has_count(rig: Rig, problem: Problem) -> bool:
     """Return whether the view of a batch counts all its tokens, if it counts tokens."""
     count = rig.step(problem, may_decline=True).leaves.get(f"view.{COUNT}")
     return count is None or int(count.value) == len(problem.tokens)
 
 
-def _share(lane: UnderTest, rank: int, step: StepRecord, problems: Sequence[Problem]) -> Findings:
+def _share(lane: LaneUnderTest, rank: int, step: StepRecord, problems: Sequence[Problem]) -> Findings:
     """Check the counts of tokens of a replay on a rank: its own live ones, and those that ranks gather.
 
     A count of live tokens that is wrong for a single rank too breaks GP05.
@@ -678,7 +363,7 @@ def _share(lane: UnderTest, rank: int, step: StepRecord, problems: Sequence[Prob
             )
 
 
-def _groups(lane: UnderTest, rig: Subject) -> list[list[Problem]]:
+def _groups(lane: LaneUnderTest, rig: Rig) -> list[list[Problem]]:
     """Return unequal batches of data-parallel ranks, each of which alone takes the right graph."""
     config = lane.config
     if config.case.width is None:
@@ -692,14 +377,14 @@ def _groups(lane: UnderTest, rig: Subject) -> list[list[Problem]]:
             [of_size(config, size) if size else Problem(config.case, [], 0) for size in sizes]
             for sizes in (*requests, requests[0][::-1])
         ]
-    declined = next(filter(lane.declined, (corner(config.unbounded), *_sizes(config))), None)
+    declined = next(filter(lane.declined, (corner(config.unbounded), *batches_of_every_size(config))), None)
     if declined is not None:
         groups += [[declined, *[of_size(config, config.most_requests)] * (config.ranks - 1)]]
     # another graph without other ranks too is a finding of `graph_choice`
     return [group for group in groups if not any(_takes_another_graph(rig, problem) for problem in group)]
 
 
-def _uneven(lane: UnderTest, rigs: Sequence[Subject]) -> Findings:
+def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
     """Step data-parallel ranks with unequal batches: all replay the shape of the largest."""
     if lane.config.case.mode is ForwardMode.IDLE:
         return
@@ -729,7 +414,7 @@ def _uneven(lane: UnderTest, rigs: Sequence[Subject]) -> Findings:
         yield from _of_answers(lane, rigs[0], together, answers)
 
 
-def _uneven_by_default(lane: UnderTest, rig: Subject) -> Findings:
+def _uneven_by_default(lane: LaneUnderTest, rig: Rig) -> Findings:
     """Fit unequal batches of ranks by a runner's default settings: in ragged modes they may limit padding."""
     if lane.kind != "runner" or lane.config.case.width is not None:
         return
@@ -737,15 +422,15 @@ def _uneven_by_default(lane: UnderTest, rig: Subject) -> Findings:
         together = tuple(len(problem.tokens) for problem in group)
         batches = [replace(rig.batch_of(problem), global_num_tokens_cpu=together) for problem in group]
         try:
-            answers = [lane.fit_default(_MOST_SIZES, batch) for batch in batches]
+            answers = [lane.fit_default(MOST_SIZES, batch) for batch in batches]
         except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
             return  # a finding of `graph_choice`
         yield from _of_answers(lane, rig, together, answers)
 
 
 def _of_answers(
-    lane: UnderTest,
-    rig: Subject,
+    lane: LaneUnderTest,
+    rig: Rig,
     together: tuple[int, ...],
     answers: Sequence[GraphShape | EagerReason | None],
 ) -> Findings:
@@ -773,13 +458,13 @@ def _of_ranks(config: Config, *sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
     return [(*two, *islice(cycle((0, 1)), config.ranks - len(two))) for two in sizes]
 
 
-def _takes_another_graph(rig: Subject, problem: Problem) -> bool:
+def _takes_another_graph(rig: Rig, problem: Problem) -> bool:
     """Return whether a batch alone is fitted to another shape than the smallest that holds it."""
     batch = rig.batch_of(problem)
     try:
         asked = rig.fit(batch)
     except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
         return True
-    held_by = _smallest(rig.captured, batch)
+    held_by = smallest_holding(rig.captured, batch)
     is_shape = isinstance(asked, GraphShape) or bool(held_by)
     return asked not in held_by and is_shape and asked not in rig.declines

@@ -1,6 +1,6 @@
-"""`StepRecord`: what one step of a subject read and gave. `Leaf`: one tensor that it read.
+"""`StepRecord`: what one step of a rig read and gave. `Leaf`: one tensor that it read.
 
-Does not: run a step, or compare two; see `graphpact_conformance.subject.under_test` and ``experiments``.
+Does not: run a step, or compare two; see `graphpact_conformance.lane.lane_under_test` and ``experiments``.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,7 +13,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import BoundSlot
 from graphpact.errors import Breach
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_conformance.world.problems import Problem
+from graphpact_conformance.draws.problems import Problem
 
 NAN = float("nan")
 

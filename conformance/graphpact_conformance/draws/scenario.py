@@ -21,8 +21,11 @@ from graphpact import Capabilities, ForwardMode, GraphShape
 from graphpact.attention import DraftLimits
 from graphpact.errors import UsageError
 from graphpact_cli.files import read_file
-from graphpact_conformance.world.lanes import VOCAB, Case, Config, allows, configs_of
-from graphpact_conformance.world.problems import Declines, Drawn, Problem, ProblemRequest, Token, draw
+from graphpact_conformance.draws.batches import Declines, Drawn, draw
+from graphpact_conformance.draws.cases import Case
+from graphpact_conformance.draws.choice import allows, configs_of
+from graphpact_conformance.draws.lanes import VOCAB, Config
+from graphpact_conformance.draws.problems import Problem, ProblemRequest, Token
 
 MOST_BYTES, MOST_STEPS, MOST_LANES = 2**26, 1000, 32
 MOST_CONTEXT, MOST_SLOTS, MOST_ROWS, MOST_TOKENS = 2**13, 2**18, 2**10, 2**12

@@ -9,7 +9,7 @@ Does not: know batches.
 """
 
 import mmap
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -17,9 +17,9 @@ import torch
 
 from graphpact.attention import kv_tensors
 from graphpact.tensors import same
-from graphpact_conformance.subject.records import NAN
-from graphpact_conformance.world.lanes import Config
-from graphpact_conformance.world.problems import Problem
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.records.steps import NAN
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # the module has it since Python 3.13
 
@@ -118,6 +118,18 @@ class KvMemory:
         """Return rows of a tensor of `contents` in words, and the KV slots that they are."""
         slots = tuple(map(self.slot_at, rows))
         return f"{name} in KV slots {[*slots[:8]]}", slots
+
+    def right_beside_kv(
+        self, problem: Problem, caches: Mapping[str, torch.Tensor]
+    ) -> dict[str, torch.Tensor]:
+        """Return the right contents of other memory than keys and values after a step; none here.
+
+        Args:
+            problem: The step, with rows of ``caches`` in place of KV slots.
+            caches: The right keys and values after it, as in `contents`.
+        """
+        del problem, caches
+        return {}
 
     def compact(self, problem: Problem) -> Problem:
         """Return a problem with the rows of `contents` in place of KV slots, for the oracle."""

@@ -14,7 +14,7 @@
 A batch has a value for every optional field with a slot (`drawn`). Where a slot is declared optional, some
 batches lack the field, and stand for the slot's initial value (`completed`).
 
-Does not: draw the fields that every batch of a mode has; see `graphpact_conformance.world.problems`.
+Does not: draw the fields that every batch of a mode has; see `graphpact_conformance.draws.problems`.
 """
 
 import zlib
@@ -26,8 +26,8 @@ import torch
 
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot
-from graphpact_conformance.world.lanes import VOCAB, Config
-from graphpact_conformance.world.problems import Problem
+from graphpact_conformance.draws.lanes import VOCAB, Config
+from graphpact_conformance.draws.problems import Problem
 
 ENCODER = 40
 """The most tokens of an encoder's input in the suite's batches."""

@@ -14,7 +14,7 @@ BATCHES = (
     ' steps. "after new tokens none, 0" gives the parent of each token of a draft tree. "2 drafts accepted"'
     " counts the accepted tokens of a draft extend. Row 0 and the page of slot 0 are scratch."
 )
-"""How `graphpact_conformance.world.problems.Problem.words` writes a batch."""
+"""How `graphpact_conformance.draws.problems.Problem.words` writes a batch."""
 
 LANES = (
     "A lane is one backend and one runner in one configuration. Its name is KIND-pageN-HEADS-DTYPE, such as"

@@ -1,5 +1,7 @@
 """What a raised error says: its causes, its rule, the value that it lacks, and its message in one line.
 
+`CannotCaptureError` and `DeclinedError` end an experiment early: there is no graph, or no replay.
+
 Does not: decide whether an error breaks a rule.
 """
 
@@ -7,6 +9,7 @@ from collections.abc import Iterator
 
 from graphpact.errors import ConfigError, GraphpactError
 from graphpact.plugin_calls import place_of
+from graphpact.shapes import EagerReason
 from graphpact_conformance.rules import RULES
 
 
@@ -22,6 +25,21 @@ class NeedsValueError(ConfigError):
     def __init__(self, path: str, message: str, *, hint: str) -> None:
         super().__init__(message, hint=hint)
         self.path = path
+
+
+class CannotCaptureError(Exception):
+    """A lane could not be captured, so experiments that need its graphs cannot run."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__(message_of(error))
+        self.error = error
+
+
+class DeclinedError(Exception):
+    """The runner left a batch to an eager step, with a declared reason; an experiment needs a replay."""
+
+    def __init__(self, reason: EagerReason) -> None:
+        super().__init__(f"the runner leaves this batch to an eager step: {reason}")
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:

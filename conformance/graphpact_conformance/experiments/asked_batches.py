@@ -1,6 +1,6 @@
-"""Batches of other kinds than a lane's, and default capture sizes: what `GraphRunner.fit` is asked.
+"""The batches that `GraphRunner.fit` is asked for: of every size, of other kinds, of default capture sizes.
 
-Does not: ask; see `graphpact_conformance.experiments.dispatch`.
+Does not: ask; see `graphpact_conformance.experiments.graph_choice`.
 """
 
 from collections.abc import Iterator
@@ -8,8 +8,10 @@ from dataclasses import replace
 
 from graphpact.batch import ForwardMode
 from graphpact.shapes import GraphShape
-from graphpact_conformance.world.lanes import CASES, DRAFT_WIDTH, Config
-from graphpact_conformance.world.problems import Problem, of_size
+from graphpact_conformance.draws.batches import corner, of_size
+from graphpact_conformance.draws.cases import CASES, DRAFT_WIDTH
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.problems import Problem
 
 MOST = (*range(1, 258), 301)
 """Values of max_bs for which runners are asked for their shapes: every multiple of a step of sizes, and its
@@ -48,3 +50,23 @@ def of_default_sizes(config: Config, most: int) -> Iterator[Problem]:
     for size in sorted({*range(1, 9), *beside, most}):
         if size <= most:
             yield Problem(whole.case, whole.requests[:size], whole.seed)
+
+
+def batches_of_every_size(config: Config) -> list[Problem]:
+    """Return batches of short requests: every small size, the largest shape, one more, and an idle batch.
+
+    In ragged modes also chunks of as many tokens as a verified draft has.
+    """
+    most = config.most_requests
+    sizes = [*range(1, min(most, 9) + 1), most, most + 1]
+    idle = Problem(config.case, [], 0)
+    if config.case.mode is ForwardMode.IDLE:
+        return [idle]
+    chunks = [of_size(config, size, DRAFT_WIDTH) for size in (1, most)] if config.case.mode.is_ragged else []
+    return [*(of_size(config, size) for size in dict.fromkeys(sizes)), *chunks, idle]
+
+
+def one_token_more(config: Config) -> Problem:
+    """Return the largest batch of a ragged mode with one token more."""
+    shape = config.shapes[-1]
+    return corner(replace(config, capture_shapes=(replace(shape, num_tokens=shape.num_tokens + 1),)))

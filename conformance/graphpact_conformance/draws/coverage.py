@@ -1,6 +1,6 @@
 """What a run drew: the values of each dimension that its lanes had.
 
-Does not: choose lanes; see `graphpact_conformance.world.lanes`.
+Does not: choose lanes; see `graphpact_conformance.draws.lanes`.
 """
 
 from collections.abc import Iterable
@@ -8,8 +8,9 @@ from typing import Any
 
 import torch
 
+from graphpact_conformance.draws.choice import dimensions
+from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.merge import Values, joined
-from graphpact_conformance.world.lanes import Config, dimensions
 
 HIGH_PAGE = 2**15
 """The first page whose number does not fit into 16 bits."""

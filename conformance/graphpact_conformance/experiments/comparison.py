@@ -1,12 +1,12 @@
-"""`Experiment`, and the comparison of the results of two steps.
+"""Comparisons of the results of two steps, and of a step with the oracle; edits of what a replay reads.
 
 Does not: check a rule.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import torch
 
@@ -14,105 +14,16 @@ from graphpact.batch import ForwardBatch
 from graphpact.errors import Breach
 from graphpact.pact import walk
 from graphpact.tensors import equal
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.experiment import Findings
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
+from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.model import ROWS_OF_PASS
 from graphpact_conformance.oracle import Answer
+from graphpact_conformance.records.raised import CannotCaptureError, same_error
+from graphpact_conformance.records.steps import Leaf, Ready, StepRecord, Undo
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.global_state import Call
-from graphpact_conformance.subject.raised import same_error
-from graphpact_conformance.subject.records import Leaf, Ready, StepRecord, Undo
-from graphpact_conformance.subject.under_test import (
-    CannotCaptureError,
-    DeclinedError,
-    Subject,
-    UnderTest,
-    Way,
-)
-from graphpact_conformance.world.problems import Problem
 from graphpact_tape.writes import write
-
-Scope = Literal["attention_backend", "runner"]
-Findings = Iterator[Finding]
-
-
-@dataclass(frozen=True)
-class Experiment:
-    """One procedure of the suite on a lane.
-
-    Args:
-        name: Its name in reports.
-        examines: Ids of the rules that it checks. Its findings have one of these rules, or none.
-        run: ``(lane, steps) -> findings``: the procedure, for `Drawn` or a recorded sequence of batches.
-        scopes: The kinds of plugins that it checks.
-        repeats: Whether more batches show more. An experiment without `repeats` runs once per lane.
-        depth: The lanes that it runs in: ``lightest`` in all; ``light`` in all but the lanes of a quick run
-            that differ from a full lane only in sizes; ``full`` in no lane that differs only in sizes.
-        in_pairs: Whether it runs for a pair of a backend and a runner, and for a backend below eager
-            attention.
-        of_fields: Whether it runs in lanes that differ from others only in the fields of their batches, and
-            in every lane with optional fields of a runner, which declares their slots.
-        of_kinds: Whether it runs in the plain lane of every kind of step, also in a quick run.
-        of_long: Whether it runs in every lane of a long context, also in a quick run.
-        needs_graphs: Whether it runs only in lanes that capture.
-        of_recordings: Whether it takes the whole sequence of a recorded lane, and runs in no other lane.
-        names_rules: Whether it runs also in a lane that is too light for its depth, after a finding there: a
-            wrong output shows no rule, and it names the rule and the field.
-        explains_captures: Whether it runs also in every lane that cannot be captured, and says why.
-        reuses: Whether it begins with the captures of the experiment before, if that one found nothing. What
-            it finds then is found again with new ones, or does not count.
-    """
-
-    name: str
-    examines: tuple[str, ...]
-    run: Callable[[UnderTest, Any], Findings]
-    scopes: frozenset[Scope] = frozenset({"attention_backend", "runner"})
-    repeats: bool = False
-    depth: Literal["lightest", "light", "full"] = "full"
-    in_pairs: bool = False
-    of_fields: bool = False
-    of_kinds: bool = False
-    of_long: bool = False
-    needs_graphs: bool = True
-    of_recordings: bool = False
-    names_rules: bool = False
-    explains_captures: bool = False
-    reuses: bool = False
-
-    @property
-    def about(self) -> str:
-        """The first line of its docstring."""
-        return (self.run.__doc__ or "").strip().splitlines()[0]
-
-    def listed(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Return the findings of the rules that it examines, and those without a rule."""
-        return [finding for finding in findings if finding.rule in (None, *self.examines)]
-
-    def findings(self, lane: UnderTest, steps: Sequence[Problem]) -> "Found":
-        """Run it, and return its findings, those before an error included."""
-        found: list[Finding] = []
-        try:
-            with lane.watch.during(Call(f"other calls in {self.name}")):
-                for finding in self.run(lane, steps):
-                    found.append(finding)  # noqa: PERF402  those before an error count
-        except DeclinedError as declined:
-            return Found(found, declined=str(declined))
-        except Exception as error:  # noqa: BLE001  of the plugin or of the suite; the caller tells which
-            return Found(found, error=error)
-        return Found(found)
-
-
-class Found(NamedTuple):
-    """What an experiment found.
-
-    Args:
-        findings: Its findings.
-        declined: Why it ended early, if the runner declined a batch that it needs.
-        error: The error that ended it early.
-    """
-
-    findings: list[Finding]
-    declined: str | None = None
-    error: Exception | None = None
-
 
 # -- comparing ---------------------------------------------------------------------------------------
 
@@ -130,13 +41,13 @@ def tolerance_of(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, _DEFAULT_TOLERANCE)
 
 
-def tolerance_in(rig: Subject, output: str | None = None) -> float:
+def tolerance_in(rig: Rig, output: str | None = None) -> float:
     """Return the allowed error of an output, or of the KV cache after the last pass, against float64.
 
     A pass that reads results of the passes before it adds its rounding to theirs.
 
     Args:
-        rig: The subject.
+        rig: The rig.
         output: Name of the output; None for the KV cache.
     """
     passes = rig.config.case.num_steps if rig.feeds_itself else 1
@@ -156,7 +67,7 @@ def same_tensors(a: Rows | None, b: Rows | None) -> bool:
     return a.keys() == b.keys() and all(equal(tensor, b[name]) for name, tensor in a.items())
 
 
-def first_off(rig: Subject, rows: Rows, expected: Rows) -> tuple[str, torch.Tensor] | None:
+def first_off(rig: Rig, rows: Rows, expected: Rows) -> tuple[str, torch.Tensor] | None:
     """Return the first output, in the order of passes, that is wrong by more than rounding, and its error."""
     for name in sorted(expected, key=lambda n: (n != "rows", not n.startswith(ROWS_OF_PASS))):
         off = excess(rows[name], expected[name], tolerance_in(rig, name))
@@ -214,7 +125,7 @@ class Difference:
     slots: tuple[int, ...] = ()
 
 
-def differences(rig: Subject, step: StepRecord, answer: Answer) -> list[Difference]:
+def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
     """Return the differences between a step without error and the oracle's answer."""
     found = []
     rows = step.rows
@@ -256,8 +167,8 @@ def differences(rig: Subject, step: StepRecord, answer: Answer) -> list[Differen
 
 
 def wrong_results(
-    lane: UnderTest,
-    rig: Subject,
+    lane: LaneUnderTest,
+    rig: Rig,
     step: StepRecord,
     *,
     what: str,
@@ -288,8 +199,8 @@ def wrong_results(
 
 
 def faults(
-    lane: UnderTest,
-    rig: Subject,
+    lane: LaneUnderTest,
+    rig: Rig,
     step: StepRecord,
     *,
     rule: str,
@@ -302,7 +213,7 @@ def faults(
 
     Args:
         lane: What is tested.
-        rig: The subject that did the step.
+        rig: The rig that did the step.
         step: The step.
         rule: The rule.
         expected: The expected property.
@@ -318,7 +229,7 @@ def faults(
 
 
 def is_right(
-    lane: UnderTest, rig: Subject, problem: Problem, *, eagerly: bool = False, may_decline: bool = False
+    lane: LaneUnderTest, rig: Rig, problem: Problem, *, eagerly: bool = False, may_decline: bool = False
 ) -> bool:
     """Return whether a step of a batch ends without error and agrees with the oracle.
 
@@ -330,7 +241,7 @@ def is_right(
     return not differences(rig, step, lane.answer(rig, problem))
 
 
-def strict_rig(lane: UnderTest, way: Way = "graph") -> Subject | None:
+def strict_rig(lane: LaneUnderTest, way: Way = "graph") -> Rig | None:
     """Return a strict lane; None if it cannot be captured, which is a finding of ``captures``."""
     try:
         return lane.guarded(way)
@@ -377,7 +288,7 @@ def put(mask: torch.Tensor, value: torch.Tensor | float) -> TensorEdit:
 
 
 def matters(
-    rig: Subject,
+    rig: Rig,
     base: StepRecord,
     leaf: Leaf,
     mask: torch.Tensor,

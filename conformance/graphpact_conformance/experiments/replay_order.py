@@ -18,8 +18,9 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import PactBreach, PoisonError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import equal
-from graphpact_conformance.experiments.base import (
-    Findings,
+from graphpact_conformance.draws.batches import Drawn, corner, of_size
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.comparison import (
     is_right,
     same_step,
     same_tensors,
@@ -27,17 +28,14 @@ from graphpact_conformance.experiments.base import (
     strict_rig,
     wrong_results,
 )
+from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.parity import of_breaches
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.lane.snapshots import reset_slot
+from graphpact_conformance.records.raised import message_of, rule_of
+from graphpact_conformance.records.steps import StepRecord
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.raised import message_of, rule_of
-from graphpact_conformance.subject.records import StepRecord
-from graphpact_conformance.subject.under_test import (
-    Subject,
-    UnderTest,
-    Way,
-    reset_slot,
-)
-from graphpact_conformance.world.problems import Drawn, Problem, corner, of_size
 from graphpact_tape.writes import write
 
 GUARDED = (
@@ -63,7 +61,7 @@ GUARDED = (
 """The rules that errors of a strict lane, its pact and kernels can name."""
 
 
-def guarded(lane: UnderTest, steps: Drawn) -> Findings:
+def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay batches in a strict lane, over poison, with a pact check of every replay."""
     exact, small, idle, padded, *others = steps
     for way in lane.ways:
@@ -83,7 +81,7 @@ def guarded(lane: UnderTest, steps: Drawn) -> Findings:
             break
 
 
-def _unwritten_rows(lane: UnderTest, way: Way, step: StepRecord) -> Findings:
+def _unwritten_rows(lane: LaneUnderTest, way: Way, step: StepRecord) -> Findings:
     """Yield a finding if padding rows of attention are NaN: kernels left memory of the graph unwritten.
 
     Live rows are right. But models take scales over all rows, and one NaN spoils every row then. What is NaN
@@ -113,7 +111,7 @@ def _not_a_number(step: StepRecord) -> tuple[torch.Tensor, torch.Tensor]:
     return rows, rows[len(step.problem.tokens) :].isnan().any(dim=1)
 
 
-def _of_strict_error(lane: UnderTest, step: StepRecord, *, has_padding: bool) -> Findings:
+def _of_strict_error(lane: LaneUnderTest, step: StepRecord, *, has_padding: bool) -> Findings:
     """Yield findings about a step that failed in a strict lane."""
     error = step.error
     assert error is not None  # noqa: S101  it failed
@@ -151,7 +149,7 @@ _SPREAD_HELP = (
 )
 
 
-def interleaved(lane: UnderTest, steps: Drawn) -> Findings:
+def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay a batch cold, after one of the same shape, and after one of another shape: equal bits."""
     exact, small, _, padded = steps[:4]
     rig = lane.rig()
@@ -181,8 +179,8 @@ def interleaved(lane: UnderTest, steps: Drawn) -> Findings:
 
 
 def _of_other_results(
-    lane: UnderTest,
-    rig: Subject,
+    lane: LaneUnderTest,
+    rig: Rig,
     before: Problem,
     pair: tuple[StepRecord, StepRecord],
     memory: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
@@ -230,7 +228,7 @@ def _of_other_results(
     )
 
 
-def _at_fault(rig: Subject, before: Problem, first: StepRecord, used: dict[str, torch.Tensor]) -> str | None:
+def _at_fault(rig: Rig, before: Problem, first: StepRecord, used: dict[str, torch.Tensor]) -> str | None:
     """Return the memory that gives the results of the first replay if it has the contents of that replay.
 
     Args:
@@ -256,7 +254,7 @@ def _at_fault(rig: Subject, before: Problem, first: StepRecord, used: dict[str, 
     return None
 
 
-def _captured_for(lane: UnderTest, rig: Subject, problem: Problem) -> Subject:
+def _captured_for(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Rig:
     """Return a new lane that captured the shape of a batch alone; all shapes for a batch without one."""
     shape = rig.fit(rig.batch_of(problem))
     fresh = lane.build(capture=not isinstance(shape, GraphShape))
@@ -265,18 +263,18 @@ def _captured_for(lane: UnderTest, rig: Subject, problem: Problem) -> Subject:
     return fresh
 
 
-def _comes_by_slots(lane: UnderTest, rig: Subject, before: Problem, problem: Problem) -> bool:
+def _comes_by_slots(lane: LaneUnderTest, rig: Rig, before: Problem, problem: Problem) -> bool:
     """Return whether the difference comes from slots that each step has to write, a finding of `refresh`."""
     rig.step(before)
     cold = _captured_for(lane, rig, problem).step(problem, fill=reset_slot)
     return _same_real(rig, cold, rig.step(problem, fill=reset_slot))
 
 
-def _same_real(rig: Subject, a: StepRecord, b: StepRecord) -> bool:
+def _same_real(rig: Rig, a: StepRecord, b: StepRecord) -> bool:
     return same_step(a, b, first_slot=rig.config.page_size, padded=False)
 
 
-def repeated(lane: UnderTest, steps: Drawn) -> Findings:
+def repeated(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay one batch three times on the same inputs: outputs and remaining memory must be equal."""
     rig = lane.rig()
     for problem in (steps.padded, steps.small):
@@ -299,8 +297,8 @@ _REPEATS = "equal outputs and equal memory after three replays on the same input
 
 
 def _unarmed(
-    lane: UnderTest,
-    rig: Subject,
+    lane: LaneUnderTest,
+    rig: Rig,
     step: StepRecord,
     changed: Sequence[str],
     expected: str,
@@ -331,11 +329,11 @@ def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 # -- eager activity between replays ------------------------------------------------------------------
 
 
-def survives_eager_activity(lane: UnderTest, steps: Drawn) -> Findings:
+def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Run eager batches of many sizes, clear caches and reuse freed memory between capture and replay."""
     lane = lane.like(replace(lane.config, room=_MORE_SIZES))
     for strict in (True, False):
-        lane.clear_caches()  # graphs of another subject would keep cached tensors alive
+        lane.clear_caches()  # graphs of another rig would keep cached tensors alive
         rig = strict_rig(lane, "graph") if strict else lane.rig()
         if rig is None:
             continue
@@ -354,7 +352,7 @@ def survives_eager_activity(lane: UnderTest, steps: Drawn) -> Findings:
             )
 
 
-def _moved(lane: UnderTest, step: StepRecord) -> Findings:
+def _moved(lane: LaneUnderTest, step: StepRecord) -> Findings:
     """Yield findings for attributes that a graph reads and the backend has replaced."""
     for breach in step.breaches:
         if breach.path.startswith("backend."):
@@ -379,14 +377,14 @@ _MORE_SIZES = 24
 """Requests beyond the largest shape: so many more sizes have eager steps of their own."""
 
 
-def _run_eager_activity(lane: UnderTest, rig: Subject, *, every_size: bool) -> None:
+def _run_eager_activity(lane: LaneUnderTest, rig: Rig, *, every_size: bool) -> None:
     """Do what engines do between two steps: clear caches, reuse freed memory, run eager batches.
 
     Args:
         lane: What is tested.
-        rig: The subject whose graphs are replayed afterwards.
+        rig: The rig whose graphs are replayed afterwards.
         every_size: Whether to run a batch of every size that the limits allow, or of a few. Caches of tensors
-            by size evict then what a graph reads. Only a strict subject frees it.
+            by size evict then what a graph reads. Only a strict rig frees it.
     """
     lane.clear_caches()
     gc.collect(1)  # collecting all generations would take longer than the rest of the experiment
@@ -404,7 +402,7 @@ def _run_eager_activity(lane: UnderTest, rig: Subject, *, every_size: bool) -> N
     del junk
 
 
-def _run_every_size(rig: Subject, whole: Problem) -> None:
+def _run_every_size(rig: Rig, whole: Problem) -> None:
     """Run the first requests of a batch eagerly, in every number; other experiments report errors."""
     rig.load(whole)
     for count in range(1, len(whole.requests)):
@@ -413,7 +411,7 @@ def _run_every_size(rig: Subject, whole: Problem) -> None:
             rig.run(rig.batch_of(some), eagerly=True)
 
 
-def _run_other_mode(lane: UnderTest) -> None:
+def _run_other_mode(lane: LaneUnderTest) -> None:
     """Run a batch of another mode without a graph, as prefill does beside decode.
 
     Errors are findings of that mode.
@@ -428,7 +426,7 @@ def _run_other_mode(lane: UnderTest) -> None:
 # -- many captures -----------------------------------------------------------------------------------
 
 
-def smallest_first(lane: UnderTest, steps: Drawn) -> Findings:
+def smallest_first(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture the smallest shape first, and replay: the order of captures must have no effect."""
     usual = lane.rig()
     try:
@@ -459,7 +457,7 @@ def smallest_first(lane: UnderTest, steps: Drawn) -> Findings:
         return  # not deterministic otherwise, a finding of `repeated`
 
 
-def _freed_upwards(lane: UnderTest, problems: Sequence[Problem]) -> Findings:
+def _freed_upwards(lane: LaneUnderTest, problems: Sequence[Problem]) -> Findings:
     """Replay in a strict rig, captured upwards: what a later capture grows, an earlier graph still reads.
 
     A plain tape keeps all memory that its graphs use; a strict one and CUDA graphs do not.
@@ -489,7 +487,7 @@ _GROWS = (
 
 
 @torch.inference_mode()
-def _captured_upwards(lane: UnderTest, *, guarded: bool = False) -> Subject:
+def _captured_upwards(lane: LaneUnderTest, *, guarded: bool = False) -> Rig:
     """Return a new rig that captured its shapes from the smallest to the largest."""
     rig = lane.build(guarded=guarded, capture=False)
     for shape in rig.planned:

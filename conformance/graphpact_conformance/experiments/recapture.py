@@ -1,8 +1,8 @@
-"""The life of a lane in an engine: captured again, beside other lanes, on memory that the engine rewrites.
+"""A lane later in an engine: captured again, beside other lanes, on memory that the engine rewrites.
 
 GP02, GP09, GP10, GP15, GP16, GP19. Each experiment does what the contract allows an engine to do.
 
-Does not: run eager batches of many sizes between replays; see `graphpact_conformance.experiments.order`.
+Does not: run eager batches of many sizes between replays; see ``replay_order``.
 """
 
 import contextlib
@@ -15,18 +15,21 @@ from graphpact.batch import ForwardBatch
 from graphpact.errors import ReplayError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import equal
-from graphpact_conformance.experiments.base import Findings, faults, is_right, same_tensors, strict_rig
+from graphpact_conformance.draws.batches import Drawn, corner, neighbours, of_size
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.comparison import faults, is_right, same_tensors, strict_rig
+from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.refresh import hook_of, is_plan
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.records.steps import StepRecord, copies
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.records import StepRecord, copies
-from graphpact_conformance.subject.under_test import Subject, UnderTest
-from graphpact_conformance.world.problems import Drawn, Problem, corner, neighbours, of_size
 from graphpact_tape.poison import poison
 
 # -- captured again ----------------------------------------------------------------------------------
 
 
-def captured_again(lane: UnderTest, steps: Drawn) -> Findings:
+def captured_again(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture again: after a long step, after a short one and `Lane.close`, one shape alone; then replay."""
     rig = strict_rig(lane)
     if rig is None:
@@ -67,7 +70,7 @@ _AGAIN = (
 # -- rewritten ---------------------------------------------------------------------------------------
 
 
-def rewritten_memory(lane: UnderTest, steps: Drawn) -> Findings:
+def rewritten_memory(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Rewrite a batch after its step, prepare the next step while outputs are held, and write weights."""
     lane = lane.with_sinks()
     rig = strict_rig(lane)
@@ -80,7 +83,7 @@ def rewritten_memory(lane: UnderTest, steps: Drawn) -> Findings:
 
 
 @torch.inference_mode()
-def _batch_rewritten(lane: UnderTest, rig: Subject, steps: Drawn) -> Findings:
+def _batch_rewritten(lane: LaneUnderTest, rig: Rig, steps: Drawn) -> Findings:
     """Rewrite every tensor of a batch after its step; hold its outputs until the next replay."""
     first, other, last = steps.exact, steps.small, steps.padded
     batch = rig.batch_of(first)
@@ -119,7 +122,7 @@ def _batch_rewritten(lane: UnderTest, rig: Subject, steps: Drawn) -> Findings:
 
 
 @torch.inference_mode()
-def _batch_reused(lane: UnderTest, rig: Subject, problem: Problem) -> Findings:
+def _batch_reused(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
     """Step with the tensors of one batch, which the engine fills with the next batch's values.
 
     A batch that lacks one of the fields, or has one more, has tensors of its own.
@@ -147,7 +150,7 @@ _REWRITTEN = (
 
 
 @torch.inference_mode()
-def _weights_written(lane: UnderTest, rig: Subject, problem: Problem) -> Findings:
+def _weights_written(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
     """Write other weights and sinks in place, as an engine does that is trained meanwhile, and replay."""
     if not is_right(lane, rig, problem, may_decline=True):
         return
@@ -171,7 +174,7 @@ _WEIGHTS = (
 # -- lanes beside each other -------------------------------------------------------------------------
 
 
-def beside_other_lanes(lane: UnderTest, steps: Drawn) -> Findings:
+def beside_other_lanes(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture and step lanes of the same classes in one process, of another mode and of the same one."""
     lane.clear_caches()
     rig = lane.rig()
@@ -204,7 +207,7 @@ _CLASS = (
 )
 
 
-def _beside_another_mode(lane: UnderTest, rig: Subject, problems: list[Problem]) -> Findings:
+def _beside_another_mode(lane: LaneUnderTest, rig: Rig, problems: list[Problem]) -> Findings:
     """Replay between the capture of a lane of another mode and its first step, and after it."""
     built = None
     with contextlib.suppress(Exception, SystemExit):  # findings of its own mode
@@ -228,7 +231,7 @@ def _beside_another_mode(lane: UnderTest, rig: Subject, problems: list[Problem])
                 return
 
 
-def _in_turn(lane: UnderTest, one: Subject, two: Subject, problems: list[Problem], how: str) -> Findings:
+def _in_turn(lane: LaneUnderTest, one: Rig, two: Rig, problems: list[Problem], how: str) -> Findings:
     """Step two lanes in turn, with one batch and others, and hold the outputs of one meanwhile."""
     expected = f"two lanes of one class, {how} a shared pool of inputs, do not affect each other"
     first, *others = problems
@@ -258,7 +261,7 @@ def _in_turn(lane: UnderTest, one: Subject, two: Subject, problems: list[Problem
             return
 
 
-def _left_unwritten(lane: UnderTest, step: StepRecord, right: StepRecord) -> Finding | None:
+def _left_unwritten(lane: LaneUnderTest, step: StepRecord, right: StepRecord) -> Finding | None:
     """Return a finding about the first slot that a wrong step left as it was, None if there is none.
 
     Args:
@@ -283,7 +286,7 @@ def _left_unwritten(lane: UnderTest, step: StepRecord, right: StepRecord) -> Fin
 
 
 @torch.inference_mode()
-def _outputs_of(rig: Subject, problem: Problem, batch: ForwardBatch) -> Mapping[str, torch.Tensor] | None:
+def _outputs_of(rig: Rig, problem: Problem, batch: ForwardBatch) -> Mapping[str, torch.Tensor] | None:
     """Return the outputs of a replay, not copied; None for a step that fails or runs eagerly."""
     if not isinstance(rig.fit(batch), GraphShape):
         return None

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class Story:
+class RealBug:
     """A real bug that breaks one rule. Each text is one paragraph of Markdown.
 
     Args:
@@ -29,21 +29,21 @@ class Story:
     fix: str
 
 
-def _pull(thread: str, **texts: str) -> Story:
+def _pull(thread: str, **texts: str) -> RealBug:
     return _of(thread, "pull", **texts)
 
 
-def _issue(thread: str, **texts: str) -> Story:
+def _issue(thread: str, **texts: str) -> RealBug:
     return _of(thread, "issues", **texts)
 
 
-def _of(thread: str, kind: str, **texts: str) -> Story:
+def _of(thread: str, kind: str, **texts: str) -> RealBug:
     repository, _, number = thread.partition("#")
     paragraphs = {part: " ".join(text.split()) for part, text in texts.items()}
-    return Story(thread, f"https://github.com/{repository}/{kind}/{number}", **paragraphs)
+    return RealBug(thread, f"https://github.com/{repository}/{kind}/{number}", **paragraphs)
 
 
-STORIES: dict[str, Story] = {
+REAL_BUGS: dict[str, RealBug] = {
     "GP01": _pull(
         "vllm-project/vllm#51994",
         story="""
