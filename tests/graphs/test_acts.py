@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from graphpact.graphs import GraphDriver
-from graphpact_conformance.drivers.acts import ACTS, World
+from graphpact_conformance.drivers.acts import ACTS, ActMemory
 from graphpact_conformance.drivers.strictness import (
     ALLOWED,
     CHECKS,
@@ -56,7 +56,7 @@ def _strict() -> GraphDriver:
 
 def _is_refused(name: str, make: Callable[[], GraphDriver]) -> None:
     """Assert that an act is refused with its line and a hint, and that the driver can capture afterwards."""
-    world = World(make)
+    world = ActMemory(make)
     done = perform(name, world)
     assert done.outcome == "refused"
     assert done.error is not None
@@ -98,7 +98,7 @@ def test_the_strict_tape_does_what_the_table_says(name: str) -> None:
     if ROWS[name]["tape"] == "refused":
         _is_refused(name, _strict)
         return
-    assert perform(name, World(_strict)).outcome == ROWS[name]["tape"]
+    assert perform(name, ActMemory(_strict)).outcome == ROWS[name]["tape"]
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def test_the_strict_tape_does_what_the_table_says(name: str) -> None:
 )
 def test_the_fast_tape_does_what_is_legal(name: str) -> None:
     """An act that is legal or frozen in a CUDA graph gives the same results on the fast tape."""
-    done = perform(name, World(_fast))
+    done = perform(name, ActMemory(_fast))
     assert done.outcome == "same", done.evidence
 
 
@@ -127,7 +127,7 @@ def test_the_fast_tape_refuses_host_reads(name: str) -> None:
 @pytest.mark.parametrize("make", [_fast, _strict], ids=["fast", "strict"])
 def test_a_copy_in_a_region_reads_the_host_at_every_replay(make: Callable[[], GraphDriver]) -> None:
     """`copy_async` in a region, which row `pinned_to_device` advises, reads its source in each replay."""
-    w = World(make)
+    w = ActMemory(make)
 
     def region() -> torch.Tensor:
         w.driver.copy_async(w.x, w.pinned)
@@ -162,7 +162,7 @@ def test_cuda_graphs_do_what_the_table_says(name: str) -> None:
 
 def _on_gpu(name: str) -> None:
     """Perform an act on CUDA graphs, and assert the verdict of its row."""
-    world = World(lambda: CudaDriver(_CUDA))
+    world = ActMemory(lambda: CudaDriver(_CUDA))
     if verdict(ROWS[name]) != "fails":
         done = perform(name, world)
         assert done.outcome == "same", done.evidence

@@ -1,6 +1,6 @@
 """`KvMemory`: the KV cache of a rig, and the copies of it that experiments compare.
 
-A low cache is an ordinary tensor for each layer. The last slots of a high cache lie beyond `world.HIGH`
+A low cache is an ordinary tensor for each layer. The last slots of a high cache lie beyond `draws.lanes.HIGH`
 elements. It is mostly holes: the operating system gives memory only to pages that are written. So only some
 slots are filled, copied and compared: scratch, the pages that requests may have, and one unowned page. The
 others hold zeros.
