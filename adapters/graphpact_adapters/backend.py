@@ -1,7 +1,7 @@
 """`BuilderBackend`: attention metadata of another engine's builder, as a backend of the suite's lanes.
 
 It is the engine's half of the bargain. Before each build it writes persistent buffers (`lend`), as the engine
-does; the builder makes metadata of them; a kernel reads the metadata (`graphpact_adapters.reads`).
+does; the builder makes metadata of them; a kernel reads the metadata (`graphpact_adapters.kernel_reads`).
 
     capture   lend a dummy or a live batch, build for a capture; the graph keeps what the kernel then reads,
               after what builders do inside it (`in_graph`)
@@ -43,7 +43,7 @@ from graphpact.buffers import GraphSlot
 from graphpact.errors import EngineError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
-from graphpact_adapters.reads import Reads, leaves
+from graphpact_adapters.kernel_reads import Reads, leaves
 from graphpact_adapters.tasks import TaskRecorder, Tasks
 from graphpact_conformance.lane.holders import holder_of
 from graphpact_tape import HostMemory, poison, two_memories

@@ -6,9 +6,10 @@ after each of its own tokens into the rows of the request. The model of such ker
 
     S_t = S_{t-1} + k_t v_t^T            out_t = scaling * q_t^T S_t
 
-so a right output follows from the keys and values of a request alone (`graphpact_adapters.states`). The
-model does with its arguments what the kernels of vLLM 0.33 do: a row without queries reads nothing, a
-skipped index is neither read nor written, and everything else has to be in bounds.
+so a right output follows from the keys and values of a request alone
+(`graphpact_adapters.recurrent_states`). The model does with its arguments what the kernels of vLLM 0.33 do: a
+row without queries reads nothing, a skipped index is neither read nor written, and everything else has to be
+in bounds.
 
 Does not: convolve, decay or gate; metadata does not say by how much.
 """
@@ -20,7 +21,7 @@ import torch
 
 from graphpact.attention import KVBuffers, LayerSpec, new_kv
 from graphpact.errors import ConfigError, KernelRefusal, named_options
-from graphpact_adapters.reads import write_slots
+from graphpact_adapters.kernel_reads import write_slots
 from graphpact_kernels import define_kernel
 
 

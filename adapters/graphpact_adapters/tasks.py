@@ -14,7 +14,7 @@ the step. A task may be given another tensor too, such as a block table in new m
 `UpdatableGraph` is what an update gets: the tasks of the graph that is replayed, in captured order. The tape
 checks them, see `graphpact_tape.tasks`: each is updated once for each replay, in that order.
 
-Does not: model the kernel; its reads do, see `graphpact_adapters.reads`.
+Does not: model the kernel; its reads do, see `graphpact_adapters.kernel_reads`.
 """
 
 import functools
@@ -31,7 +31,7 @@ from graphpact.attention import KVBuffers, LayerSpec
 from graphpact.errors import CaptureError, ConfigError, ReplayError, named_options
 from graphpact.graphs import GraphDriver, Line, TaskKey
 from graphpact.shapes import GraphShape
-from graphpact_adapters.reads import Reads, field_name, leaves, with_leaves
+from graphpact_adapters.kernel_reads import Reads, field_name, leaves, with_leaves
 from graphpact_kernels import define_kernel
 from graphpact_tape.host import WeakTensor
 
@@ -56,8 +56,9 @@ class Tasks:
     """Which arguments of a builder's kernel an engine updates for each replay, and how.
 
     Args:
-        arguments: Their names, as in the metadata: see `graphpact_adapters.reads.Part`. Numbers and tuples of
-            numbers are updated by value; device tensors are rebound, so each update gives an address.
+        arguments: Their names, as in the metadata: see `graphpact_adapters.kernel_reads.Part`. Numbers and
+            tuples of numbers are updated by value; device tensors are rebound, so each update gives an
+            address.
         update: The engine's update; None to update each task with what the reader takes of the step's
             metadata, as a provider of parameters does.
         key: The key of a captured shape's graph; two graphs of one key are an error. By default the shape.

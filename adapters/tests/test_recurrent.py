@@ -14,7 +14,7 @@ from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, KernelRefusal
 from graphpact_adapters.builder_lanes import backend_of
-from graphpact_adapters.states import UNOWNED, StateMemory, accepted_of, state_name
+from graphpact_adapters.recurrent_states import UNOWNED, StateMemory, accepted_of, state_name
 from graphpact_adapters.vllm import Builders, RecurrentReads
 from graphpact_adapters.vllm.readers import read_vllm_metadata
 from graphpact_conformance.draws.batches import Drawn, sequences

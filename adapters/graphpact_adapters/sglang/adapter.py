@@ -25,7 +25,7 @@ from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
 from graphpact_adapters.sglang.batch import OWN, EngineTypes
-from graphpact_adapters.sglang.given import Kind, ModelRunnerSizes, model_runner
+from graphpact_adapters.sglang.plain_values import Kind, ModelRunnerSizes, model_runner
 from graphpact_adapters.sglang.readers import read_sglang_metadata
 from graphpact_adapters.tasks import Tasks
 from graphpact_conformance.experiments import Experiment
@@ -54,8 +54,8 @@ class Backends:
 
     Args:
         make: ``model_runner -> backend``: a backend class, or a function. It gets plain values: see
-            `graphpact_adapters.sglang.given`. An object with ``attn_backends``, one for each draft step, is
-            checked in lanes of draft decode, any other in all others.
+            `graphpact_adapters.sglang.plain_values`. An object with ``attn_backends``, one for each draft
+            step, is checked in lanes of draft decode, any other in all others.
         read: ``(metadata, batch) -> reads``: what the kernel reads of the metadata; by default by the names
             of its fields.
         kind: What the KV cache holds.

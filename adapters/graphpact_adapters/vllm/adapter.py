@@ -24,12 +24,12 @@ from graphpact_adapters.backend import DEVICE, Make
 from graphpact_adapters.builder_lanes import TaskTape, builder_lane
 from graphpact_adapters.calls import uncalled
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
+from graphpact_adapters.kernel_reads import Reader
 from graphpact_adapters.needs import needs_of
-from graphpact_adapters.reads import Reader
-from graphpact_adapters.states import LinearOracle, StateMemory
+from graphpact_adapters.recurrent_states import LinearOracle, StateMemory
 from graphpact_adapters.tasks import Tasks
 from graphpact_adapters.vllm.backend import UPDATE, ModelRunner, VllmBackend, updates_block_tables, vllm_sizes
-from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
+from graphpact_adapters.vllm.plain_values import Kind, NotGivenError, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.readers import read_vllm_metadata
 from graphpact_conformance.draws.cases import Case
 from graphpact_conformance.draws.lanes import Config
@@ -85,7 +85,7 @@ class Builders:
 
     Args:
         make: ``(kv_cache_spec, layer_names, vllm_config, device) -> builder``: a builder class, or a
-            function. It gets plain values: see `graphpact_adapters.vllm.given`.
+            function. It gets plain values: see `graphpact_adapters.vllm.plain_values`.
         read: ``(metadata, slot_mapping) -> reads``: what the kernel reads of the metadata; by default by the
             names of its fields.
         kind: What the KV cache holds.

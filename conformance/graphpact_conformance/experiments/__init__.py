@@ -4,11 +4,12 @@
     padding        effects of padding rows on outputs and KV cache
     look_alikes    live requests with the numbers of padding rows; a part of ``answers_replayed``
     refresh        entries that a replay does not write, or writes from earlier batches
-    parity         the inputs of a replay against those of a capture of the same batch
+    parity         a replay against a capture of the same batch: `compared_inputs`, `compared_work`
     capture        side effects of captures, and the recorded work
     dummies        the dummy batches of the runner
     recorded       the steps of a real engine, in their order
-    replay_order   other orders of batches, poisoned memory, eager activity between replays
+    replay_order   other orders of batches and captures, poisoned memory
+    eager_activity eager steps between replays
     recapture      captured again, beside other lanes, on memory that the engine rewrites
     graph_choice   the choice of the graph
     ranks          agreement of ranks that step together
@@ -16,6 +17,8 @@
     experiment     `Experiment`, and `PlannedLane`, in which it may run
     when           where experiments run
     comparison     the comparison of two steps, and of a step with the oracle
+    breaches       breaches of the pact as findings
+    asked_batches  the batches that `fit` is asked for
 
 A rule is checked by every experiment that lists it. It passes if none of them has a finding. An experiment
 reports only rules that it lists: if kernels or the tape refuse a step by another rule, the finding has the
@@ -32,6 +35,7 @@ from dataclasses import replace
 from graphpact_conformance.experiments import (
     capture,
     dummies,
+    eager_activity,
     graph_choice,
     outputs,
     padding,
@@ -202,7 +206,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment(
         "survives_eager_activity",
         ("GP14",),
-        replay_order.survives_eager_activity,
+        eager_activity.survives_eager_activity,
         in_full_lanes_of_one_plugin,
     ),
     Experiment("capture_side_effects", ("GP19",), capture.capture_side_effects, in_full_lanes_of_one_plugin),

@@ -14,9 +14,9 @@ from graphpact.tensors import equal, same
 from graphpact_conformance.draws.batches import Drawn, corner, of_size
 from graphpact_conformance.draws.cases import Case
 from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.compared_work import TRACE_HELP, compare_traces
 from graphpact_conformance.experiments.comparison import spell, values_at
 from graphpact_conformance.experiments.experiment import Findings
-from graphpact_conformance.experiments.parity import TRACE_HELP, compare_traces
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
 from graphpact_conformance.lane.snapshots import reset_slot
 from graphpact_conformance.records.raised import CannotCaptureError, causes, rule_of

@@ -21,7 +21,7 @@ from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.model import ROWS_OF_PASS
 from graphpact_conformance.oracle import Answer
 from graphpact_conformance.records.raised import CannotCaptureError, same_error
-from graphpact_conformance.records.steps import Leaf, Ready, StepRecord, Undo
+from graphpact_conformance.records.steps import Leaf, Ready, StepRecord, Undo, live_rows
 from graphpact_conformance.results import Finding
 from graphpact_tape.writes import write
 
@@ -335,3 +335,12 @@ def values_at(tensor: torch.Tensor, mask: torch.Tensor, most: int = 8) -> str:
     values = tensor[mask].flatten()[: most + 1].tolist()
     text = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in values[:most])
     return f"{text}, ..." if len(values) > most else text
+
+
+def gives_the_same(rig: Rig, step: StepRecord, other: StepRecord) -> bool:
+    """Return whether two runs of one batch have equal live rows, except for rounding."""
+    if step.error is not None or step.outputs is None or other.outputs is None:
+        return step.error is None and other.error is None
+    mine, theirs = (live_rows(each) for each in (step, other))
+    shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (mine, theirs)]
+    return shapes[0] == shapes[1] and first_off(rig, mine, theirs) is None

@@ -1,35 +1,30 @@
-"""Other orders of batches, poisoned memory, and eager activity between replays: GP06, GP14 to GP18, and more.
+"""Other orders of batches and of captures, and poisoned memory: GP06, GP14 to GP18, and more.
 
 A guarded lane runs on the strict tape, whose errors name their rule.
 
 Does not: compare with attention in float64, except where no other comparison is possible.
 """
 
-import contextlib
-import gc
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.batch import ForwardBatch
 from graphpact.errors import PactBreach, PoisonError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import equal
-from graphpact_conformance.draws.batches import Drawn, corner, of_size
+from graphpact_conformance.draws.batches import Drawn
 from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.breaches import of_breaches
 from graphpact_conformance.experiments.comparison import (
-    is_right,
     same_step,
     same_tensors,
-    sides_of,
     strict_rig,
-    wrong_results,
 )
+from graphpact_conformance.experiments.eager_activity import STAYS_HELP
 from graphpact_conformance.experiments.experiment import Findings
-from graphpact_conformance.experiments.parity import of_breaches
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.lane.snapshots import reset_slot
@@ -124,7 +119,7 @@ def _of_strict_error(lane: LaneUnderTest, step: StepRecord, *, has_padding: bool
     if spreads and found.rule == "GP06":
         found = found.model_copy(update={"help": _SPREAD_HELP})
     elif _is_dropped(error):
-        found = found.model_copy(update={"rule": "GP14", "help": _STAYS})
+        found = found.model_copy(update={"rule": "GP14", "help": STAYS_HELP})
     yield found
 
 
@@ -324,106 +319,6 @@ def _comparable(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}
-
-
-# -- eager activity between replays ------------------------------------------------------------------
-
-
-def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Run eager batches of many sizes, clear caches and reuse freed memory between capture and replay."""
-    lane = lane.like(replace(lane.config, room=_MORE_SIZES))
-    for strict in (True, False):
-        lane.clear_caches()  # graphs of another rig would keep cached tensors alive
-        rig = strict_rig(lane, "graph") if strict else lane.rig()
-        if rig is None:
-            continue
-        problems = [p for p in (steps.padded, steps.small) if is_right(lane, rig, p)]
-        _run_eager_activity(lane, rig, every_size=strict)
-        for problem in problems:
-            step = rig.step(problem)
-            expected = "memory that a graph uses stays at its address, whatever ran in between"
-            if step.error is not None:
-                found = lane.of_error(step.error, expected=expected, step=step, help=_STAYS)
-                yield found.model_copy(update={"rule": "GP14"})
-                break
-            yield from _moved(lane, step)
-            yield from wrong_results(
-                lane, rig, step, rule="GP14", what="a replay", expected=expected, help=_STAYS
-            )
-
-
-def _moved(lane: LaneUnderTest, step: StepRecord) -> Findings:
-    """Yield findings for attributes that a graph reads and the backend has replaced."""
-    for breach in step.breaches:
-        if breach.path.startswith("backend."):
-            expected, actual = sides_of(breach)
-            yield lane.finding(
-                "GP14",
-                field=breach.path,
-                expected=f"the memory that the graph reads: {expected}",
-                actual=actual,
-                step=step,
-                help=_STAYS,
-            )
-
-
-_STAYS = (
-    "allocate memory at its largest size before capture, keep it for the lifetime of the graph, and copy"
-    " into it: a graph does not follow memory that an eager step replaces, grows or evicts"
-)
-
-
-_MORE_SIZES = 24
-"""Requests beyond the largest shape: so many more sizes have eager steps of their own."""
-
-
-def _run_eager_activity(lane: LaneUnderTest, rig: Rig, *, every_size: bool) -> None:
-    """Do what engines do between two steps: clear caches, reuse freed memory, run eager batches.
-
-    Args:
-        lane: What is tested.
-        rig: The rig whose graphs are replayed afterwards.
-        every_size: Whether to run a batch of every size that the limits allow, or of a few. Caches of tensors
-            by size evict then what a graph reads. Only a strict rig frees it.
-    """
-    lane.clear_caches()
-    gc.collect(1)  # collecting all generations would take longer than the rest of the experiment
-    junk = [torch.full((n,), -7, dtype=torch.int32) for n in (1, 5, 8, 33, 64, 257, 1024)]
-    junk += [torch.full((n,), float("nan")) for n in (1, 5, 8, 33, 64, 257, 1024)]
-    if lane.config.case.mode is not ForwardMode.IDLE:
-        largest = lane.config.most_requests
-        most = largest + lane.config.room
-        for count in (1, 3, most):  # sizes without a graph
-            rig.step(of_size(lane.config, count), eagerly=True)
-        if every_size:
-            _run_every_size(rig, of_size(lane.config, most))
-    rig.step(corner(lane.config.unbounded), eagerly=True)
-    _run_other_mode(lane)
-    del junk
-
-
-def _run_every_size(rig: Rig, whole: Problem) -> None:
-    """Run the first requests of a batch eagerly, in every number; other experiments report errors."""
-    rig.load(whole)
-    for count in range(1, len(whole.requests)):
-        some = replace(whole, requests=whole.requests[:count])
-        with contextlib.suppress(Exception, SystemExit):
-            rig.run(rig.batch_of(some), eagerly=True)
-
-
-def _run_other_mode(lane: LaneUnderTest) -> None:
-    """Run a batch of another mode without a graph, as prefill does beside decode.
-
-    Errors are findings of that mode.
-    """
-    with contextlib.suppress(Exception, SystemExit):
-        other = lane.of_another_mode()
-        if other is not None:
-            rig, problem = other
-            rig.step(problem, eagerly=True)
-
-
-# -- many captures -----------------------------------------------------------------------------------
 
 
 def smallest_first(lane: LaneUnderTest, steps: Drawn) -> Findings:

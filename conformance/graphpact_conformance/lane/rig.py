@@ -11,7 +11,6 @@ then has the token ids and the attention of each pass too, whatever the runner m
 Does not: check anything; `graphpact_conformance.experiments` compares the records.
 """
 
-import itertools
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -29,7 +28,7 @@ from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, SharedBuffers
 from graphpact.errors import PactBreach
 from graphpact.graphs import Graph, GraphDriver
 from graphpact.lane import Lane, PactMode
-from graphpact.pact import Promise, walk
+from graphpact.pact import Promise
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Attend, Forward, Region, RegionContext, StepOutputs
@@ -47,7 +46,7 @@ from graphpact_conformance.lane.runners import (
     planned_shapes,
     runner_context,
 )
-from graphpact_conformance.lane.snapshots import Observer, arguments_of, each_due, tail_of
+from graphpact_conformance.lane.snapshots import Observer, arguments_of, each_due, snapshot
 from graphpact_conformance.lane.tracer import tracing_captures
 from graphpact_conformance.lane.watched_hooks import WatchedHooks
 from graphpact_conformance.model import Model, Passes
@@ -57,7 +56,6 @@ from graphpact_conformance.records.kv_memory import KvMemory
 from graphpact_conformance.records.raised import DeclinedError, need_of
 from graphpact_conformance.records.steps import Leaf, Ready, StepRecord, copies
 from graphpact_tape.poison import poison
-from graphpact_tape.strict_observer import is_due
 from graphpact_tape.tape import Tape, TapeDriver
 from graphpact_tape.trace import TracedCall
 
@@ -461,28 +459,11 @@ class Rig:
     def _snapshot(
         self, parts: Mapping[str, Any], problem: Problem, shape: GraphShape
     ) -> tuple[dict[str, Leaf], dict[str, Any]]:
-        leaves: dict[str, Leaf] = {}
-        numbers: dict[str, Any] = {}
-        seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-        raw = problem.batch_size, len(problem.tokens)
         captured = self.lane.captured.get(shape)
         views = [parts["view"], *([] if captured is None else [captured.context.view])]
-        # What metadata has of a view is judged as part of the view, whose host numbers are the engine's.
-        of_view, others = {"view": parts["view"]}, {n: part for n, part in parts.items() if n != "view"}
-        for path, value in itertools.chain(walk(of_view), walk(others, without=views)):
-            if not isinstance(value, torch.Tensor):
-                numbers[path] = value
-                continue
-            key = (value.data_ptr(), value.shape, value.stride())
-            alias = key in seen and value.numel() > 0
-            seen.add(key)
-            slot = self._slot_at(value) if value.numel() else None
-            tail, dim = tail_of(value, slot, raw, shape)
-            due = slot is not None and is_due(slot)
-            before = self.observer.inputs.get(path, value)
-            contents = before if before.shape == value.shape else value
-            leaves[path] = Leaf(path, contents.detach().clone().cpu(), slot, tail, dim, due, alias)
-        return leaves, numbers
+        return snapshot(
+            parts, problem, shape, views=views, inputs=self.observer.inputs, slot_at=self._slot_at
+        )
 
     def _slot_at(self, tensor: torch.Tensor) -> BoundSlot | None:
         """Return the slot in whose memory a tensor begins; the addresses of slots do not change."""

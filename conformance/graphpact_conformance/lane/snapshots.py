@@ -5,7 +5,8 @@
 Does not: run a step; see `graphpact_conformance.lane.rig`.
 """
 
-from collections.abc import Callable, Generator
+import itertools
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,8 @@ from graphpact.graphs import Graph
 from graphpact.hookspecs import hookimpl
 from graphpact.pact import walk
 from graphpact.shapes import GraphShape
-from graphpact_conformance.records.steps import Ready, Undo
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.records.steps import Leaf, Ready, Undo
 from graphpact_tape.poison import poison
 from graphpact_tape.strict_observer import is_due
 from graphpact_tape.tape import Tape
@@ -89,6 +91,47 @@ class Observer:
         return metadata
 
 
+def snapshot(
+    parts: Mapping[str, Any],
+    problem: Problem,
+    shape: GraphShape,
+    *,
+    views: Sequence[Any],
+    inputs: Mapping[str, torch.Tensor],
+    slot_at: Callable[[torch.Tensor], BoundSlot | None],
+) -> tuple[dict[str, Leaf], dict[str, Any]]:
+    """Return copies of the tensors, and the host values, of view and metadata, by path.
+
+    Args:
+        parts: The view, and the metadata if there is any.
+        problem: The batch of the step.
+        shape: The shape of the step.
+        views: The views whose parts metadata may refer to.
+        inputs: Copies of the view before the replay, by path.
+        slot_at: Returns the slot in whose memory a tensor begins; None outside the registry.
+    """
+    leaves: dict[str, Leaf] = {}
+    numbers: dict[str, Any] = {}
+    seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
+    raw = problem.batch_size, len(problem.tokens)
+    # What metadata has of a view is judged as part of the view, whose host numbers are the engine's.
+    of_view, others = {"view": parts["view"]}, {n: part for n, part in parts.items() if n != "view"}
+    for path, value in itertools.chain(walk(of_view), walk(others, without=views)):
+        if not isinstance(value, torch.Tensor):
+            numbers[path] = value
+            continue
+        key = (value.data_ptr(), value.shape, value.stride())
+        alias = key in seen and value.numel() > 0
+        seen.add(key)
+        slot = slot_at(value) if value.numel() else None
+        tail, dim = _tail_of(value, slot, raw, shape)
+        due = slot is not None and is_due(slot)
+        before = inputs.get(path, value)
+        contents = before if before.shape == value.shape else value
+        leaves[path] = Leaf(path, contents.detach().clone().cpu(), slot, tail, dim, due, alias)
+    return leaves, numbers
+
+
 def arguments_of(graph: Graph) -> dict[str, Any]:
     """Return the host arguments of a tape's tasks in its last replay, by task and name; tensors as lists."""
     tasks = graph.tasks if isinstance(graph, Tape) else None
@@ -112,7 +155,7 @@ def each_due(
     return before
 
 
-def tail_of(
+def _tail_of(
     value: torch.Tensor, slot: BoundSlot | None, raw: tuple[int, int], shape: GraphShape
 ) -> tuple[int | None, int]:
     """Return the first padding row of a tensor, and the axis of its rows; None if it has none.

@@ -26,7 +26,7 @@ ACTS: dict[str, Act] = {
 
 def lines_of_act(name: str) -> set[tuple[str, int]]:
     """Return the files and numbers of the lines that may perform an act."""
-    return ACTS[name].lines() | lines_of(regions.put, memory.after, host.elsewhere)
+    return ACTS[name].lines() | lines_of(regions.put_at, memory.after, host.elsewhere)
 
 
 __all__ = ["ACTS", "Act", "ActMemory", "lines_of_act"]

@@ -12,7 +12,7 @@ from torch.utils.dlpack import from_dlpack
 from graphpact_conformance.drivers.acts.act import Act, legal
 
 
-def put(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
+def put_at(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
     """Write ``value`` at ``key``, and return the tensor."""
     tensor[key] = value
     return tensor
@@ -37,8 +37,8 @@ _REGIONS: dict[str, Callable[[Any], Any]] = {
     "arange_of_tensor": lambda w: torch.arange(w.end, device=w.device),
     "slice_by_tensor": lambda w: w.x[w.start : w.end] + 1,
     "mask_read": lambda w: w.x[w.mask],
-    "mask_write_tensor": lambda w: put(w.x, w.mask, w.y[:1]),
-    "mask_write_number": lambda w: put(w.x, w.mask, 0),
+    "mask_write_tensor": lambda w: put_at(w.x, w.mask, w.y[:1]),
+    "mask_write_number": lambda w: put_at(w.x, w.mask, 0),
     "masked_fill_number": lambda w: w.x.masked_fill_(w.mask, 0),
     "masked_fill_tensor": lambda w: w.x.masked_fill_(w.mask, w.y[0]),
     "masked_scatter": lambda w: w.x.masked_scatter_(w.mask, w.y),
@@ -70,9 +70,9 @@ _REGIONS: dict[str, Callable[[Any], Any]] = {
     "pinned_to_device": lambda w: w.x.copy_(w.pinned, non_blocking=True),
     "index_by_cpu_tensor": lambda w: w.x[w.host_index],
     "index_by_list": lambda w: w.x[[0, 2]],
-    "index_put_number": lambda w: put(w.x, w.index, 0),
-    "element_put_number": lambda w: put(w.x, 0, 5),
-    "slice_put_number": lambda w: put(w.x, slice(2, 4), 0),
+    "index_put_number": lambda w: put_at(w.x, w.index, 0),
+    "element_put_number": lambda w: put_at(w.x, 0, 5),
+    "slice_put_number": lambda w: put_at(w.x, slice(2, 4), 0),
     "stream_synchronize": lambda w: (w.x + 1, w.driver.current_stream().synchronize()),
     "device_synchronize": lambda w: (w.x + 1, w.driver.synchronize()),
     "device_allocation": lambda w: torch.empty(4, device=w.device).copy_(w.x),

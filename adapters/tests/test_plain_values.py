@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from graphpact.errors import ConfigError
-from graphpact_adapters.vllm.given import (
+from graphpact_adapters.vllm.plain_values import (
     GraphMode,
     Kind,
     Namespace,
@@ -142,10 +142,10 @@ def test_a_graph_mode_says_how_decode_steps_run(
 def test_no_engine_is_imported() -> None:
     """Importing what is given imports neither vLLM nor Triton."""
     told = subprocess.run(
-        [sys.executable, "-c", "import graphpact_adapters.vllm.given, sys; print(*sys.modules)"],
+        [sys.executable, "-c", "import graphpact_adapters.vllm.plain_values, sys; print(*sys.modules)"],
         capture_output=True,
         text=True,
         check=True,
     )
     assert not {"vllm", "triton", "sglang"} & set(told.stdout.split())
-    assert "graphpact_adapters.vllm.given" in told.stdout.split()
+    assert "graphpact_adapters.vllm.plain_values" in told.stdout.split()

@@ -6,7 +6,12 @@ import dataclasses
 import pytest
 import torch
 
-from graphpact_adapters.sglang.given import Given, ModelRunnerSizes, NotInModelRunnerError, model_runner
+from graphpact_adapters.sglang.plain_values import (
+    Given,
+    ModelRunnerSizes,
+    NotInModelRunnerError,
+    model_runner,
+)
 
 
 def test_a_value_is_read_and_may_be_set_later() -> None:
