@@ -37,7 +37,7 @@ _MOST = 3  # failing lanes of a rule that are shown in full
 
 
 @named_options
-def conformance(
+def conformance_decorator(
     *names: str,
     adapter: str | None = None,
     seed: int = 0,

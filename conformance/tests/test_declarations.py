@@ -62,7 +62,7 @@ def checked(
     """Return the results of each plain lane; all experiments run if ``full``, or without graphs."""
     kind: TargetKind = "runner" if backend is ReferenceBackend else "attention_backend"
     found = {}
-    for plan in suite.plan_lanes(backend, runner, FULL, kind=kind, values=()):
+    for plan in suite.planned_lanes(backend, runner, FULL, kind=kind, values=()):
         is_full = full or plan.lane.captures_nothing
         found[plan.lane.config.case] = list(suite.examine_lane(replace(plan, is_full=is_full), options))
     return found

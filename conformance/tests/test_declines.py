@@ -36,7 +36,7 @@ from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.suite import PlannedLane, examine_lane, plan_lanes
+from graphpact_conformance.suite import PlannedLane, examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
 
 LONG = EagerReason("acme_long", "a request is longer than the tier")
@@ -73,7 +73,7 @@ def longer_than(longest: int) -> Callable[[ForwardBatch], bool]:
 def plan_of(runner: type[GraphRunner], lane: str = "decode-*") -> PlannedLane:
     """Return the lane of a quick run in which a runner is checked."""
     options = Options(size="quick", lanes=(lane,))
-    return plan_lanes(ReferenceBackend, runner, options, kind="runner")[0]  # the plain one
+    return planned_lanes(ReferenceBackend, runner, options, kind="runner")[0]  # the plain one
 
 
 def results_of(runner: type[GraphRunner], *experiments: str | Experiment) -> dict[str | None, Result]:

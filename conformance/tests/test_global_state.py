@@ -20,7 +20,7 @@ from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunn
 from graphpact_conformance.records.global_state import DRAWS, Call, SettingChange, StateWatch
 from graphpact_conformance.records.raised import CannotCaptureError
 from graphpact_conformance.results import Outcome
-from graphpact_conformance.suite import PlannedLane, examine_lane, plan_lanes
+from graphpact_conformance.suite import PlannedLane, examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
 
 CHANGES: dict[str, Callable[[], Any]] = {
@@ -127,7 +127,7 @@ def decode_lane(backend: type[Any], runner: type[Any]) -> LaneUnderTest:
     """Return the lane of a quick run that decodes."""
     kind: Any = "attention_backend" if runner is ReferenceRunner else "runner"
     options = Options(size="quick", lanes=(f"{ForwardMode.DECODE.value}-*",))
-    plan = plan_lanes(backend, runner, options, kind=kind)[0]  # the plain one
+    plan = planned_lanes(backend, runner, options, kind=kind)[0]  # the plain one
     return plan.lane
 
 

@@ -19,7 +19,7 @@ from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.asked_batches import MOST, of_default_sizes, of_other_kinds
 from graphpact_conformance.experiments.look_alikes import look_alikes, with_look_alike
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.suite import examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
 
 QUICK = Options(size="quick", examples=1, shrink=False)
@@ -115,7 +115,7 @@ def test_a_bug_of_few_lengths_is_found_with_its_field(
             fresh.last.sub_(torch.tensor(is_wrong(lens, self.context.limits.page_size)).long())
             return fresh
 
-    (plan,) = plan_lanes(
+    (plan,) = planned_lanes(
         OfFewLengths,
         ReferenceRunner,
         replace(QUICK, lanes=("decode-page16-gqa-float32",)),

@@ -21,7 +21,7 @@ from graphpact_conformance.draws.scenario import MOST_STEPS, read
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.results import Outcome, Result
-from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.suite import examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
 
 PAGE = 16
@@ -114,13 +114,13 @@ class AppendsSlots(ReferenceBackend):
 
 
 def _results(backend: type[ReferenceBackend], options: Options, experiments: Iterable[Any]) -> list[Result]:
-    plans = plan_lanes(backend, ReferenceRunner, options)
+    plans = planned_lanes(backend, ReferenceRunner, options)
     return [r for plan in plans for r in examine_lane(plan, options, experiments=[*experiments])]
 
 
 def test_recorded_lanes_have_the_sizes_of_the_engine(recording: Path) -> None:
     """A recorded lane has the shapes, page size, context, rows and pages of its engine, and all its steps."""
-    (plan,) = plan_lanes(ReferenceBackend, ReferenceRunner, Options(scenario=str(recording)))
+    (plan,) = planned_lanes(ReferenceBackend, ReferenceRunner, Options(scenario=str(recording)))
     config, recorded = plan.lane.config, plan.recorded
     assert recorded is not None
     assert [(s.batch_size, s.num_tokens) for s in config.shapes] == [(1, 1), (3, 3)]

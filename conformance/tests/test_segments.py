@@ -26,7 +26,7 @@ from graphpact_conformance.lane.reference import (
     SegmentsRunner,
 )
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.suite import plan_lanes
+from graphpact_conformance.suite import planned_lanes
 from graphpact_conformance.suite.target import unsupported
 from graphpact_conformance.targets import Options, Target
 from graphpact_cuda_graph import pieces
@@ -107,7 +107,7 @@ def test_the_model_of_the_suite_is_traced_once_for_all_shapes(
     """A piecewise runner traces the suite's model once, whatever it captured before: a trace takes long."""
     splits, backend = [], pieces._backend
     monkeypatch.setattr(pieces, "_backend", lambda *args: splits.append(args) or backend(*args))
-    lane = plan_lanes(ReferenceBackend, PiecewiseCudaGraphRunner, QUICK, kind="runner")[0].lane
+    lane = planned_lanes(ReferenceBackend, PiecewiseCudaGraphRunner, QUICK, kind="runner")[0].lane
     lane = lane.like(replace(lane.config, counts=counts))
     assert len(lane.rig().captured) == 2
     assert len(splits) == 1
@@ -118,7 +118,7 @@ def test_the_model_of_the_suite_is_traced_once_for_all_shapes(
 
 def test_no_lane_limits_padding() -> None:
     """Batches of one token are replayed in every shape, however much padding a runner allows by default."""
-    (plan, *_) = plan_lanes(ReferenceBackend, BreakableCudaGraphRunner, QUICK, kind="runner")
+    (plan, *_) = planned_lanes(ReferenceBackend, BreakableCudaGraphRunner, QUICK, kind="runner")
     lane = plan.lane
     assert lane.declined(of_size(lane.config, 1)) is None
     for steps in draw(lane.config, 8, 0):

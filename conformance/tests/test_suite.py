@@ -396,7 +396,7 @@ def test_what_a_plugin_raises_is_its_failure() -> None:
             """Raise."""
             raise KeyError(shape)
 
-    plans = suite.plan_lanes(ReferenceBackend, Raises, QUICK, kind="runner")
+    plans = suite.planned_lanes(ReferenceBackend, Raises, QUICK, kind="runner")
     asks = Experiment("asks", ("GP01",), _ask_for_a_dummy, everywhere)
     results = {r.rule: r for r in suite.examine_lane(plans[0], QUICK, experiments=(asks,))}
     assert results[None].outcome is Outcome.FAIL
@@ -562,7 +562,7 @@ def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
     forgets = type("Forgets", (ReferenceBackend,), {"capabilities": capabilities})
     catalog = ListedCatalog(forgets=forgets)
     monkeypatch.setattr(PluginCatalog, "scan", lambda: catalog)
-    monkeypatch.setattr("graphpact_conformance.suite.plan.plan_lanes", lambda *_, **__: [])
+    monkeypatch.setattr("graphpact_conformance.suite.plan.planned_lanes", lambda *_, **__: [])
     found: list[Result] = []
 
     class Listener:
@@ -771,7 +771,7 @@ def with_claims(claims: dict[str, str]) -> type[AttentionBackend]:
 @pytest.mark.sweep
 def test_the_kits_own_runner_passes_in_every_mode() -> None:
     """The suite's own runner passes all rules in every mode, including verify, drafts and padded prefill."""
-    plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, QUICK, kind="runner")
+    plans = suite.planned_lanes(ReferenceBackend, ReferenceRunner, QUICK, kind="runner")
     assert {p.lane.config.case.plain for p in plans} == {*CASES, EMBEDS}
     for plan in plans:
         full = replace(plan, is_full=True)

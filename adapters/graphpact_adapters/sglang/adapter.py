@@ -30,7 +30,7 @@ from graphpact_adapters.sglang.readers import read_sglang_metadata
 from graphpact_adapters.tasks import Tasks
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, planned_lanes
 from graphpact_conformance.targets import Options
 from graphpact_tape import HostMemory, two_memories
 
@@ -180,7 +180,7 @@ class Backends:
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run."""
         backend, without_graphs = self.backend(), self.backend(GraphSupport.NEVER)
-        for plan in plan_lanes(backend, ReferenceRunner, options):
+        for plan in planned_lanes(backend, ReferenceRunner, options):
             config = plan.lane.config
             if config.case.segments or config.mixed_dim is not None or config.case.frozen:
                 continue

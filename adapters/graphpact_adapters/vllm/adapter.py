@@ -38,7 +38,7 @@ from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.oracle import OracleBackend
 from graphpact_conformance.records.kv_memory import KvMemory
-from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, is_asked, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, is_asked, planned_lanes
 from graphpact_conformance.targets import Options
 from graphpact_tape import HostMemory, two_memories
 
@@ -250,7 +250,7 @@ class Builders:
 
     def _plain(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the plain lanes of a run, with all graphs: those that are asked, or one that follows."""
-        for plan in plan_lanes(self.backend(), ReferenceRunner, replace(options, lanes=())):
+        for plan in planned_lanes(self.backend(), ReferenceRunner, replace(options, lanes=())):
             config = plan.lane.config
             if config.case.segments or config.case.frozen or config.mixed_dim is not None:
                 continue
@@ -316,7 +316,7 @@ class Builders:
 
     def probes(self, options: Options) -> Iterator[tuple[str, PlannedLane]]:
         """Yield the plain lanes of graphs that the builder does not declare, each with the declaration."""
-        for plan in plan_lanes(self.backend(), ReferenceRunner, replace(options, size="quick")):
+        for plan in planned_lanes(self.backend(), ReferenceRunner, replace(options, size="quick")):
             config = plan.lane.config
             needs = config.case.needs
             is_plain = not config.unusual and config.case.mode in _PROBED and not config.case.segments

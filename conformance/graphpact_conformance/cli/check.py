@@ -234,7 +234,7 @@ def _run(
 
     with _stopped_by_sigterm(), progress(quiet=quiet) as shown, contextlib.redirect_stdout(sys.stderr):
         try:
-            return supervise.check(names, options, workers=workers, **_listeners(shown)), 0
+            return supervise.check_plugins(names, options, workers=workers, **_listeners(shown)), 0
         except supervise.StoppedError as stopped:
             return stopped.report, stopped.number
 

@@ -17,11 +17,10 @@ from graphpact.errors import UsageError, did_you_mean
 from graphpact_cli.console import data
 from graphpact_conformance import vocabulary
 from graphpact_conformance.cli.check import complete_rule, print_rules
-from graphpact_conformance.real_bugs import RealBug
 from graphpact_conformance.rules import RULES, Rule, find_rule
 
 if TYPE_CHECKING:
-    pass
+    from graphpact_conformance.real_bugs import RealBug
 
 _WIDEST = 100  # columns of prose
 

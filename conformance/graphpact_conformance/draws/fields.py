@@ -140,7 +140,7 @@ def is_drawn(slot: GraphSlot) -> bool:
     return "." in slot.name and slot.copy_from_fb and slot.source_fn is None
 
 
-def drawn(problem: Problem, slot: GraphSlot, config: Config) -> torch.Tensor | None:
+def drawn_value(problem: Problem, slot: GraphSlot, config: Config) -> torch.Tensor | None:
     """Return a random value of a field of `DRAWN` or of a plugin's own, on the host.
 
     None if the slot is optional and this batch lacks the field. It depends on the problem's seed. A draft

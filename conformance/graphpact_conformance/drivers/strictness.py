@@ -84,7 +84,7 @@ class Performed:
     error: Exception | None = None
 
 
-def verdict(row: dict[str, str]) -> str:
+def cuda_verdict(row: dict[str, str]) -> str:
     """Return the verdict of CUDA on the act of a row: fails, wrong result, undefined, frozen or legal."""
     return row["cuda"].removeprefix("Not documented: ").partition(":")[0]
 
@@ -101,7 +101,7 @@ def perform(name: str, memory: ActMemory) -> Performed:
         return Performed("refused", describe_error(error), error)
     cuda = seen.eager if seen.cuda is None else seen.cuda
     told = f"replays gave {seen.replayed}, eager execution {seen.eager or 'no result'}"
-    is_legal = verdict(ROWS[name]) == "legal"
+    is_legal = cuda_verdict(ROWS[name]) == "legal"
     if _same(seen.replayed, cuda) and _same(cuda, seen.eager) == is_legal:
         return Performed("same", told)
     hidden = not seen.eager or any(map(_same, seen.replayed, seen.eager))
@@ -137,7 +137,7 @@ def _judge(name: str, make: Make) -> None:
     """Raise `AssertionError` unless the act has an outcome that its verdict allows."""
     memory = ActMemory(make)
     done = perform(name, memory)
-    if done.outcome not in ALLOWED[verdict(ROWS[name])]:
+    if done.outcome not in ALLOWED[cuda_verdict(ROWS[name])]:
         raise AssertionError(f"{_SAID[done.outcome]}: {done.evidence}")
     if done.error is None:
         return
@@ -148,7 +148,7 @@ def _judge(name: str, make: Make) -> None:
 
 def _check(name: str) -> Requirement:
     row = ROWS[name]
-    required, fix = _REQUIRED[verdict(row)]
+    required, fix = _REQUIRED[cuda_verdict(row)]
     return Requirement(
         name=name,
         sentence=f"A strict driver {required}: {row['act']}. CUDA graphs: {row['cuda']}.",

@@ -14,7 +14,7 @@ from graphpact.pact import ANY, Promise, is_readable
 from graphpact.tensors import same
 from graphpact_conformance.experiments.comparison import first_off, gives_the_same, spell, values_at
 from graphpact_conformance.experiments.experiment import Findings
-from graphpact_conformance.experiments.refresh import Before, help_for, hook_of, is_plan
+from graphpact_conformance.experiments.refresh import Before, hook_of, is_plan, refresh_help
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.lane.snapshots import reset_slot
@@ -207,7 +207,7 @@ def _of_contents(
             expected=f"the values of {who}: {values_at(theirs.value, differs)}",
             actual=values_at(mine.value, differs),
             step=step,
-            help=help_for(lane, rig, mine, rule, texts),
+            help=refresh_help(lane, rig, mine, rule, texts),
         )
 
 

@@ -276,7 +276,7 @@ def _finding(
         expected=expected,
         actual=why,
         step=base,
-        help=help_for(lane, rig, leaf, rule, _HELP),
+        help=refresh_help(lane, rig, leaf, rule, _HELP),
     )
 
 
@@ -326,7 +326,7 @@ def _rows_off(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> set[tuple[str,
     return off
 
 
-def help_for(lane: LaneUnderTest, rig: Rig, leaf: Leaf, rule: str, texts: Mapping[str, str]) -> str:
+def refresh_help(lane: LaneUnderTest, rig: Rig, leaf: Leaf, rule: str, texts: Mapping[str, str]) -> str:
     """Return the help text of a rule for a tensor, with its name and the method that writes it.
 
     Args:

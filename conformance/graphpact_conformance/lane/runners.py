@@ -16,7 +16,7 @@ from graphpact.plugin_calls import all_returned
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.draws.cases import declares_graphs
-from graphpact_conformance.draws.fields import COUNT, GATHERED, drawn, is_drawn
+from graphpact_conformance.draws.fields import COUNT, GATHERED, drawn_value, is_drawn
 from graphpact_conformance.draws.lanes import HIDDEN, Config
 from graphpact_conformance.draws.problems import Problem
 
@@ -79,7 +79,7 @@ def drawn_batch(
     for slot in fields:
         if slot.name in GATHERED:
             setattr(batch, slot.name, total.expand(slot.shape_fn(1, 1)).clone())
-        elif slot.name != COUNT and (value := drawn(problem, slot, config)) is not None:
+        elif slot.name != COUNT and (value := drawn_value(problem, slot, config)) is not None:
             if "." in slot.name:
                 extra[slot.name] = value
             else:

@@ -17,7 +17,7 @@ from graphpact_conformance.suite.plan import (
     experiments_of,
     is_asked,
     lanes_of,
-    plan_lanes,
+    planned_lanes,
     require_lanes,
     takes,
 )
@@ -36,7 +36,7 @@ __all__ = [
     "experiments_of",
     "is_asked",
     "lanes_of",
-    "plan_lanes",
+    "planned_lanes",
     "require_lanes",
     "takes",
     "targets",

@@ -57,7 +57,7 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[P
         runner: type[GraphRunner] = ReferenceRunner
         if target.partner is not None:
             runner = catalog.select("runner", target.partner)
-        plans = plan_lanes(
+        plans = planned_lanes(
             backend,
             runner,
             options,
@@ -66,7 +66,7 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[P
             drivers=catalog,
         )
         return [replace(p, lane=replace(p.lane, provider=options.kernels)) for p in plans]
-    return plan_lanes(
+    return planned_lanes(
         ReferenceBackend,
         catalog.select("runner", target.name),
         options,
@@ -174,7 +174,7 @@ def _as_patterns(names: Iterable[str]) -> list[str]:
     return [repr(name if "-" in name else f"{name}-*") for name in dict.fromkeys(names)]
 
 
-def plan_lanes(
+def planned_lanes(
     backend: type[AttentionBackend],
     runner: type[GraphRunner],
     options: Options,
@@ -338,7 +338,7 @@ def _choose(
         configs: All lanes with plain values of scale.
         capabilities: Of the backend.
         size: Size of the run.
-        values: See `plan_lanes`.
+        values: See `planned_lanes`.
         kind: The kind of the checked plugin.
         is_pair: Whether it is checked with a partner.
     """
