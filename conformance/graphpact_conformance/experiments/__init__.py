@@ -29,7 +29,7 @@ What an experiment finds is found in a new lane, without state of other experime
 Does not: run experiments; see `graphpact_conformance.suite`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from graphpact_conformance.experiments import (
@@ -46,7 +46,7 @@ from graphpact_conformance.experiments import (
     refresh,
     replay_order,
 )
-from graphpact_conformance.experiments.experiment import Experiment, PlannedLane
+from graphpact_conformance.experiments.experiment import Experiment, Findings, PlannedLane
 from graphpact_conformance.experiments.when import (
     all_of,
     any_of,
@@ -75,9 +75,14 @@ def _sharing_captures(
     Args:
         first: Experiments that capture; the others have the captures of the last that runs in the lane.
         others: Experiments that leave captures as they are.
-        last: Experiments that change them, such as by another capture: no other may follow.
+        last: Experiments that change them, such as by another capture, and so come after the others.
     """
     return (*first, *(replace(each, shares_captures=True) for each in (*others, *last)))
+
+
+def _in_full_lanes(run: Callable[..., Findings], *examines: str) -> Experiment:
+    """Return the experiment of a procedure that runs once in each full lane of one plugin."""
+    return Experiment(run.__name__, examines, run, in_full_lanes_of_one_plugin)
 
 
 EXPERIMENTS: tuple[Experiment, ...] = (
@@ -172,44 +177,22 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 all_of(any_of(in_full_lanes, in_plain_lanes), without_embeddings),
                 repeats=True,
             ),
-            *(
-                Experiment(run.__name__, examines, run, in_full_lanes_of_one_plugin)
-                for run, examines in (
-                    (replay_order.interleaved, ("GP09", "GP15", "GP18")),
-                    (replay_order.smallest_first, ("GP14", "GP15")),
-                    (dummies.dummies, ("GP10", "GP11", "GP12")),
-                    (capture.cold_and_warm, ("GP10",)),
-                    (graph_choice.graph_choice, ("GP08", "GP10", "GP12", "GP20")),
-                )
-            ),
+            _in_full_lanes(replay_order.interleaved, "GP09", "GP15", "GP18"),
+            _in_full_lanes(replay_order.smallest_first, "GP14", "GP15"),
+            _in_full_lanes(dummies.dummies, "GP10", "GP11", "GP12"),
+            _in_full_lanes(capture.cold_and_warm, "GP10"),
+            _in_full_lanes(graph_choice.graph_choice, "GP08", "GP10", "GP12", "GP20"),
         ],
         last=[
-            Experiment(
-                "captured_again", ("GP10",), recapture.captured_again, in_full_lanes_of_one_plugin
-            ),  # captures anew
-            Experiment(
-                "rewritten_memory",
-                ("GP02", "GP15", "GP16"),
-                recapture.rewritten_memory,
-                in_full_lanes_of_one_plugin,
-            ),  # writes weights
+            _in_full_lanes(recapture.captured_again, "GP10"),  # captures anew
+            _in_full_lanes(recapture.rewritten_memory, "GP02", "GP15", "GP16"),  # writes weights
         ],
     ),
-    Experiment("repeated", ("GP18",), replay_order.repeated, in_full_lanes_of_one_plugin),
+    _in_full_lanes(replay_order.repeated, "GP18"),
     # It steps lanes of another mode: what they leave on a class would hide a finding from its repetition.
-    Experiment(
-        "beside_other_lanes",
-        ("GP02", "GP09", "GP10", "GP15", "GP19"),
-        recapture.beside_other_lanes,
-        in_full_lanes_of_one_plugin,
-    ),
-    Experiment(
-        "survives_eager_activity",
-        ("GP14",),
-        eager_activity.survives_eager_activity,
-        in_full_lanes_of_one_plugin,
-    ),
-    Experiment("capture_side_effects", ("GP19",), capture.capture_side_effects, in_full_lanes_of_one_plugin),
+    _in_full_lanes(recapture.beside_other_lanes, "GP02", "GP09", "GP10", "GP15", "GP19"),
+    _in_full_lanes(eager_activity.survives_eager_activity, "GP14"),
+    _in_full_lanes(capture.capture_side_effects, "GP19"),
     Experiment(
         "declared_graph_support",
         ("GP12",),
@@ -218,12 +201,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         needs_graphs=False,
         num_captures=1,
     ),
-    Experiment(
-        "ranks_agree",
-        ("GP04", "GP05", "GP06", "GP11", "GP17"),
-        ranks.ranks_agree,
-        in_full_lanes_of_one_plugin,
-    ),
+    _in_full_lanes(ranks.ranks_agree, "GP04", "GP05", "GP06", "GP11", "GP17"),
 )
 """All experiments. Their names are unique and appear in reports."""
 
