@@ -29,9 +29,9 @@ from typing import Any
 
 from graphpact_bench.report import BenchReport
 from graphpact_conformance.drivers.strictness import ROWS
+from graphpact_conformance.real_bugs import REAL_BUGS
 from graphpact_conformance.results import Finding, Report
 from graphpact_conformance.rules import RULES, Rule, causes_first
-from graphpact_conformance.stories import STORIES
 from graphpact_engine.config import config_keys
 
 DOCS = Path(__file__).parent
@@ -320,7 +320,7 @@ def _rules() -> str:
 
 def _rule(rule: Rule) -> str:
     hooks = ", ".join(f"`{hook}`" for hook in rule.hooks)
-    story = STORIES[rule.id]
+    story = REAL_BUGS[rule.id]
     cells = (
         str(rule),
         rule.level,

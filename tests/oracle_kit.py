@@ -8,11 +8,11 @@ from typing import Any
 import torch
 
 from graphpact.attention import AttentionBackend
-from graphpact_conformance.experiments import order, values
+from graphpact_conformance.draws.batches import draw
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.experiments import outputs, replay_order
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.results import Finding
-from graphpact_conformance.world.lanes import Config
-from graphpact_conformance.world.problems import draw
 
 
 def findings_of(
@@ -37,11 +37,11 @@ def findings_of(
     found: list[Finding] = []
     with torch.inference_mode():
         for steps in draw(config, max_examples, 0):
-            found += values.answers_eagerly(under_test, steps)
+            found += outputs.answers_eagerly(under_test, steps)
             if captured:
-                found += values.answers_replayed(under_test, steps)
+                found += outputs.answers_replayed(under_test, steps)
             if captured and strict:
-                found += order.guarded(under_test, steps)
+                found += replay_order.guarded(under_test, steps)
     return found
 
 

@@ -12,10 +12,6 @@ OFFERED_BY_SEVERAL = {
     "main",  # what a process runs
 }
 TO_DO = {
-    "conformance": {
-        *("check", "conformance", "drawn", "evidence", "examine", "examine_lane", "help_for"),
-        *("load", "plan_lanes", "steady", "verdict"),
-    },
     "museum": {"Keys", "keeps_request_rows"},
 }
 """Names of a distribution that something else has too: they still need another one."""

@@ -67,7 +67,7 @@ def test_a_misspelt_option_is_answered_with_the_nearest(target: Callable[..., An
     if target is graphpact.conformance:
         from graphpact_conformance import testing
 
-        parameters = inspect.signature(testing.conformance).parameters.values()
+        parameters = inspect.signature(testing.conformance_decorator).parameters.values()
     names = [p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD)]
     assert names
     for name in names:

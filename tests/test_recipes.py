@@ -39,15 +39,16 @@ from graphpact.graphs import DeclaredMemory
 from graphpact.plugin_checks import observer_fault
 from graphpact.plugins import CONTRACT_GROUP, GROUPS, PluginCatalog, PluginInfo
 from graphpact.speculation import DecodeStep, ExtendStep, SpeculationContext, Verified
+from graphpact_conformance.draws.batches import draw
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.driver_contract import CHECKS, DriverCheck
-from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.experiments.comparison import differences
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.results import Outcome
-from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.suite import examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import Config, configs_of
-from graphpact_conformance.world.problems import draw
 from graphpact_conformance.xfails import _entry
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
@@ -113,9 +114,9 @@ def test_every_plugin_of_the_recipes_is_conformant(name: str) -> None:
     options = Options(size="quick", examples=1)
     for cls in [*_classes(module, AttentionBackend), *_classes(module, GraphRunner)]:
         if issubclass(cls, GraphRunner):
-            plans = plan_lanes(ReferenceBackend, cls, options, kind="runner")
+            plans = planned_lanes(ReferenceBackend, cls, options, kind="runner")
         else:
-            plans = plan_lanes(cls, ReferenceRunner, options)
+            plans = planned_lanes(cls, ReferenceRunner, options)
         assert plans
         results = [result for plan in plans for result in examine_lane(plan, options)]
         assert [r for r in results if r.outcome is not Outcome.PASS] == []
@@ -136,7 +137,7 @@ def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names(lacks:
             )
 
     options = Options(size="quick", examples=1, lanes=("decode-page16-gqa-float32",), shrink=False)
-    (plan,) = plan_lanes(ReferenceBackend, OwnList, options, kind="runner")
+    (plan,) = planned_lanes(ReferenceBackend, OwnList, options, kind="runner")
     failed = {r.rule for r in examine_lane(plan, options) if r.outcome is Outcome.FAIL}
     page = (ROOT / "docs/plugins-runner.md").read_text(encoding="utf-8")
     (named,) = re.findall(rf"breaks ([GP\d, and]+) where it lacks {lacks}", page.replace("\n", " "))

@@ -9,12 +9,12 @@ import torch
 
 from graphpact.batch import ForwardMode
 from graphpact.errors import GraphpactError, UsageError
+from graphpact_conformance.draws.scenario import RecordedLane, read
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Outcome
-from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.suite import examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.scenario import RecordedLane, read
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.engine import Engine
 from graphpact_engine.recording import StepRecorder
@@ -99,7 +99,7 @@ def test_a_shipped_backend_passes_what_an_engine_recorded(tmp_path: Path) -> Non
     """The recorded steps of a speculating engine are replayed correctly in each of its lanes."""
     record(tmp_path / "steps.jsonl", **EAGLE, topk=1, num_draft_tokens=3)
     options = Options(scenario=str(tmp_path / "steps.jsonl"), examples=1)
-    plans = plan_lanes(ReferenceBackend, ReferenceRunner, options)
+    plans = planned_lanes(ReferenceBackend, ReferenceRunner, options)
     assert len(plans) == 5
     experiments = [e for e in EXPERIMENTS if e.name in ("recorded_steps", "answers_replayed")]
     for plan in plans:

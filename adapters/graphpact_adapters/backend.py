@@ -1,7 +1,7 @@
 """`BuilderBackend`: the metadata builders of another engine, as a backend of the suite's lanes.
 
 It does what the engine does around a builder. Before each build it writes the persistent buffers (`lend`).
-The builder makes metadata from them. A kernel reads the metadata (`graphpact_adapters.reads`).
+The builder makes metadata from them. A kernel reads the metadata (`graphpact_adapters.kernel_reads`).
 
     capture   lend a dummy or a live batch, build for a capture; the graph keeps what the kernel then reads,
               after what builders do inside it (`in_graph`)
@@ -44,7 +44,7 @@ from graphpact.buffers import GraphSlot
 from graphpact.errors import EngineError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
-from graphpact_adapters.reads import Reads, leaves
+from graphpact_adapters.kernel_reads import Reads, leaves
 from graphpact_adapters.tasks import TaskRecorder, Tasks
 from graphpact_conformance.lane.holders import holder_of
 from graphpact_tape import HostMemory, poison, two_memories

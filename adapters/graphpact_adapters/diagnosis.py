@@ -20,6 +20,7 @@ from graphpact.errors import ConfigError, KernelRefusal, ReplayError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same
 from graphpact_adapters.backend import Built, begins_steps
+from graphpact_adapters.builder_lanes import backend_of, ended_right, outputs_with
 from graphpact_adapters.faults import (
     equal_leaves,
     faults_of,
@@ -29,14 +30,14 @@ from graphpact_adapters.faults import (
     named,
     other_launches,
 )
-from graphpact_adapters.reads import copied, leaves, with_leaves
-from graphpact_adapters.under_test import BuilderUnderTest, backend_of
-from graphpact_conformance.experiments.base import differences, spell, values_at, wrong_results
+from graphpact_adapters.kernel_reads import copied, leaves, with_leaves
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.comparison import differences, spell, values_at, wrong_results
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.records.raised import message_of, need_of, rule_of
+from graphpact_conformance.records.steps import StepRecord
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.raised import message_of, need_of, rule_of
-from graphpact_conformance.subject.records import StepRecord
-from graphpact_conformance.world.problems import Problem
 from graphpact_tape.poison import is_poison
 
 _OF_LENGTHS = (
@@ -46,7 +47,7 @@ _OF_LENGTHS = (
 
 
 def explain_replay(
-    lane: BuilderUnderTest, rig: Rig, step: StepRecord, *, what: str = "a replay"
+    lane: LaneUnderTest, rig: Rig, step: StepRecord, *, what: str = "a replay"
 ) -> Iterator[Finding]:
     """Yield findings about a wrong replay: the field that makes it wrong, and what came of it.
 
@@ -85,7 +86,7 @@ def explain_replay(
             help=help_of(rig, "GP10"),
         )
         return
-    if not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
+    if not ended_right(lane, fresh, outputs_with(fresh, step.problem, view, right)):
         yield from _wrong_without_a_graph(lane, fresh, step, view, shape, right, what)
         yield from _beside_bounds(lane, rig, fresh, step, captured, right)
         return
@@ -109,7 +110,7 @@ def explain_replay(
 
 
 def _explain_draft(
-    lane: BuilderUnderTest,
+    lane: LaneUnderTest,
     rig: Rig,
     step: StepRecord,
     view: ForwardBatch,
@@ -158,7 +159,7 @@ def _explain_draft(
     yield _as_it_is(lane, step, what)
 
 
-def explain_capture(lane: BuilderUnderTest, refusal: KernelRefusal, problem: Problem) -> Finding | None:
+def explain_capture(lane: LaneUnderTest, refusal: KernelRefusal, problem: Problem) -> Finding | None:
     """Return a finding about a field whose negative numbers a kernel refuses in a capture.
 
     The metadata of dummy batches is made once more, up to the first that is refused. The kernel runs on that
@@ -176,7 +177,7 @@ def explain_capture(lane: BuilderUnderTest, refusal: KernelRefusal, problem: Pro
         view = rig.dummy(shape)
         backend.record_metadata(view, backend.init_metadata_capture(view, shape))
         built = copied(backend.captured(shape))
-        if lane.outputs_with(rig, problem, view, built).error is not None:
+        if outputs_with(rig, problem, view, built).error is not None:
             break
     else:
         return None
@@ -184,7 +185,7 @@ def explain_capture(lane: BuilderUnderTest, refusal: KernelRefusal, problem: Pro
         if not isinstance(got, torch.Tensor) or not bool((is_negative := got < 0).any()):
             continue
         legal = with_leaves(built, {path: got.clamp(min=0)})
-        if lane.outputs_with(rig, problem, view, legal).error is None:
+        if outputs_with(rig, problem, view, legal).error is None:
             return lane.finding(
                 rule_of(refusal),
                 hook="init_metadata_capture",
@@ -197,9 +198,7 @@ def explain_capture(lane: BuilderUnderTest, refusal: KernelRefusal, problem: Pro
     return None
 
 
-def _right(
-    lane: BuilderUnderTest, fresh: Rig, step: StepRecord, view: ForwardBatch, shape: GraphShape
-) -> Built:
+def _right(lane: LaneUnderTest, fresh: Rig, step: StepRecord, view: ForwardBatch, shape: GraphShape) -> Built:
     """Return the reads of an eager build on a padded batch, by builders that have built nothing before.
 
     If they are wrong, then of builders that have captured the shape: rows that no build writes hold what was
@@ -210,14 +209,14 @@ def _right(
     """
     fresh.load(step.problem)
     right: Built = copied(backend_of(fresh).expected(view, shape))
-    if not lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right)):
+    if not ended_right(lane, fresh, outputs_with(fresh, step.problem, view, right)):
         backend_of(fresh).init_metadata_capture(fresh.dummy(shape), shape)
         fresh.load(step.problem)
         right = copied(backend_of(fresh).expected(view, shape))
     return right
 
 
-def _as_it_is(lane: BuilderUnderTest, step: StepRecord, what: str) -> Finding:
+def _as_it_is(lane: LaneUnderTest, step: StepRecord, what: str) -> Finding:
     """Return a finding without a field: what the kernel reads is right, or is not known."""
     if step.error is not None:
         return lane.of_error(step.error, expected=f"{what} of a declared kind of batch runs", step=step)
@@ -230,7 +229,7 @@ def _as_it_is(lane: BuilderUnderTest, step: StepRecord, what: str) -> Finding:
     )
 
 
-def _of_tasks(lane: BuilderUnderTest, rig: Rig, step: StepRecord, error: ReplayError) -> Finding:
+def _of_tasks(lane: LaneUnderTest, rig: Rig, step: StepRecord, error: ReplayError) -> Finding:
     """Return a finding about tasks that were not updated as they must be."""
     return lane.finding(
         error.rule,
@@ -245,7 +244,7 @@ def _of_tasks(lane: BuilderUnderTest, rig: Rig, step: StepRecord, error: ReplayE
 
 
 def _wrong_without_a_graph(
-    lane: BuilderUnderTest,
+    lane: LaneUnderTest,
     fresh: Rig,
     step: StepRecord,
     view: ForwardBatch,
@@ -255,13 +254,13 @@ def _wrong_without_a_graph(
 ) -> Iterator[Finding]:
     """Yield a finding about a build that is wrong also without a graph: on padding, on bounds, or always."""
     alone = fresh.step(step.problem, eagerly=True)
-    wrong = lane.outputs_with(fresh, step.problem, view, reads)
+    wrong = outputs_with(fresh, step.problem, view, reads)
     said = message_of(wrong.error) if wrong.error is not None else "the outputs of live requests are wrong"
     rule = (wrong.error is not None and rule_of(wrong.error)) or "GP04"
-    if not lane.is_right(fresh, alone):
+    if not ended_right(lane, fresh, alone):
         exact = lane.build(capture=False)
         backend_of(exact).has_exact_bounds = True
-        if lane.is_right(exact, exact.step(step.problem, eagerly=True)):
+        if ended_right(lane, exact, exact.step(step.problem, eagerly=True)):
             yield lane.finding(
                 "GP09",
                 hook="init_metadata_replay",
@@ -282,7 +281,7 @@ def _wrong_without_a_graph(
             actual=said,
             step=step,
             help=_OF_LENGTHS
-            if lane.most_tokens is not None
+            if lane.foreign.most_tokens is not None
             else f"no graph is involved: check what the {subject} makes of this batch",
         )
         return
@@ -300,7 +299,7 @@ def _wrong_without_a_graph(
 
 
 def _beside_bounds(
-    lane: BuilderUnderTest, rig: Rig, fresh: Rig, step: StepRecord, captured: Built, bounded: Built
+    lane: LaneUnderTest, rig: Rig, fresh: Rig, step: StepRecord, captured: Built, bounded: Built
 ) -> Iterator[Finding]:
     """Yield findings about fields that a graph has otherwise than a build that is wrong by bounds alone.
 
@@ -317,7 +316,7 @@ def _beside_bounds(
     assert view is not None  # noqa: S101
     backend_of(fresh).has_exact_bounds = True
     right = copied(backend_of(fresh).expected(view, shape))
-    is_right = lane.is_right(fresh, lane.outputs_with(fresh, step.problem, view, right))
+    is_right = ended_right(lane, fresh, outputs_with(fresh, step.problem, view, right))
     if not is_right or other_launches(captured, right) is not None:
         return
     made = dict(leaves(bounded))
@@ -327,7 +326,7 @@ def _beside_bounds(
 
 
 def _padded_field(
-    lane: BuilderUnderTest, fresh: Rig, problem: Problem, view: ForwardBatch, shape: GraphShape, reads: Built
+    lane: LaneUnderTest, fresh: Rig, problem: Problem, view: ForwardBatch, shape: GraphShape, reads: Built
 ) -> str | None:
     """Return the first tensor whose padding rows are at fault, with its index; None if no single field is.
 
@@ -343,7 +342,7 @@ def _padded_field(
             others[path] = value.clone()
             others[path][problem.batch_size * len(value) // shape.batch_size :] = number
         changed = with_leaves(reads, others)
-        if not lane.is_right(fresh, lane.outputs_with(fresh, problem, view, changed)):
+        if not ended_right(lane, fresh, outputs_with(fresh, problem, view, changed)):
             continue
         for path, value in values.items():
             bad = (others[path] != value).cpu()

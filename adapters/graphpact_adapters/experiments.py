@@ -13,18 +13,16 @@ from dataclasses import replace
 from graphpact.errors import ConfigError, KernelRefusal
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same
-from graphpact_adapters.backend import BuilderBackend, Words
+from graphpact_adapters.builder_lanes import (
+    ROOM,
+    backend_class_of,
+    backend_of,
+    ended_right,
+    is_captured_with_room,
+)
 from graphpact_adapters.diagnosis import explain_capture, explain_replay
-from graphpact_adapters.under_test import ROOM, BuilderUnderTest, backend_of
-from graphpact_conformance.experiments import EXPERIMENTS, Experiment
-from graphpact_conformance.experiments.base import Findings, spell, values_at
-from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.raised import causes, message_of, need_of
-from graphpact_conformance.subject.under_test import CannotCaptureError, UnderTest
-from graphpact_conformance.world.problems import (
+from graphpact_conformance.draws.batches import (
     Drawn,
-    Problem,
     assorted,
     corner,
     edges,
@@ -32,24 +30,33 @@ from graphpact_conformance.world.problems import (
     neighbours,
     steady,
 )
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments import EXPERIMENTS, Experiment
+from graphpact_conformance.experiments.comparison import spell, values_at
+from graphpact_conformance.experiments.experiment import Findings
+from graphpact_conformance.experiments.when import everywhere, in_full_lanes
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.records.raised import CannotCaptureError, causes, message_of, need_of
+from graphpact_conformance.results import Finding
 
 OF_REPLAYS = ("GP01", "GP02", "GP03", "GP04", "GP05", "GP08", "GP09", "GP10", "GP13", "GP14", "GP15")
 """The rules that a wrong replay can break."""
 
 
-def captures_dummies(lane: UnderTest, steps: Drawn) -> Findings:
+def captures_dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture every shape with a dummy batch, the largest first."""
     try:
         lane.rig()
     except CannotCaptureError as stopped:
-        words = _words(lane)
+        words = backend_class_of(lane).words
         expected = f"every declared shape is captured, with the {words.subject}'s metadata of a dummy batch"
         if isinstance(stopped.error, KernelRefusal) and (
-            finding := explain_capture(_ours(lane), stopped.error, steps.exact)
+            finding := explain_capture(lane, stopped.error, steps.exact)
         ):
             yield finding
             return
-        if not _ours(lane).is_captured_with_room():
+        if not is_captured_with_room(lane):
             # If no reader understands the metadata, that is not a fault of the capture.
             is_unread = any(isinstance(each, ConfigError) for each in causes(stopped.error))
             rule = None if is_unread or lane.raised_at(stopped.error) is not None else "GP20"
@@ -69,22 +76,20 @@ def captures_dummies(lane: UnderTest, steps: Drawn) -> Findings:
         )
 
 
-def replays(lane: UnderTest, steps: Drawn) -> Findings:
+def replays(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay a sequence of batches, and compare with attention in float64."""
-    ours = _ours(lane)
     batches = (*steps, steps.exact, steps.small, *edges(lane.config), corner(lane.config))
-    yield from _judge(ours, ours.rig(), batches, "a replay")
+    yield from _judge(lane, lane.rig(), batches, "a replay")
 
 
-def other_orders(lane: UnderTest, steps: Drawn) -> Findings:
+def other_orders(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay after captures in another order, between eager steps, and after a second capture."""
-    ours = _ours(lane)
-    rig = ours.rig()
+    rig = lane.rig()
     batches = (*steps, half_size_batch(lane.config))
-    upwards = ours.build(capture=False)
+    upwards = lane.build(capture=False)
     why = "every shape is captured, from the smallest on too: no order is promised"
-    if (failure := _captures(ours, upwards, upwards.planned, steps, why)) is None:
-        yield from _judge(ours, upwards, batches, "a replay after captures from the smallest shape on")
+    if (failure := _captures(lane, upwards, upwards.planned, steps, why)) is None:
+        yield from _judge(lane, upwards, batches, "a replay after captures from the smallest shape on")
     else:
         yield failure
 
@@ -93,31 +98,30 @@ def other_orders(lane: UnderTest, steps: Drawn) -> Findings:
             rig.step(corner(lane.config), eagerly=True)
             yield problem
 
-    yield from _judge(ours, rig, with_eager_steps(), "a replay after a larger eager step")
+    yield from _judge(lane, rig, with_eager_steps(), "a replay after a larger eager step")
     why = "every shape is captured again: an engine that wakes up does this"
-    if (failure := _captures(ours, rig, (None,), steps, why)) is None:
-        yield from _judge(ours, rig, batches, "a replay after a second capture")
+    if (failure := _captures(lane, rig, (None,), steps, why)) is None:
+        yield from _judge(lane, rig, batches, "a replay after a second capture")
     else:
         yield failure
 
 
-def similar_batches(lane: UnderTest, steps: Drawn) -> Findings:
+def similar_batches(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay a batch after one that differs in one thing: a length, the pages, the order, one decoded token.
 
     This shows values that a builder keeps because something else, such as a count, did not change.
     """
-    ours = _ours(lane)
-    rig, sequence = ours.rig(), list[Problem]()
+    rig, sequence = lane.rig(), list[Problem]()
     for problem in (steps.exact, assorted(lane.config)):
         sequence += [each for other in neighbours(lane.config, problem) for each in (problem, other)]
     now, before = steady(lane.config)
     sequence += [each for earlier in before for each in (earlier, now)]
-    yield from _judge(ours, rig, sequence, "a replay after a similar batch")
+    yield from _judge(lane, rig, sequence, "a replay after a similar batch")
 
 
-def lent_buffers(lane: UnderTest, steps: Drawn) -> Findings:
+def lent_buffers(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Compare the engine's persistent buffers before and after each build: builders may only read them."""
-    rig = _ours(lane).rig()
+    rig = lane.rig()
     for problem in steps:
         rig.step(problem)
     reported: set[tuple[str, str]] = set()
@@ -133,23 +137,12 @@ def lent_buffers(lane: UnderTest, steps: Drawn) -> Findings:
             expected=f"{values_at(change.before, differs)}, as before {change.call}()",
             actual=values_at(change.after, differs),
             problem=steps[0],
-            help=f"write into a copy: {_words(lane).next_reader} it after this one",
+            help=f"write into a copy: {backend_class_of(lane).words.next_reader} it after this one",
         )
 
 
-def _ours(lane: UnderTest) -> BuilderUnderTest:
-    assert isinstance(lane, BuilderUnderTest)  # noqa: S101  these experiments run in no other lane
-    return lane
-
-
-def _words(lane: UnderTest) -> Words:
-    backend = _ours(lane).backend
-    assert issubclass(backend, BuilderBackend)  # noqa: S101  lanes of builders have no other
-    return backend.words
-
-
 def _captures(
-    lane: BuilderUnderTest, rig: Rig, shapes: Iterable[GraphShape | None], steps: Drawn, expected: str
+    lane: LaneUnderTest, rig: Rig, shapes: Iterable[GraphShape | None], steps: Drawn, expected: str
 ) -> Finding | None:
     """Capture the given shapes, or all if None; return a finding if a capture raises."""
     try:
@@ -162,24 +155,23 @@ def _captures(
     return None
 
 
-def _judge(lane: BuilderUnderTest, rig: Rig, problems: Iterable[Problem], what: str) -> Iterator[Finding]:
+def _judge(lane: LaneUnderTest, rig: Rig, problems: Iterable[Problem], what: str) -> Iterator[Finding]:
     """Replay batches, and yield findings about the first one with wrong outputs."""
     for problem in map(lane.within, problems):
         step = rig.step(problem)
-        if not lane.is_right(rig, step):
+        if not ended_right(lane, rig, step):
             yield from explain_replay(lane, rig, step, what=what)
             return
 
 
-def _own(name: str, examines: tuple[str, ...], run: Callable[[UnderTest, Drawn], Findings]) -> Experiment:
+def _own(name: str, examines: tuple[str, ...], run: Callable[[LaneUnderTest, Drawn], Findings]) -> Experiment:
     return Experiment(
         name,
         examines,
         run,
-        scopes=frozenset({"attention_backend"}),
+        everywhere,
         repeats=True,
-        depth="lightest",
-        in_pairs=True,
+        num_captures=1,
     )
 
 
@@ -190,8 +182,8 @@ BUILDER_EXPERIMENTS: tuple[Experiment, ...] = (
         "captures_dummies",
         (*OF_REPLAYS, "GP19", "GP20"),
         captures_dummies,
-        explains_captures=True,
-        in_pairs=True,
+        in_full_lanes,
+        after_failed_captures=everywhere,
     ),
     _EXPERIMENT["answers_eagerly"],
     _own("replays", OF_REPLAYS, replays),

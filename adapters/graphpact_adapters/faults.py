@@ -26,14 +26,15 @@ from graphpact.batch import ForwardBatch
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
 from graphpact_adapters.backend import Built
-from graphpact_adapters.reads import field_name, leaves, with_leaves
-from graphpact_adapters.under_test import BuilderUnderTest, backend_of
-from graphpact_conformance.experiments.base import spell, values_at
+from graphpact_adapters.builder_lanes import backend_of, ended_right, outputs_with
+from graphpact_adapters.kernel_reads import field_name, leaves, with_leaves
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.comparison import spell, values_at
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.records.raised import message_of, rule_of
+from graphpact_conformance.records.steps import StepRecord
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.raised import message_of, rule_of
-from graphpact_conformance.subject.records import StepRecord
-from graphpact_conformance.world.problems import Problem
 from graphpact_tape.poison import is_poison, poison
 
 HELP = {
@@ -109,7 +110,7 @@ def _words_of(reads: Any, found: dict[str, Any], paths: Sequence[str]) -> str:
 
 
 def faults_of(
-    lane: BuilderUnderTest,
+    lane: LaneUnderTest,
     fresh: Rig,
     problem: Problem,
     view: ForwardBatch,
@@ -126,7 +127,7 @@ def faults_of(
 
     def right_with(changed: Sequence[Sequence[str]]) -> bool:
         built = with_leaves(captured, {path: theirs[path] for paths in changed for path in paths})
-        return lane.is_right(fresh, lane.outputs_with(fresh, problem, view, built))
+        return ended_right(lane, fresh, outputs_with(fresh, problem, view, built))
 
     if right_with([]):
         return []  # the kernel is right with what the graph reads now
@@ -171,7 +172,7 @@ def named(built: Built, path: str) -> str:
 
 
 def finding_of(
-    lane: BuilderUnderTest,
+    lane: LaneUnderTest,
     rig: Rig,
     step: StepRecord,
     fault: FieldFault,
@@ -265,7 +266,7 @@ def _overlap(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, to
 
 
 def _rule_of(
-    lane: BuilderUnderTest,
+    lane: LaneUnderTest,
     rig: Rig,
     step: StepRecord,
     fault: FieldFault,
@@ -291,7 +292,7 @@ def _rule_of(
 
 
 def _rule_of_memory(
-    lane: BuilderUnderTest,
+    lane: LaneUnderTest,
     rig: Rig,
     path: str,
     tensor: torch.Tensor,
@@ -315,7 +316,7 @@ def _rule_of_memory(
 
 
 def _rule_of_contents(
-    lane: BuilderUnderTest,
+    lane: LaneUnderTest,
     step: StepRecord,
     shape: GraphShape,
     differs: torch.Tensor,
@@ -333,12 +334,12 @@ def _rule_of_contents(
         )
     if not is_unwritten:
         return "GP02", f", which {call} wrote"
-    if lane.is_right(afresh := lane.build(), afresh.step(step.problem)):
+    if ended_right(lane, afresh := lane.build(), afresh.step(step.problem)):
         return "GP09", f", made of an earlier batch, which {call} kept"
     return "GP02", f", which {call} does not write"
 
 
-def _returns_it_again(lane: BuilderUnderTest, path: str, shape: GraphShape) -> bool:
+def _returns_it_again(lane: LaneUnderTest, path: str, shape: GraphShape) -> bool:
     """Return whether a build on the dummy itself returns the memory of the capture."""
     rig = lane.build()
     backend, captured = backend_of(rig), rig.lane.captured[shape].context

@@ -17,7 +17,7 @@ import torch
 
 from graphpact.plugin_calls import describe_error, place_of
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.subject.raised import NeedsValueError, need_of
+from graphpact_conformance.records.raised import NeedsValueError, need_of
 from graphpact_conformance.suite import Needs, PlannedLane
 from graphpact_conformance.targets import Options
 

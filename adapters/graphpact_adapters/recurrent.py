@@ -6,10 +6,10 @@ each of its new tokens into the rows of the request. The model of such kernels i
 
     S_t = S_{t-1} + k_t v_t^T            out_t = scaling * q_t^T S_t
 
-so the right output follows from only the keys and values of a request (`graphpact_adapters.states`). The
-model
-treats its arguments as the kernels of vLLM 0.33 do: a row without queries reads nothing, a skipped index is
-neither read nor written, and everything else has to be in bounds.
+so the right output follows from only the keys and values of a request
+(`graphpact_adapters.recurrent_states`). The model treats its arguments as the kernels of vLLM 0.33 do: a row
+without queries reads nothing, a skipped index is neither read nor written, and everything else has to be in
+bounds.
 
 Does not: convolve, decay or gate, because that does not depend on metadata.
 """
@@ -21,7 +21,7 @@ import torch
 
 from graphpact.attention import KVBuffers, LayerSpec, new_kv
 from graphpact.errors import ConfigError, KernelRefusal, named_options
-from graphpact_adapters.reads import write_slots
+from graphpact_adapters.kernel_reads import write_slots
 from graphpact_kernels import define_kernel
 
 

@@ -15,7 +15,7 @@ may also give a task another tensor, such as a block table in new memory.
 An update gets an `UpdatableGraph`: the tasks of the graph that is replayed, in captured order. The tape
 checks that each task is updated once for each replay, in that order; see `graphpact_tape.tasks`.
 
-Does not: model the kernel; see `graphpact_adapters.reads`.
+Does not: model the kernel; see `graphpact_adapters.kernel_reads`.
 """
 
 import functools
@@ -32,7 +32,7 @@ from graphpact.attention import KVBuffers, LayerSpec
 from graphpact.errors import CaptureError, ConfigError, ReplayError, named_options
 from graphpact.graphs import GraphDriver, Line, TaskKey
 from graphpact.shapes import GraphShape
-from graphpact_adapters.reads import Reads, field_name, leaves, with_leaves
+from graphpact_adapters.kernel_reads import Reads, field_name, leaves, with_leaves
 from graphpact_kernels import define_kernel
 from graphpact_tape.host import WeakTensor
 
@@ -57,8 +57,8 @@ class Tasks:
     """Which arguments of a builder's kernel an engine updates for each replay, and how.
 
     Args:
-        arguments: Their names in the metadata; see `graphpact_adapters.reads.Part`. Numbers and tuples of
-            numbers are updated by value. Device tensors are rebound: each update gives a new address.
+        arguments: Their names in the metadata; see `graphpact_adapters.kernel_reads.Part`. Numbers and tuples
+            of numbers are updated by value. Device tensors are rebound: each update gives a new address.
         update: The engine's update. None to update each task with what the reader returns for the step's
             metadata.
         key: Returns the key of a captured shape's graph; two graphs with one key are an error. By default the

@@ -13,15 +13,16 @@ from hypothesis import strategies as st
 from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, KernelRefusal
-from graphpact_adapters.states import UNOWNED, RecurrentLane, StateMemory, accepted_of, state_name
-from graphpact_adapters.under_test import backend_of
+from graphpact_adapters.builder_lanes import backend_of
+from graphpact_adapters.recurrent_states import UNOWNED, StateMemory, accepted_of, state_name
 from graphpact_adapters.vllm import Builders, RecurrentReads
 from graphpact_adapters.vllm.readers import read_vllm_metadata
+from graphpact_conformance.draws.batches import Drawn, sequences
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.results import Finding
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.suite.run import run_once
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.problems import Drawn, sequences
 from support import thinned
 
 OPTIONS = Options(size="quick", shrink=False)
@@ -33,11 +34,9 @@ def lanes_of(make: Callable[..., object], **options: Any) -> list[PlannedLane]:
     return [*Builders(make, kind="mamba", **options).lanes(OPTIONS)]
 
 
-def lane_of(make: Callable[..., object], mode: ForwardMode) -> RecurrentLane:
+def lane_of(make: Callable[..., object], mode: ForwardMode) -> LaneUnderTest:
     """Return the first quick lane of a kind of step."""
-    lane = next(plan.lane for plan in lanes_of(make) if plan.lane.config.case.mode is mode)
-    assert isinstance(lane, RecurrentLane)
-    return lane
+    return next(plan.lane for plan in lanes_of(make) if plan.lane.config.case.mode is mode)
 
 
 def findings_of(make: Callable[..., object], *, unusual: bool = False, **options: Any) -> Iterator[Finding]:

@@ -30,17 +30,17 @@ from sglang_backends import (
 from graphpact.attention import KVBuffers, LayerSpec
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError, KernelRefusal
+from graphpact_adapters.builder_lanes import backend_of, ended_right
 from graphpact_adapters.faults import HELP
-from graphpact_adapters.reads import IndexedReads
+from graphpact_adapters.kernel_reads import IndexedReads
 from graphpact_adapters.sglang import Backends
 from graphpact_adapters.sglang.backend import SglangBackend
 from graphpact_adapters.sglang.batch import SglangForwardMode
 from graphpact_adapters.sglang.readers import read_sglang_metadata, widened
-from graphpact_adapters.under_test import backend_of
 from graphpact_adapters.vllm.backend import VllmBackend
+from graphpact_conformance.draws.batches import half_size_batch
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.problems import half_size_batch
 from support import thinned
 
 FOREIGN = (
@@ -288,7 +288,7 @@ def test_the_work_in_the_graph_is_recorded_before_attention() -> None:
     (backend,) = backend_of(rig).builders
     assert isinstance(backend, InGraphBackend)
     backend.init_forward_metadata_in_graph = lambda _: calls.append(1)  # type: ignore[method-assign]
-    assert under.is_right(rig, rig.step(problem))
+    assert ended_right(under, rig, rig.step(problem))
     assert calls == [0]
 
 

@@ -11,7 +11,7 @@ __all__ = ["conformance"]
 
 
 def conformance(*names: str, **options: Any) -> Any:
-    """Return a decorator that runs the suite as tests; see `graphpact_conformance.testing.conformance`.
+    """Return a decorator that runs the suite as tests; see `testing.conformance_decorator`.
 
     Raises:
         UsageError: A package that the suite needs is not installed.
@@ -25,4 +25,4 @@ def conformance(*names: str, **options: Any) -> Any:
             f"this needs {error.name}, which is not installed",
             hint='pip install "graphpact[conformance]"',
         ) from error
-    return testing.conformance(*names, **options)
+    return testing.conformance_decorator(*names, **options)

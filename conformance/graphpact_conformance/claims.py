@@ -17,8 +17,10 @@ import torch
 from graphpact.attention import AttentionBackend, Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError
+from graphpact_conformance.draws.cases import CASES, Case
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.results import Claim
-from graphpact_conformance.world.lanes import CASES, Case, Config, configs_of
 
 Declared = Literal["unknown", "unsupported", "not_implemented", "since", "full"]
 FEATURES = ("sliding_window", "softcap", "sinks", "trees")

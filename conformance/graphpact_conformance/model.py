@@ -23,9 +23,9 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
 from graphpact.parallel import get_parallel
 from graphpact.step import Attend, Forward, Region, StepOutputs
-from graphpact_conformance.world.fields import COUNT, GATHERED, MROPE, SAFE, completed
-from graphpact_conformance.world.lanes import HIDDEN, VOCAB, Config
-from graphpact_conformance.world.problems import next_id
+from graphpact_conformance.draws.fields import COUNT, GATHERED, MROPE, SAFE, completed
+from graphpact_conformance.draws.lanes import HIDDEN, VOCAB, Config
+from graphpact_conformance.draws.problems import next_id
 
 _GAP, _JITTER, _SHARE = 0.5, 0.2, 0.05
 """Of logits: the least distance of their ranks, what is added by token, and the share of attention.

@@ -35,8 +35,8 @@ from graphpact.buffers import GraphSlot
 from graphpact.shapes import GraphShape
 from graphpact.speculation import HIDDEN_STATES
 from graphpact.step import Attend, Forward, Region, StepOutputs
+from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.model import Model, Passes
-from graphpact_conformance.world.problems import Problem
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ A rule's requirement is one sentence. It has the same words here, in errors, in 
 `graphpact explain`. Ids are never reused.
 
 Does not: check anything (see `graphpact_conformance.experiments`), or describe real bugs
-(see `graphpact_conformance.stories`).
+(see `graphpact_conformance.real_bugs`).
 """
 
 import re

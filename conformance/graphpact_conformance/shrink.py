@@ -10,10 +10,11 @@ rules are broken.
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
-from graphpact_conformance.experiments.base import Experiment
+from graphpact_conformance.draws.batches import Drawn, shortened
+from graphpact_conformance.draws.problems import Problem, ProblemRequest
+from graphpact_conformance.experiments.experiment import Experiment
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.under_test import UnderTest
-from graphpact_conformance.world.problems import Drawn, Problem, ProblemRequest, shortened
 
 TRIALS = 16
 """Number of smaller sequences of batches that are tried for one failure."""
@@ -23,7 +24,7 @@ Steps: TypeAlias = tuple[Problem, ...]
 
 
 def shrunk(
-    lane: UnderTest,
+    lane: LaneUnderTest,
     experiment: Experiment,
     steps: Steps,
     found: list[Finding],
@@ -57,7 +58,7 @@ def shrunk(
     return best
 
 
-def _found_in(lane: UnderTest, experiment: Experiment, steps: Steps) -> list[Finding]:
+def _found_in(lane: LaneUnderTest, experiment: Experiment, steps: Steps) -> list[Finding]:
     """Return the findings of an experiment in a new lane; empty if it raises, which is another failure."""
     found = experiment.findings(lane.anew(), steps)
     return [] if found.error else found.findings

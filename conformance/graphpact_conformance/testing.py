@@ -23,10 +23,10 @@ import torch
 
 from graphpact.errors import UsageError, named_options
 from graphpact.plugins import PluginCatalog
+from graphpact_conformance.records.global_state import one_thread
 from graphpact_conformance.report import digest
 from graphpact_conformance.results import Outcome, PluginResults, Result
 from graphpact_conformance.rules import RULES, Rule
-from graphpact_conformance.subject.global_state import one_thread
 from graphpact_conformance.suite import examine, require_lanes, targets
 from graphpact_conformance.targets import Kernels, Options, Size, Target
 from graphpact_conformance.xfails import Xfails
@@ -37,7 +37,7 @@ _MOST = 3  # failing lanes of a rule that are shown in full
 
 
 @named_options
-def conformance(
+def conformance_decorator(
     *names: str,
     adapter: str | None = None,
     seed: int = 0,

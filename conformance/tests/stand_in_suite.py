@@ -60,4 +60,4 @@ def _result_of(name: str, work: Any) -> Result:
 worker.suite = SimpleNamespace(  # type: ignore[assignment]
     targets=_targets, examine=_examine, require_lanes=lambda *_: None
 )
-examine, resolve = worker.examine, worker.resolve
+examine, resolve = worker.examine_for_parent, worker.resolve

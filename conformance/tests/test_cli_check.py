@@ -16,10 +16,10 @@ from graphpact.errors import UnknownPluginError
 from graphpact_cli import main
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.isolation import supervise
+from graphpact_conformance.real_bugs import REAL_BUGS
 from graphpact_conformance.report import FILES
 from graphpact_conformance.results import Report
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.stories import STORIES
 from graphpact_conformance.targets import Options
 
 Suite = Callable[..., dict[str, Any]]
@@ -37,7 +37,7 @@ def suite(monkeypatch: pytest.MonkeyPatch) -> Suite:
             print("a plugin prints this")  # noqa: T201  as plugins do
             return made or report()
 
-        monkeypatch.setattr(supervise, "check", check)
+        monkeypatch.setattr(supervise, "check_plugins", check)
         return asked
 
     return put
@@ -56,7 +56,7 @@ def test_a_terminated_run_prints_what_it_had(
             raise supervise.StoppedError(report(), signal.Signals(interrupt.args[0])) from interrupt
         raise AssertionError("SIGTERM did not stop it")
 
-    monkeypatch.setattr(supervise, "check", check)
+    monkeypatch.setattr(supervise, "check_plugins", check)
     assert main(["check", "some_backend", "--report", str(tmp_path)]) == 128 + signal.SIGTERM
     assert report().plugins[0].name in capsys.readouterr().out
     assert {path.name for path in tmp_path.iterdir()} == {*FILES}
@@ -199,7 +199,7 @@ def test_errors_of_the_suite_keep_their_words(
     def check(*_: object, **__: object) -> Report:
         raise UnknownPluginError("nobody offers 'x'", hint="did you mean fa3?")
 
-    monkeypatch.setattr(supervise, "check", check)
+    monkeypatch.setattr(supervise, "check_plugins", check)
     assert main(["check", "x"]) == 2
     assert capsys.readouterr() == ("", "error: nobody offers 'x'\n  help: did you mean fa3?\n")
 
@@ -265,7 +265,7 @@ print(*sys.modules, file=sys.stderr)
     imported = {*done.stderr.split()}
     ours = "graphpact_conformance"
     assert {f"{ours}.cli.{name}" for name in ("check", "explain", "report")} <= imported
-    heavy = {f"{ours}.{name}" for name in ("suite", "supervise", "processes", "stories", "results")}
+    heavy = {f"{ours}.{name}" for name in ("suite", "isolation", "real_bugs", "results")}
     assert not imported & (heavy | {"hypothesis", "jinja2", "pytest"})
 
 
@@ -296,7 +296,7 @@ def test_every_rule_is_explained(rule: Any, capsys: pytest.CaptureFixture[str]) 
     """A rule, by id or name, is printed with its requirement, hooks, and every part of its story."""
     assert main(["explain", rule.id.lower()]) == 0
     text = capsys.readouterr().out
-    story = STORIES[rule.id]
+    story = REAL_BUGS[rule.id]
     for said in (
         str(rule),
         rule.level,

@@ -8,13 +8,14 @@ import torch
 from graphpact.batch import ForwardMode
 from graphpact.errors import CaptureError
 from graphpact.plugins import PluginCatalog
+from graphpact_conformance.draws.batches import assorted, draw
+from graphpact_conformance.draws.problems import Case
 from graphpact_conformance.experiments import refresh
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.suite import plan_lanes
+from graphpact_conformance.suite import planned_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.problems import Case, assorted, draw
 from graphpact_tape.host import HostMemory, HostReadGuard
 from graphpact_tape.recorder import Recorder
 from graphpact_tape.tape import TapeDriver
@@ -23,7 +24,7 @@ from graphpact_tape.tape import TapeDriver
 def lane() -> LaneUnderTest:
     """Return a decode lane of flashinfer, which records metadata and writes a part of its slots in a step."""
     backend = PluginCatalog.scan().select("attention_backend", "flashinfer")
-    lanes = [plan.lane for plan in plan_lanes(backend, ReferenceRunner, Options(size="quick"))]
+    lanes = [plan.lane for plan in planned_lanes(backend, ReferenceRunner, Options(size="quick"))]
     return next(each for each in lanes if each.config.case == Case(ForwardMode.DECODE))
 
 

@@ -9,10 +9,10 @@ import pytest
 
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance import suite
+from graphpact_conformance.draws.choice import combinations
+from graphpact_conformance.draws.coverage import joined
 from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.targets import Options, Size, Target
-from graphpact_conformance.world.coverage import joined
-from graphpact_conformance.world.lanes import combinations
 
 PAGE = Path(__file__).parents[2] / "docs/conformance.md"
 SIZES: tuple[Size, ...] = ("quick", "normal", "thorough")

@@ -20,6 +20,7 @@ from graphpact.plugins import PluginCatalog
 from graphpact.runners import GraphRunner
 from graphpact_conformance import suite
 from graphpact_conformance.claims import claims_of
+from graphpact_conformance.draws.cases import CASES, SEGMENTS, Case
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.merge import hints_of
 from graphpact_conformance.report import to_html
@@ -27,7 +28,6 @@ from graphpact_conformance.results import ExitCode, Outcome, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.suite.target import probe, unsupported
 from graphpact_conformance.targets import Options, Target, TargetKind
-from graphpact_conformance.world.lanes import CASES, SEGMENTS, Case
 from support import ListedCatalog, thinned
 
 FULL = Options(size="quick", examples=1, shrink=False)
@@ -62,7 +62,7 @@ def checked(
     """Return the results of each plain lane; all experiments run if ``full``, or without graphs."""
     kind: TargetKind = "runner" if backend is ReferenceBackend else "attention_backend"
     found = {}
-    for plan in suite.plan_lanes(backend, runner, FULL, kind=kind, values=()):
+    for plan in suite.planned_lanes(backend, runner, FULL, kind=kind, values=()):
         is_full = full or plan.lane.captures_nothing
         found[plan.lane.config.case] = list(suite.examine_lane(replace(plan, is_full=is_full), options))
     return found

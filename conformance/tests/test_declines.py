@@ -16,18 +16,9 @@ from hypothesis import strategies as st
 from graphpact import EagerReason, ForwardBatch, ForwardMode, GraphShape
 from graphpact.runners import GraphRunner
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
-from graphpact_conformance.experiments import EXPERIMENTS, Experiment
-from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.results import Finding, Outcome, Result
-from graphpact_conformance.rules import RULES
-from graphpact_conformance.suite import PlannedLane, examine_lane, plan_lanes
-from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import CONTEXT, configs_of
-from graphpact_conformance.world.problems import (
+from graphpact_conformance.draws.batches import (
     REDRAWS,
     Drawn,
-    Problem,
     assorted,
     corner,
     draw,
@@ -36,6 +27,17 @@ from graphpact_conformance.world.problems import (
     of_size,
     steady,
 )
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.lanes import CONTEXT
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments import EXPERIMENTS, Experiment
+from graphpact_conformance.experiments.when import everywhere
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.results import Finding, Outcome, Result
+from graphpact_conformance.rules import RULES
+from graphpact_conformance.suite import PlannedLane, examine_lane, planned_lanes
+from graphpact_conformance.targets import Options
 
 LONG = EagerReason("acme_long", "a request is longer than the tier")
 OPTIONS = Options(size="quick", examples=1, shrink=False)
@@ -71,7 +73,7 @@ def longer_than(longest: int) -> Callable[[ForwardBatch], bool]:
 def plan_of(runner: type[GraphRunner], lane: str = "decode-*") -> PlannedLane:
     """Return the lane of a quick run in which a runner is checked."""
     options = Options(size="quick", lanes=(lane,))
-    return plan_lanes(ReferenceBackend, runner, options, kind="runner")[0]  # the plain one
+    return planned_lanes(ReferenceBackend, runner, options, kind="runner")[0]  # the plain one
 
 
 def results_of(runner: type[GraphRunner], *experiments: str | Experiment) -> dict[str | None, Result]:
@@ -201,14 +203,14 @@ def _finds_before_it_steps(lane: LaneUnderTest, _: Drawn) -> Iterator[Finding]:
 
 def test_an_experiment_that_needs_a_declined_batch_is_unsupported() -> None:
     """The rule is unsupported, with the reason in words; a finding from before still fails it."""
-    over = Experiment("over", ("GP03", "GP04"), _steps_over_an_odd_batch)
+    over = Experiment("over", ("GP03", "GP04"), _steps_over_an_odd_batch, everywhere)
     found = results_of(ODD, over)
     assert {rule: r.outcome for rule, r in found.items()} == {
         "GP03": Outcome.UNSUPPORTED,
         "GP04": Outcome.UNSUPPORTED,
     }
     assert found["GP03"].reason == f"the runner leaves this batch to an eager step: {LONG}"
-    finds = Experiment("finds", ("GP03", "GP04"), _finds_before_it_steps)
+    finds = Experiment("finds", ("GP03", "GP04"), _finds_before_it_steps, everywhere)
     found = results_of(ODD, finds, over)
     assert (found["GP03"].outcome, found["GP04"].outcome) == (Outcome.FAIL, Outcome.UNSUPPORTED)
 

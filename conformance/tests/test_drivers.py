@@ -20,7 +20,12 @@ from graphpact.plugins import PluginCatalog
 from graphpact_cli import main
 from graphpact_conformance import suite
 from graphpact_conformance.drivers import acts, promises, strictness
-from graphpact_conformance.drivers.examine import DriverLane, examine_driver, examine_lane, lanes_of_driver
+from graphpact_conformance.drivers.examine import (
+    DriverLane,
+    examine_driver,
+    examine_driver_lane,
+    lanes_of_driver,
+)
 from graphpact_conformance.isolation import supervise
 from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.merge import merged
@@ -56,7 +61,7 @@ class Notes:
 
 def outcomes(lane: DriverLane, options: Options = FULL) -> dict[str | None, Outcome]:
     """Return the outcome of each rule in one lane."""
-    return {result.rule: result.outcome for result in examine_lane(lane, options)}
+    return {result.rule: result.outcome for result in examine_driver_lane(lane, options)}
 
 
 # -- the checks --------------------------------------------------------------------------------------
@@ -180,7 +185,9 @@ def test_a_broken_promise_is_found(name: str) -> None:
     """A driver that breaks one promise fails its check; its evidence is one sentence or more."""
     lane = DriverLane(LOCAL[name], is_strict=False)
     options = Options(only=frozenset({promises.CHECKS[name].rule} - {None}))  # type: ignore[arg-type]
-    broken = [f for r in examine_lane(lane, options) for f in r.findings if f.field and name in f.field]
+    broken = [
+        f for r in examine_driver_lane(lane, options) for f in r.findings if f.field and name in f.field
+    ]
     assert [f.expected for f in broken] == [promises.CHECKS[name].sentence]
     assert broken[0].actual
     assert broken[0].help
@@ -220,7 +227,7 @@ def test_a_strict_driver_may_do_more_than_cuda_and_hide_nothing(
 ) -> None:
     """A strict driver passes an act exactly if it refuses it, shows it, or does what CUDA does."""
     name = next(
-        n for n, row in strictness.ROWS.items() if n in acts.ACTS and strictness.verdict(row) == verdict
+        n for n, row in strictness.ROWS.items() if n in acts.ACTS and strictness.cuda_verdict(row) == verdict
     )
     done = strictness.Performed(outcome, "the evidence", ValueError() if outcome == "refused" else None)
     with patch.object(strictness, "perform", return_value=done):
@@ -455,7 +462,9 @@ def hostile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 )
 def test_a_driver_that_hangs_or_ends_the_process_fails_the_check_at_fault(name: str, why: str) -> None:
     """The check during which a driver hangs or ends its process fails; the others of its rule are checked."""
-    report = supervise.check([f"driver:{name}"], Options(only=frozenset({"GP20"})), timeout=8, workers=1)
+    report = supervise.check_plugins(
+        [f"driver:{name}"], Options(only=frozenset({"GP20"})), timeout=8, workers=1
+    )
     (plugin,) = report.plugins
     (ended,) = [r for r in plugin.results if r.check == "ends"]
     assert ended.lane == "fast :: captures_do_not_nest"

@@ -13,15 +13,18 @@ from graphpact.buffers import GraphSlot
 from graphpact.parallel import get_parallel
 from graphpact.runners import GraphRunner
 from graphpact.step import Attend, Forward, Region, RegionContext, StepOutputs
-from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.draws import fields
+from graphpact_conformance.draws.batches import Drawn, draw, sequences
+from graphpact_conformance.draws.cases import Case
+from graphpact_conformance.draws.choice import configs_of, dimensions
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.experiments.comparison import differences
 from graphpact_conformance.experiments.dummies import _values
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
-from graphpact_conformance.lane.rig import Rig, drawn_batch
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.lane.runners import drawn_batch
 from graphpact_conformance.model import own_rows
 from graphpact_conformance.suite import takes
-from graphpact_conformance.world import fields
-from graphpact_conformance.world.lanes import Case, Config, configs_of, dimensions
-from graphpact_conformance.world.problems import Drawn, draw, sequences
 from graphpact_speculative.runners import EagleDraftRunner, FrozenKvMtpRunner
 
 CPU = torch.device("cpu")

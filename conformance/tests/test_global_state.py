@@ -14,14 +14,14 @@ from torch.overrides import TorchFunctionMode
 
 from graphpact import ForwardMode
 from graphpact.errors import CaptureError
+from graphpact_conformance.draws.batches import corner
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.records.global_state import DRAWS, Call, SettingChange, StateWatch
+from graphpact_conformance.records.raised import CannotCaptureError
 from graphpact_conformance.results import Outcome
-from graphpact_conformance.subject.global_state import DRAWS, Call, SettingChange, StateWatch
-from graphpact_conformance.subject.under_test import CannotCaptureError
-from graphpact_conformance.suite import PlannedLane, examine_lane, plan_lanes
+from graphpact_conformance.suite import PlannedLane, examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.problems import corner
 
 CHANGES: dict[str, Callable[[], Any]] = {
     "torch.set_grad_enabled": lambda: torch.set_grad_enabled(not torch.is_grad_enabled()),
@@ -127,7 +127,7 @@ def decode_lane(backend: type[Any], runner: type[Any]) -> LaneUnderTest:
     """Return the lane of a quick run that decodes."""
     kind: Any = "attention_backend" if runner is ReferenceRunner else "runner"
     options = Options(size="quick", lanes=(f"{ForwardMode.DECODE.value}-*",))
-    plan = plan_lanes(backend, runner, options, kind=kind)[0]  # the plain one
+    plan = planned_lanes(backend, runner, options, kind=kind)[0]  # the plain one
     return plan.lane
 
 

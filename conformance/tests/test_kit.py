@@ -23,7 +23,11 @@ from graphpact.attention import GraphSupport, HeadLayout
 from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.errors import EngineError
 from graphpact.runners import RunnerContext
-from graphpact_conformance.experiments import values
+from graphpact_conformance.draws.batches import Drawn, corner, draw, neighbours, of_size, sequences
+from graphpact_conformance.draws.cases import CASES, Case, static_shapes
+from graphpact_conformance.draws.choice import DTYPES, PAGE_SIZES, configs_of
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.experiments import outputs
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import (
     ReferenceBackend,
@@ -31,16 +35,6 @@ from graphpact_conformance.lane.reference import (
     ReferenceRunner,
 )
 from graphpact_conformance.lane.rig import CPU, Rig
-from graphpact_conformance.world.lanes import (
-    CASES,
-    DTYPES,
-    PAGE_SIZES,
-    Case,
-    Config,
-    configs_of,
-    static_shapes,
-)
-from graphpact_conformance.world.problems import Drawn, corner, draw, neighbours, of_size, sequences
 from oracle_kit import findings_of, hold_to_oracle
 
 
@@ -544,7 +538,7 @@ def test_a_field_without_a_slot_is_a_finding() -> None:
     lane = LaneUnderTest(config, runner=WithoutTreeMask, kind="runner")
     (steps,) = draw(config, 1, 0)
     with torch.inference_mode():
-        (found,) = values.answers_replayed(lane, steps)
+        (found,) = outputs.answers_replayed(lane, steps)
         assert "has no slot for" in str(lane.rig().step(steps[0]).error)
     assert (found.rule, found.field) == ("GP02", "batch.tree_mask")
     assert "declare a slot" in str(found.help)

@@ -19,14 +19,16 @@ from graphpact.runners import GraphRunner
 from graphpact.shapes import GraphShape
 from graphpact.speculation import HIDDEN_STATES
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
-from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.draws.batches import draw
+from graphpact_conformance.draws.cases import cases_of
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.lanes import CONTEXT, VOCAB, Config
+from graphpact_conformance.experiments.comparison import differences
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.results import Outcome
-from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.suite import examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import CONTEXT, VOCAB, Config, cases_of, configs_of
-from graphpact_conformance.world.problems import draw
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_speculative import EagleDraftExtendRunner, EagleDraftRunner, FrozenKvMtpRunner
@@ -99,7 +101,7 @@ def test_rounding_that_passes_hand_on_is_no_wrong_result() -> None:
     """A lane where a second pass is 1.3 times as far off as one pass alone may be, with few keys, passes."""
     lane = "draft_decode-page64-mha-bfloat16"
     options = Options(size="thorough", lanes=(lane,), only=frozenset({"GP04"}), shrink=False)
-    (plan,) = plan_lanes(ReferenceBackend, EagleDraftRunner, options, kind="runner")
+    (plan,) = planned_lanes(ReferenceBackend, EagleDraftRunner, options, kind="runner")
     assert [result.outcome for result in examine_lane(plan, options)] == [Outcome.PASS]
 
 

@@ -23,7 +23,7 @@ from graphpact_conformance.report import (
     compare,
     comparison_to_html,
     evidence,
-    load,
+    load_report,
     rows,
     save,
     summary,
@@ -610,8 +610,8 @@ def test_what_is_saved_can_be_read_back(tmp_path: Path, text: str) -> None:
     made = full_report(text)
     save(made, tmp_path / "deep/er")
     assert sorted(p.name for p in (tmp_path / "deep/er").iterdir()) == sorted(FILES)
-    assert load(tmp_path / "deep/er") == made
-    assert load(tmp_path / "deep/er/results.json") == made
+    assert load_report(tmp_path / "deep/er") == made
+    assert load_report(tmp_path / "deep/er/results.json") == made
     assert (tmp_path / "deep/er/junit.xml").read_text(encoding="utf-8") == to_junit(made)
     assert (tmp_path / "deep/er/report.html").read_text(encoding="utf-8") == to_html(made)
 
@@ -643,7 +643,7 @@ def test_what_is_no_report_is_refused(tmp_path: Path, content: bytes | None, say
     if content is not None:
         file.write_bytes(content)
     with pytest.raises(UsageError, match=re.escape(says)) as caught:
-        load(file)
+        load_report(file)
     assert str(file) in caught.value.message
     assert caught.value.hint
 

@@ -17,12 +17,12 @@ from graphpact import ForwardBatch, GraphShape
 from graphpact.attention import Buffers, Limits
 from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.errors import UsageError
+from graphpact_conformance.draws.scenario import MOST_STEPS, read
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.results import Outcome, Result
-from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.suite import examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.scenario import MOST_STEPS, read
 
 PAGE = 16
 FIRST = {"graphpact": "recording", "version": 1}
@@ -37,7 +37,7 @@ LANE: dict[str, Any] = {
     "draft": [1, 1, 1],
     "frozen": False,
 }
-RECORDED = [e for e in EXPERIMENTS if e.of_recordings]
+RECORDED = [e for e in EXPERIMENTS if e.takes_recordings]
 
 
 def request(row: int, cached: int, pages: list[int]) -> dict[str, Any]:
@@ -114,13 +114,13 @@ class AppendsSlots(ReferenceBackend):
 
 
 def _results(backend: type[ReferenceBackend], options: Options, experiments: Iterable[Any]) -> list[Result]:
-    plans = plan_lanes(backend, ReferenceRunner, options)
+    plans = planned_lanes(backend, ReferenceRunner, options)
     return [r for plan in plans for r in examine_lane(plan, options, experiments=[*experiments])]
 
 
 def test_recorded_lanes_have_the_sizes_of_the_engine(recording: Path) -> None:
     """A recorded lane has the shapes, page size, context, rows and pages of its engine, and all its steps."""
-    (plan,) = plan_lanes(ReferenceBackend, ReferenceRunner, Options(scenario=str(recording)))
+    (plan,) = planned_lanes(ReferenceBackend, ReferenceRunner, Options(scenario=str(recording)))
     config, recorded = plan.lane.config, plan.recorded
     assert recorded is not None
     assert [(s.batch_size, s.num_tokens) for s in config.shapes] == [(1, 1), (3, 3)]
@@ -136,7 +136,7 @@ def test_recorded_lanes_have_the_sizes_of_the_engine(recording: Path) -> None:
 @pytest.mark.parametrize(
     "experiments",
     [
-        pytest.param([e for e in EXPERIMENTS if e.repeats or e.of_recordings], id="sequences"),
+        pytest.param([e for e in EXPERIMENTS if e.repeats or e.takes_recordings], id="sequences"),
         pytest.param(EXPERIMENTS, id="all", marks=pytest.mark.sweep),
     ],
 )

@@ -14,7 +14,11 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
 from graphpact.shapes import CaptureSizes, GraphShape
 from graphpact_conformance import suite
-from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.draws.batches import draw, of_size, sequences
+from graphpact_conformance.draws.cases import EMBEDS, SEGMENTS, Case
+from graphpact_conformance.draws.choice import configs_of, plainest
+from graphpact_conformance.draws.lanes import CONTEXT, VOCAB, Config
+from graphpact_conformance.experiments.comparison import differences
 from graphpact_conformance.lane.reference import (
     PaddedReferenceBackend,
     ReferenceBackend,
@@ -22,20 +26,9 @@ from graphpact_conformance.lane.reference import (
     SegmentsRunner,
 )
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.suite import plan_lanes
+from graphpact_conformance.suite import planned_lanes
 from graphpact_conformance.suite.target import unsupported
 from graphpact_conformance.targets import Options, Target
-from graphpact_conformance.world.lanes import (
-    CONTEXT,
-    EMBEDS,
-    SEGMENTS,
-    VOCAB,
-    Case,
-    Config,
-    configs_of,
-    plainest,
-)
-from graphpact_conformance.world.problems import draw, of_size, sequences
 from graphpact_cuda_graph import pieces
 from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
 from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner
@@ -114,7 +107,7 @@ def test_the_model_of_the_suite_is_traced_once_for_all_shapes(
     """A piecewise runner traces the suite's model once, whatever it captured before: a trace takes long."""
     splits, backend = [], pieces._backend
     monkeypatch.setattr(pieces, "_backend", lambda *args: splits.append(args) or backend(*args))
-    lane = plan_lanes(ReferenceBackend, PiecewiseCudaGraphRunner, QUICK, kind="runner")[0].lane
+    lane = planned_lanes(ReferenceBackend, PiecewiseCudaGraphRunner, QUICK, kind="runner")[0].lane
     lane = lane.like(replace(lane.config, counts=counts))
     assert len(lane.rig().captured) == 2
     assert len(splits) == 1
@@ -125,7 +118,7 @@ def test_the_model_of_the_suite_is_traced_once_for_all_shapes(
 
 def test_no_lane_limits_padding() -> None:
     """Batches of one token are replayed in every shape, however much padding a runner allows by default."""
-    (plan, *_) = plan_lanes(ReferenceBackend, BreakableCudaGraphRunner, QUICK, kind="runner")
+    (plan, *_) = planned_lanes(ReferenceBackend, BreakableCudaGraphRunner, QUICK, kind="runner")
     lane = plan.lane
     assert lane.declined(of_size(lane.config, 1)) is None
     for steps in draw(lane.config, 8, 0):

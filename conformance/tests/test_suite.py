@@ -21,21 +21,23 @@ from graphpact.errors import ConfigError, ContractError, UnknownPluginError, Usa
 from graphpact.plugins import Kind, PluginCatalog, PluginInfo
 from graphpact_conformance import suite
 from graphpact_conformance.claims import claims_of, undeclared
+from graphpact_conformance.draws.batches import Drawn, draw
+from graphpact_conformance.draws.cases import CASES, EMBEDS, SEGMENTS
+from graphpact_conformance.draws.choice import combinations, configs_of
 from graphpact_conformance.experiments import EXPERIMENTS
-from graphpact_conformance.experiments.base import Experiment
+from graphpact_conformance.experiments.experiment import Experiment
+from graphpact_conformance.experiments.when import everywhere
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
 from graphpact_conformance.merge import merged
+from graphpact_conformance.records.raised import CannotCaptureError
 from graphpact_conformance.results import ExitCode, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.shrink import TRIALS, shrunk
-from graphpact_conformance.subject.under_test import CannotCaptureError
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.suite.plan import cost_of, in_parts
 from graphpact_conformance.suite.target import contract_of
 from graphpact_conformance.targets import Options, Target
-from graphpact_conformance.world.lanes import CASES, EMBEDS, SEGMENTS, combinations, configs_of
-from graphpact_conformance.world.problems import Drawn, draw
 from graphpact_cuda_graph import CudaGraphRunner
 from support import ListedCatalog
 
@@ -203,7 +205,7 @@ def experiment(name: str, *examines: str, found: Any = ()) -> Experiment:
         for rule in found:
             yield lane.finding(rule, expected="this", actual="that", problem=steps[0])
 
-    return Experiment(name, examines, run)
+    return Experiment(name, examines, run, everywhere)
 
 
 def outcomes(*experiments: Experiment, **options: Any) -> dict[str | None, Result]:
@@ -243,7 +245,7 @@ def test_the_finding_that_is_shown_first_names_hook_and_field() -> None:
         yield lane.finding("GP02", **seen, help="a hook", hook="populate")
         yield lane.finding("GP02", **seen, help="both", hook="init_metadata_replay", field="metadata.a")
 
-    found = outcomes(Experiment("a", ("GP02",), run))["GP02"].findings
+    found = outcomes(Experiment("a", ("GP02",), run, everywhere))["GP02"].findings
     assert [f.help for f in found] == ["both", "a hook", "outputs", "an error"]
 
 
@@ -306,7 +308,7 @@ def test_an_error_hides_no_finding_before_it(raised: Exception, shrink: bool) ->
         yield lane.finding("GP02", expected="this", actual="that", problem=steps[0])
         raise raised
 
-    alone = outcomes(Experiment("a", ("GP01", "GP02"), run), shrink=shrink)
+    alone = outcomes(Experiment("a", ("GP01", "GP02"), run, everywhere), shrink=shrink)
     stopped = Outcome.NOT_RUN if isinstance(raised, CannotCaptureError) else Outcome.ERROR
     assert {rule: r.outcome for rule, r in alone.items()} == {"GP01": stopped, "GP02": Outcome.FAIL}
     both = outcomes(experiment("a", "GP02", found=["GP02"]), experiment("b", "GP02", found=raised))
@@ -394,8 +396,8 @@ def test_what_a_plugin_raises_is_its_failure() -> None:
             """Raise."""
             raise KeyError(shape)
 
-    plans = suite.plan_lanes(ReferenceBackend, Raises, QUICK, kind="runner")
-    asks = Experiment("asks", ("GP01",), _ask_for_a_dummy)
+    plans = suite.planned_lanes(ReferenceBackend, Raises, QUICK, kind="runner")
+    asks = Experiment("asks", ("GP01",), _ask_for_a_dummy, everywhere)
     results = {r.rule: r for r in suite.examine_lane(plans[0], QUICK, experiments=(asks,))}
     assert results[None].outcome is Outcome.FAIL
     assert "KeyError" in results[None].findings[0].actual
@@ -472,7 +474,7 @@ def test_what_is_told_is_a_small_batch() -> None:
             if any(len(r.cached) >= 20 for r in problem.requests):
                 yield lane.finding("GP08", expected="short", actual="long", problem=problem)
 
-    one = Experiment("long", ("GP08",), long_ones)
+    one = Experiment("long", ("GP08",), long_ones, everywhere)
     under_test = lane()
     for steps in draw(DECODE, 30, 0):
         found = list(long_ones(under_test, steps))
@@ -495,7 +497,7 @@ def test_a_smaller_batch_does_not_depend_on_the_clock(monkeypatch: pytest.Monkey
         if len(steps.exact.requests) > 1:
             yield lane.finding("GP08", expected="one", actual="more", problem=steps.exact)
 
-    one, told = Experiment("rows", ("GP08",), rows), []
+    one, told = Experiment("rows", ("GP08",), rows, everywhere), []
     (steps,) = draw(DECODE, 1, 0)
     ticks = iter(range(0, 10**6, 5))
     for slow in (False, True):
@@ -518,7 +520,7 @@ def test_a_smaller_batch_that_fails_otherwise_is_passed_over() -> None:
             raise KeyError(steps)
         yield lane.finding("GP08", expected="this", actual="that", problem=steps.exact)
 
-    found = outcomes(Experiment("falls", ("GP08",), falls), shrink=True)
+    found = outcomes(Experiment("falls", ("GP08",), falls, everywhere), shrink=True)
     assert found["GP08"].outcome is Outcome.FAIL
 
 
@@ -560,7 +562,7 @@ def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
     forgets = type("Forgets", (ReferenceBackend,), {"capabilities": capabilities})
     catalog = ListedCatalog(forgets=forgets)
     monkeypatch.setattr(PluginCatalog, "scan", lambda: catalog)
-    monkeypatch.setattr("graphpact_conformance.suite.plan.plan_lanes", lambda *_, **__: [])
+    monkeypatch.setattr("graphpact_conformance.suite.plan.planned_lanes", lambda *_, **__: [])
     found: list[Result] = []
 
     class Listener:
@@ -612,9 +614,9 @@ def test_draws_do_not_depend_on_what_is_imported(monkeypatch: pytest.MonkeyPatch
     """An import of modules with numbers of their own does not change the batches of a seed."""
     script = (
         "import sys; from graphpact_conformance import suite;"
-        "from graphpact_conformance.world.lanes import *;"
+        "from graphpact_conformance.draws.choice import configs_of;"
         "from graphpact_conformance.lane.reference import ReferenceBackend;"
-        "from graphpact_conformance.world.problems import draw as draws;"
+        "from graphpact_conformance.draws.batches import draw as draws;"
         "configs = list(configs_of(ReferenceBackend.capabilities))[::7];"
         "draw_all = lambda: [repr(draws(c, 2, 0)) for c in configs];"
         "first = draw_all(); import graphpact_museum.collection, graphpact_cuda_graph, graphpact_engine;"
@@ -652,7 +654,7 @@ def test_an_experiment_finds_no_trace_of_another() -> None:
         yield from ()
 
     plan = PlannedLane(LaneUnderTest(DECODE, Caches), is_full=True)
-    both = [Experiment(name, ("GP01",), leaves_traces) for name in "ab"]
+    both = [Experiment(name, ("GP01",), leaves_traces, everywhere) for name in "ab"]
     before = torch.get_rng_state()
     results = {r.rule: r.outcome for r in suite.examine_lane(plan, QUICK, experiments=both)}
     assert results == {"GP01": Outcome.PASS, "GP19": Outcome.FAIL}  # the draw is no plugin's, but is seen
@@ -677,7 +679,10 @@ def test_what_is_found_on_used_captures_alone_does_not_count(trace: str) -> None
             yield lane.finding("GP01", expected="no step before this one", actual="one step")
 
     plan = PlannedLane(LaneUnderTest(DECODE), is_full=True)
-    three = [Experiment(name, ("GP01",), leaves_a_replay, reuses=name != "a") for name in "abc"]
+    three = [
+        Experiment(name, ("GP01",), leaves_a_replay, everywhere, shares_captures=name != "a")
+        for name in "abc"
+    ]
     (result,) = (r for r in suite.examine_lane(plan, QUICK, experiments=three) if r.rule == "GP01")
     assert result.outcome is Outcome.PASS
     assert seen == ([0, 1, 0, 1, 0] if trace == "replays" else [0, 1, 2])
@@ -696,7 +701,7 @@ def test_a_lane_with_a_finding_is_not_used_again() -> None:
             yield lane.finding("GP01", expected="a right step", actual="a wrong one")
 
     plan = PlannedLane(LaneUnderTest(DECODE), is_full=True)
-    three = [Experiment(name, ("GP01",), finds, reuses=True) for name in "abc"]
+    three = [Experiment(name, ("GP01",), finds, everywhere, shares_captures=True) for name in "abc"]
     options = replace(QUICK, shrink=False)
     (result,) = (r for r in suite.examine_lane(plan, options, experiments=three) if r.rule == "GP01")
     assert result.outcome is Outcome.FAIL
@@ -766,7 +771,7 @@ def with_claims(claims: dict[str, str]) -> type[AttentionBackend]:
 @pytest.mark.sweep
 def test_the_kits_own_runner_passes_in_every_mode() -> None:
     """The suite's own runner passes all rules in every mode, including verify, drafts and padded prefill."""
-    plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, QUICK, kind="runner")
+    plans = suite.planned_lanes(ReferenceBackend, ReferenceRunner, QUICK, kind="runner")
     assert {p.lane.config.case.plain for p in plans} == {*CASES, EMBEDS}
     for plan in plans:
         full = replace(plan, is_full=True)

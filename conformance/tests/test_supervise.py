@@ -161,13 +161,13 @@ class Bench:
         )
 
     def check(self, *names: str, options: Options = FULL, **kwargs: Any) -> Report:
-        """Run `supervise.check` with the stand-in suite."""
+        """Run `supervise.check_plugins` with the stand-in suite."""
         with pytest.MonkeyPatch.context() as patch:
             patch.syspath_prepend(str(Path(__file__).parent))
             patch.syspath_prepend(str(self.site))
             patch.setenv("BENCH", str(self.root))
             kwargs = {"timeout": BOUND, **kwargs}
-            return supervise.check(names, options, **kwargs)
+            return supervise.check_plugins(names, options, **kwargs)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -446,7 +446,7 @@ def test_a_bad_timeout_is_refused(monkeypatch: pytest.MonkeyPatch, value: str) -
     """The environment variable must be a positive, finite number of seconds."""
     monkeypatch.setenv(supervise.TIMEOUT_VARIABLE, value)
     with pytest.raises(ConfigError, match=supervise.TIMEOUT_VARIABLE):
-        supervise.check([], Options())
+        supervise.check_plugins([], Options())
 
 
 def test_the_variable_bounds_the_work(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

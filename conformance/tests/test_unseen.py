@@ -17,6 +17,11 @@ from graphpact.errors import EngineError
 from graphpact.runners import GraphRunner
 from graphpact.step import StepOutputs
 from graphpact.tensors import same
+from graphpact_conformance.draws.batches import Drawn, corner, draw, edges, steady
+from graphpact_conformance.draws.cases import Case
+from graphpact_conformance.draws.choice import CAN_BE_HIGH
+from graphpact_conformance.draws.lanes import TILES, Config
+from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.look_alikes import takes_live_rows_for_padding
 from graphpact_conformance.lane.reference import (
@@ -26,10 +31,8 @@ from graphpact_conformance.lane.reference import (
     ReferenceSizes,
 )
 from graphpact_conformance.results import Finding, Outcome, Result
-from graphpact_conformance.suite import PlannedLane, examine_lane, experiments_of, plan_lanes
+from graphpact_conformance.suite import PlannedLane, examine_lane, experiments_of, planned_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import CAN_BE_HIGH, TILES, Case, Config
-from graphpact_conformance.world.problems import Drawn, Problem, corner, draw, edges, steady
 
 OPTIONS = Options(size="quick", examples=1, shrink=False)
 
@@ -43,7 +46,7 @@ def lanes(
 ) -> list[PlannedLane]:
     """Return the lanes of a kind of step with unusual values, in which all experiments run."""
     kind: Any = "attention_backend" if runner is ReferenceRunner else "runner"
-    plans = plan_lanes(backend, runner, OPTIONS, kind=kind, values=values)
+    plans = planned_lanes(backend, runner, OPTIONS, kind=kind, values=values)
     return [plan for plan in plans if str(plan.lane.config.case.plain) == case]
 
 
@@ -319,19 +322,19 @@ def test_an_eager_step_that_writes_the_batch_is_told_by_the_field() -> None:
 
 def test_quick_runs_are_strict_in_every_kind_of_step() -> None:
     """The plain lane of each kind runs strictly; a lane of a long context has its largest step."""
-    plans = plan_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
+    plans = planned_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
     names = {str(plan): {e.name for e in experiments_of(plan, OPTIONS)} for plan in plans}
     plain = [plan for plan in plans if not plan.lane.config.unusual and not plan.lane.config.case.embeds]
     assert {plan.lane.config.case.plain for plan in plain} == {p.lane.config.case.plain for p in plans}
     assert [str(plan) for plan in plain if "guarded" not in names[str(plan)]] == []
-    long = [plan for plan in plans if plan.lane.config.long]
+    long = [plan for plan in plans if plan.lane.config.is_long]
     assert long
     assert [str(plan) for plan in long if "largest_step" not in names[str(plan)]] == []
 
 
 def test_verified_trees_of_many_drafts_have_a_lane_in_quick_runs() -> None:
     """Their mask has more columns than a word of 64 bits."""
-    plans = plan_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
+    plans = planned_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
     widths = [plan.lane.config.case.width or 0 for plan in plans if plan.lane.config.case.tree]
     assert max(widths) > 64
 
@@ -423,7 +426,7 @@ def test_every_lane_with_optional_fields_looks_for_stale_tails() -> None:
 
 def test_a_runner_with_optional_fields_has_them_in_every_kind_of_step() -> None:
     """A quick run of a runner has a lane with optional fields of each kind of step that it serves."""
-    plans = plan_lanes(ReferenceBackend, ReferenceRunner, OPTIONS, kind="runner")
+    plans = planned_lanes(ReferenceBackend, ReferenceRunner, OPTIONS, kind="runner")
     kinds = {plan.lane.config.case.plain for plan in plans}
     assert {plan.lane.config.case.plain for plan in plans if plan.lane.config.fields} == kinds
     assert len({str(plan) for plan in plans}) == len(plans)
@@ -438,7 +441,7 @@ def test_no_batch_of_a_large_lane_is_longer_than_its_context() -> None:
         return max((len(r.table) for problem in made for r in problem.requests), default=0)
 
     options = replace(OPTIONS, size="normal")
-    for plan in plan_lanes(ReferenceBackend, ReferenceRunner, options):
+    for plan in planned_lanes(ReferenceBackend, ReferenceRunner, options):
         config = plan.lane.config
         if config.case.width is not None:
             assert longest(config) <= config.context, str(plan)

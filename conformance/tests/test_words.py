@@ -1,4 +1,4 @@
-"""The words of findings: what a plugin raised, names of memory, rules and lanes, and the legend."""
+"""The words of findings: what a plugin raised, names of memory, rules and lanes, and the vocabulary."""
 
 import json
 from dataclasses import dataclass, replace
@@ -13,9 +13,12 @@ from graphpact import ForwardBatch, GraphShape
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, PaddingPolicy
 from graphpact.errors import UsageError
 from graphpact_cli import main
-from graphpact_conformance import legend, suite
+from graphpact_conformance import suite, vocabulary
+from graphpact_conformance.draws.cases import CASES, DRAFTS, EMBEDS, SEGMENTS
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments import EXPERIMENTS
-from graphpact_conformance.experiments.base import same_step
+from graphpact_conformance.experiments.comparison import same_step
 from graphpact_conformance.lane.holders import holder_of, storages_of
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
@@ -26,8 +29,6 @@ from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.rules import RULES, Evidence, causes_first, find_rule
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.targets import Options, Target
-from graphpact_conformance.world.lanes import CASES, DRAFTS, EMBEDS, SEGMENTS, configs_of
-from graphpact_conformance.world.problems import Problem
 from support import ListedCatalog
 
 QUICK = Options(size="quick", examples=1, shrink=False)
@@ -477,25 +478,25 @@ def test_a_lane_that_is_not_there_is_a_usage_error(capsys: pytest.CaptureFixture
     assert "the nearest: 'decode-page16-gqa-" in capsys.readouterr().err
 
 
-# -- the legend ------------------------------------------------------------------------------------
+# -- the vocabulary ------------------------------------------------------------------------------------
 
 
 def test_every_part_of_the_name_of_a_lane_has_a_meaning() -> None:
     """Every kind of step, page size, layout of heads and dtype in the name of a lane is explained."""
     cases = [case.sized(drafts) for case in (*CASES, EMBEDS, SEGMENTS) for drafts in DRAFTS]
     configs = [*configs_of(ReferenceBackend.capabilities, cases=cases)]
-    unusual = replace(DECODE, counts=True, tall=True, long=True, mixed_dim=16, high=True)
+    unusual = replace(DECODE, counts=True, scale="middle", mixed_dim=16, high=True)
     names = {*map(str, (*configs, unusual)), f"{DECODE}-cuda", f"{DECODE}-inductor", "decode_frozen_tree"}
     for name in sorted(names):
-        parts = legend.parts_of_lane(name)
+        parts = vocabulary.parts_of_lane(name)
         assert parts, name
         assert not [part for part, meaning in parts if not meaning], name
-    assert legend.parts_of_lane("stale-pad-tail") is None
+    assert vocabulary.parts_of_lane("stale-pad-tail") is None
 
 
 def test_every_experiment_says_what_it_does() -> None:
-    """The legend has one sentence for each experiment, the first of its docstring."""
-    told = legend.experiments()
+    """The vocabulary has one sentence for each experiment, the first of its docstring."""
+    told = vocabulary.experiments()
     assert list(told) == [each.name for each in EXPERIMENTS]
     assert all(text.rstrip().endswith((".", ":")) or len(text) > 40 for text in told.values())
 

@@ -272,7 +272,7 @@ class Lane:
 
     def _record(self, context: RegionContext) -> Graph:
         """Record the region that the runner composes, with any metadata work, and return the graph."""
-        region: Region = self.runner.compose(self.model, context)
+        region = self.compose(context)
         returned(region, Callable, self.runner, "compose")
 
         def record() -> StepOutputs:
@@ -342,6 +342,10 @@ class Lane:
         context = RegionContext(
             shape, batch, driver or self.driver, backend, metadata, live, attended, recorded
         )
+        return self.compose(context)
+
+    def compose(self, context: RegionContext) -> Region:
+        """Return the region of a step, as the runner composes it from the model; a subclass may wrap it."""
         return self.runner.compose(self.model, context)
 
     # -- which shape, which batch ----------------------------------------------------------------

@@ -36,12 +36,12 @@ class Exhibit:
         base: Name of the edited plugin, an attention backend, a runner or a graph driver; ``reference`` for
             the suite's own backend, ``reference_runner`` for its runner.
         lanes: Names of the kinds of step that expose it, as printed by `Case`, of
-            `graphpact_conformance.world.lanes`; of a driver, names of its lanes.
+            `graphpact_conformance.draws.lanes`; of a driver, names of its lanes.
         make: Returns the broken class for the correct one.
         around: Makes a context in which the lanes are built and run: for edits outside plugins, such as the
             registry, the capture sizes, or the batches of the scheduler.
         values: Unusual values of scale without which the lanes do not expose it, as in names of lanes; see
-            `graphpact_conformance.world.lanes.valued`.
+            `graphpact_conformance.draws.choice.valued`.
         site: The edited part: ``backend``, ``runner``, ``driver``, ``registry``, ``capture sizes`` or
             ``batch``.
         module: The module that declares it.

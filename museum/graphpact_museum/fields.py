@@ -14,7 +14,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry, FillContext, GraphSlot, fills
 from graphpact.parallel import local_num_token_non_padded
 from graphpact.shapes import GraphShape
-from graphpact_conformance.world.fields import COUNT, GATHERED, MROPE
+from graphpact_conformance.draws.fields import COUNT, GATHERED, MROPE
 from graphpact_museum.edits.override import overrides, replaces
 from graphpact_museum.edits.runners import after_fill
 from graphpact_museum.exhibit import exhibit

@@ -21,12 +21,11 @@ from graphpact.runners import GraphRunner
 from graphpact_cli import children
 from graphpact_cli.child import Parent
 from graphpact_cli.children import Ending, Task
-from graphpact_conformance.drivers.examine import examine_lane as examine_driver_lane
-from graphpact_conformance.drivers.examine import lanes_of_driver
+from graphpact_conformance.drivers.examine import examine_driver_lane, lanes_of_driver
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Finding, Outcome, Result
-from graphpact_conformance.suite import LaneKind, PlannedLane, examine_lane, plan_lanes
+from graphpact_conformance.suite import LaneKind, PlannedLane, examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
 from graphpact_museum.exhibit import Exhibit, Variant
 
@@ -129,7 +128,7 @@ def planted(
     kind: LaneKind = "attention_backend" if is_backend else "runner"
 
     def plans(values: Sequence[str] | None) -> list[PlannedLane]:
-        every = plan_lanes(backend, runner, options, kind=kind, values=values)
+        every = planned_lanes(backend, runner, options, kind=kind, values=values)
         return [plan for plan in every if str(plan.lane.config.case.plain) in piece.lanes]
 
     around = piece.around if isinstance(piece, Exhibit) else nullcontext

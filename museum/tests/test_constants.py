@@ -79,7 +79,7 @@ def results_of(backend: type[Any], case: str, *rules: str) -> list[Result]:
     options = replace(OPTIONS, only=frozenset(rules))
     (plan,) = [
         plan
-        for plan in suite.plan_lanes(backend, ReferenceRunner, OPTIONS)
+        for plan in suite.planned_lanes(backend, ReferenceRunner, OPTIONS)
         if str(plan.lane.config.case) == case
     ]
     return list(suite.examine_lane(plan, options))

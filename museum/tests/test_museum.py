@@ -13,8 +13,8 @@ import pytest
 
 from conformance_reports import finding
 from graphpact_cli import children, main
+from graphpact_conformance.draws.cases import CASES
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.world.lanes import CASES
 from graphpact_museum import ROOMS, gallery
 from graphpact_museum.cli import describe
 from graphpact_museum.collection import EXHIBITS, VARIANTS

@@ -7,12 +7,10 @@ import pytest
 import torch
 
 from graphpact.runners import GraphRunner
+from graphpact_conformance.draws.cases import SEGMENTS
 from graphpact_conformance.results import Outcome
-from graphpact_conformance.suite import examine_lane, plan_lanes
+from graphpact_conformance.suite import examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import (
-    SEGMENTS,
-)
 from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
 from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner
 from graphpact_museum.collection import EXHIBITS, VARIANTS
@@ -52,7 +50,7 @@ def test_a_bug_of_eager_metadata_is_found_below_a_prefill_runner(
     """What the suite finds in a backend alone it finds in the pair too, under the same rule."""
     options = replace(QUICK, only=frozenset({exhibit.rule}))
     backend = exhibit.make(right_class(exhibit.base))
-    plan, *_ = plan_lanes(backend, runner, options, is_pair=True)
+    plan, *_ = planned_lanes(backend, runner, options, is_pair=True)
     (result,) = examine_lane(replace(plan, is_full=True), options)
     assert (result.rule, result.outcome) == (exhibit.rule, Outcome.FAIL)
 
@@ -71,7 +69,7 @@ def test_metadata_that_is_upgraded_in_every_step_passes_below_a_prefill_runner(
 ) -> None:
     """A backend that makes its metadata full in each step has no finding, with live and with padded rows."""
     backend = variant.make(right_class(variant.base))
-    plan, *_ = plan_lanes(backend, runner, QUICK, is_pair=True)
+    plan, *_ = planned_lanes(backend, runner, QUICK, is_pair=True)
     results = [*examine_lane(replace(plan, is_full=True), QUICK)]
     assert {r.outcome for r in results} == {Outcome.PASS}, [r.findings for r in results]
 
@@ -122,7 +120,7 @@ def test_a_bug_of_a_backend_is_found_below_a_draft_runner(exhibit: Exhibit) -> N
     with exhibit.around():
         (plan,) = (
             p
-            for p in plan_lanes(backend, runner, options, is_pair=True, values=exhibit.values)
+            for p in planned_lanes(backend, runner, options, is_pair=True, values=exhibit.values)
             if str(p.lane.config.case) in exhibit.lanes
         )
         (result,) = examine_lane(replace(plan, is_full=True), options)

@@ -14,7 +14,7 @@ from graphpact.lane import Lane
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.results import Outcome, Result
-from graphpact_conformance.suite import PlannedLane, examine_lane, plan_lanes
+from graphpact_conformance.suite import PlannedLane, examine_lane, planned_lanes
 from graphpact_conformance.targets import TargetKind
 from graphpact_museum.collection import VARIANTS
 from graphpact_museum.exhibit import Variant
@@ -68,7 +68,7 @@ def test_every_batch_of_the_suite_is_within_the_limits_of_its_lane(
     kinds: tuple[TargetKind, ...] = ("attention_backend", "runner")
     for kind in kinds:
         options = replace(OPTIONS, lanes=(f"{case}-*",))
-        for plan in plan_lanes(ReferenceBackend, ReferenceRunner, options, kind=kind):
+        for plan in planned_lanes(ReferenceBackend, ReferenceRunner, options, kind=kind):
             whole = replace(plan, is_full=True)
             results = list(examine_lane(whole, options, experiments=_experiments(names) or EXPERIMENTS))
             assert [r.findings for r in results if r.outcome is not Outcome.PASS] == []
@@ -150,7 +150,7 @@ def test_host_numbers_of_a_view_that_metadata_holds_are_not_the_backends() -> No
     """Metadata may refer to the view: the counts of a batch in it are judged as the runner's."""
     backend = BY_NAME["metadata-is-the-view"].make(ReferenceBackend)
     values = ["fields", "tall"]
-    plans = plan_lanes(backend, ReferenceRunner, OPTIONS, kind="attention_backend", values=values)
+    plans = planned_lanes(backend, ReferenceRunner, OPTIONS, kind="attention_backend", values=values)
     (plan,) = [plan for plan in plans if str(plan.lane.config.case.plain) == "decode"]
     chosen = [e for e in EXPERIMENTS if e.name == "replay_against_capture"]
     found = examine_lane(plan, OPTIONS, experiments=chosen)

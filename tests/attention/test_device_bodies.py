@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from graphpact.attention import AttentionBackend
-from graphpact_conformance.world.lanes import Config, configs_of
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.lanes import Config
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_kernels import _library

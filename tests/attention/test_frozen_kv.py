@@ -13,10 +13,11 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import EngineError
 from graphpact.graphs import GraphDriver
 from graphpact.step import Attend, StepOutputs
+from graphpact_conformance.draws.batches import draw
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.lane.reference import ReferenceBackend
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.world.lanes import Config, configs_of
-from graphpact_conformance.world.problems import draw
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.tape import TapeDriver

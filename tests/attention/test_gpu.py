@@ -8,7 +8,8 @@ import torch
 
 from graphpact import BackendContext
 from graphpact.attention import AttentionBackend, ProviderName
-from graphpact_conformance.world.lanes import CASES, Config, Heads
+from graphpact_conformance.draws.cases import CASES
+from graphpact_conformance.draws.lanes import Config, Heads
 from graphpact_cuda_graph.driver import CudaDriver
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend

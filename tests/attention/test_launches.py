@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from graphpact import ForwardMode
 from graphpact.attention import AttentionBackend
 from graphpact.buffers import CudaGraphBufferRegistry
+from graphpact_conformance.draws.cases import CASES, Case
+from graphpact_conformance.draws.choice import configs_of
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.world.lanes import CASES, Case, configs_of
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_trtllm_mla import TRTLLMMLABackend

@@ -9,7 +9,8 @@ import torch
 os.environ["TRITON_INTERPRET"] = "1"  # read when triton is imported
 
 from graphpact.attention import AttentionBackend
-from graphpact_conformance.world.lanes import Config, configs_of
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.lanes import Config
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_kernels import _triton_indices, define_kernel, indices

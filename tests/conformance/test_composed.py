@@ -14,11 +14,11 @@ from compiling import (
     interpret,
 )
 from graphpact.graphs import GraphDriver
-from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.draws.batches import draw
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.experiments.comparison import differences
 from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
 from graphpact_conformance.lane.rig import CPU, Rig
-from graphpact_conformance.world.lanes import configs_of
-from graphpact_conformance.world.problems import draw
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph.driver import CudaDriver
 from graphpact_museum.collection import VARIANTS

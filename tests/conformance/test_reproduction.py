@@ -104,7 +104,7 @@ def test_the_order_of_experiments_changes_no_finding(name: str) -> None:
 
 def test_in_a_right_plugin_no_order_finds_anything() -> None:
     """The suite's backend and runner have no findings in a decode lane, in any order of experiments."""
-    plans = suite.plan_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
+    plans = suite.planned_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
     plan = next(p for p in plans if p.lane.config.case.mode is ForwardMode.DECODE)
     for order in orders()[1:]:
         assert set(map(str, found_by_each(plan, order).values())) == {"([], None, None)"}

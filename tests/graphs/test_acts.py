@@ -14,15 +14,15 @@ import pytest
 import torch
 
 from graphpact.graphs import GraphDriver
-from graphpact_conformance.drivers.acts import ACTS, World
+from graphpact_conformance.drivers.acts import ACTS, ActMemory
 from graphpact_conformance.drivers.strictness import (
     ALLOWED,
     CHECKS,
     ROWS,
+    cuda_verdict,
     perform,
     require_capture,
     require_line,
-    verdict,
 )
 from graphpact_conformance.rules import RULES
 from graphpact_cuda_graph.driver import CudaDriver
@@ -56,7 +56,7 @@ def _strict() -> GraphDriver:
 
 def _is_refused(name: str, make: Callable[[], GraphDriver]) -> None:
     """Assert that an act is refused with its line and a hint, and that the driver can capture afterwards."""
-    world = World(make)
+    world = ActMemory(make)
     done = perform(name, world)
     assert done.outcome == "refused"
     assert done.error is not None
@@ -76,10 +76,10 @@ def _inference() -> Iterator[None]:
 def test_a_row_says_no_less_than_cuda_does(name: str) -> None:
     """Each tape verdict is compatible with the CUDA verdict; stricter and GPU-only ones have a note."""
     row = ROWS[name]
-    assert row["tape"] in {*ALLOWED[verdict(row)], "gpu only"}
+    assert row["tape"] in {*ALLOWED[cuda_verdict(row)], "gpu only"}
     assert row["rule"] in RULES
     note = row.get("note", "")
-    if row["tape"] == "refused" and verdict(row) in ("legal", "frozen"):
+    if row["tape"] == "refused" and cuda_verdict(row) in ("legal", "frozen"):
         assert note.startswith("stricter: ")
     if row["tape"] == "gpu only":
         assert note
@@ -98,16 +98,16 @@ def test_the_strict_tape_does_what_the_table_says(name: str) -> None:
     if ROWS[name]["tape"] == "refused":
         _is_refused(name, _strict)
         return
-    assert perform(name, World(_strict)).outcome == ROWS[name]["tape"]
+    assert perform(name, ActMemory(_strict)).outcome == ROWS[name]["tape"]
 
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in ACTS if verdict(ROWS[name]) in ("legal", "frozen") and name not in _NOT_FAST],
+    [name for name in ACTS if cuda_verdict(ROWS[name]) in ("legal", "frozen") and name not in _NOT_FAST],
 )
 def test_the_fast_tape_does_what_is_legal(name: str) -> None:
     """An act that is legal or frozen in a CUDA graph gives the same results on the fast tape."""
-    done = perform(name, World(_fast))
+    done = perform(name, ActMemory(_fast))
     assert done.outcome == "same", done.evidence
 
 
@@ -116,7 +116,7 @@ def test_the_fast_tape_does_what_is_legal(name: str) -> None:
     [
         name
         for name in ACTS
-        if ROWS[name]["kind"] == "host read" and verdict(ROWS[name]) == "fails" and name not in _NOT_FAST
+        if ROWS[name]["kind"] == "host read" and cuda_verdict(ROWS[name]) == "fails" and name not in _NOT_FAST
     ],
 )
 def test_the_fast_tape_refuses_host_reads(name: str) -> None:
@@ -127,7 +127,7 @@ def test_the_fast_tape_refuses_host_reads(name: str) -> None:
 @pytest.mark.parametrize("make", [_fast, _strict], ids=["fast", "strict"])
 def test_a_copy_in_a_region_reads_the_host_at_every_replay(make: Callable[[], GraphDriver]) -> None:
     """`copy_async` in a region, which row `pinned_to_device` advises, reads its source in each replay."""
-    w = World(make)
+    w = ActMemory(make)
 
     def region() -> torch.Tensor:
         w.driver.copy_async(w.x, w.pinned)
@@ -145,7 +145,7 @@ def test_a_copy_in_a_region_reads_the_host_at_every_replay(make: Callable[[], Gr
 @pytest.mark.skipif(bool(_NO_CUDA), reason=str(_NO_CUDA))
 @pytest.mark.parametrize(
     "name",
-    [name for name, act in ACTS.items() if act.gpu and verdict(ROWS[name]) != "undefined"],
+    [name for name, act in ACTS.items() if act.gpu and cuda_verdict(ROWS[name]) != "undefined"],
 )
 def test_cuda_graphs_do_what_the_table_says(name: str) -> None:
     """On a GPU, in a separate process, each safe and defined act behaves as its row says."""
@@ -162,8 +162,8 @@ def test_cuda_graphs_do_what_the_table_says(name: str) -> None:
 
 def _on_gpu(name: str) -> None:
     """Perform an act on CUDA graphs, and assert the verdict of its row."""
-    world = World(lambda: CudaDriver(_CUDA))
-    if verdict(ROWS[name]) != "fails":
+    world = ActMemory(lambda: CudaDriver(_CUDA))
+    if cuda_verdict(ROWS[name]) != "fails":
         done = perform(name, world)
         assert done.outcome == "same", done.evidence
         return

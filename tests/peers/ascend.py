@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from graphpact.errors import ConfigError
-from graphpact_adapters.reads import PagedReads, Part
+from graphpact_adapters.kernel_reads import PagedReads, Part
 from graphpact_adapters.tasks import KernelTask, UpdatableGraph
-from graphpact_adapters.vllm.given import Namespace
+from graphpact_adapters.vllm.plain_values import Namespace
 from peers import vllm_builders
 from peers.wheels import Wheel
 

@@ -125,7 +125,7 @@ def run(rows: Sequence[Row], options: Options) -> list[Verdict]:
         if shown is not None:
             listeners["on_begin"] = lambda target, work: shown.begins(str(target), work)
             listeners["on_result"] = lambda target, result: shown.found(str(target), result)
-        report = supervise.check(targets, options, workers=WORKERS, timeout=TIMEOUT, **listeners)
+        report = supervise.check_plugins(targets, options, workers=WORKERS, timeout=TIMEOUT, **listeners)
     return [*verdicts(rows, report)]
 
 

@@ -17,9 +17,9 @@ import torch
 from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
-from graphpact_adapters.reads import PagedReads, Part, Reader
+from graphpact_adapters.kernel_reads import PagedReads, Part, Reader
 from graphpact_adapters.tasks import Tasks
-from graphpact_adapters.vllm.given import Kind, Namespace
+from graphpact_adapters.vllm.plain_values import Kind, Namespace
 from graphpact_adapters.vllm.readers import read_vllm_metadata
 from peers import ascend, vllm_builders
 from peers.wheels import Wheel

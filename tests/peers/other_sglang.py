@@ -17,10 +17,10 @@ import torch
 
 from graphpact.batch import ForwardMode
 from graphpact_adapters import stand_ins
-from graphpact_adapters.reads import PagedReads, Part
+from graphpact_adapters.kernel_reads import PagedReads, Part
 from graphpact_adapters.sglang import Backends
 from graphpact_adapters.sglang.batch import OWN, SglangForwardMode, Speculation
-from graphpact_adapters.sglang.given import Given
+from graphpact_adapters.sglang.plain_values import Given
 from graphpact_adapters.tasks import Tasks, UpdatableGraph
 from peers import sglang_adapted, sglang_backends, sglang_checks
 from peers.wheels import TRITON, Wheel, unpack

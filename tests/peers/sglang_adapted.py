@@ -21,7 +21,7 @@ import torch
 
 from graphpact.attention import KVBuffers, LayerSpec
 from graphpact.batch import ForwardMode as Mode
-from graphpact_adapters.reads import IndexedReads, PagedReads, Part
+from graphpact_adapters.kernel_reads import IndexedReads, PagedReads, Part
 from graphpact_adapters.sglang import Backends
 from graphpact_adapters.sglang.batch import (
     DraftExtendInput,
@@ -29,7 +29,7 @@ from graphpact_adapters.sglang.batch import (
     Speculation,
     VerifyInput,
 )
-from graphpact_adapters.sglang.given import Given
+from graphpact_adapters.sglang.plain_values import Given
 from graphpact_adapters.sglang.readers import read_sglang_metadata, widened
 from graphpact_kernels import define_kernel
 from peers import flashinfer_wrappers, sglang_backends

@@ -27,7 +27,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from graphpact_adapters import stand_ins
-from graphpact_adapters.sglang.given import Given
+from graphpact_adapters.sglang.plain_values import Given
 from peers import flashinfer_wrappers
 
 ABSENT = (

@@ -34,7 +34,7 @@ class Released(Backends):
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run."""
         for plan in super().lanes(options):
-            if not (plan.lane.config.tall or plan.lane.config.long):
+            if not (plan.lane.config.is_tall or plan.lane.config.is_long):
                 yield plan
 
 

@@ -30,7 +30,7 @@ def test_lanes_that_take_long_are_left_out() -> None:
     options = Options(size="normal")
     released = [str(plan) for plan in sglang_checks.Released(make).lanes(options)]
     every = [*Backends(make).lanes(options)]
-    quick = [str(plan) for plan in every if not (plan.lane.config.tall or plan.lane.config.long)]
+    quick = [str(plan) for plan in every if not (plan.lane.config.is_tall or plan.lane.config.is_long)]
     assert released == quick
     assert 0 < len(quick) < len(every)
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from graphpact.attention import LayerSpec
 from graphpact.errors import KernelRefusal
-from graphpact_adapters.reads import PagedReads, Part, Reads
+from graphpact_adapters.kernel_reads import PagedReads, Part, Reads
 from peers import vllm_readers
 
 BLOCK, BLOCKS, WIDTH = 4, 24, 5

@@ -1,10 +1,10 @@
 """The attention metadata builders of a released vLLM, constructed on a CPU.
 
 Each factory of this module makes one builder; its arguments are those of the builder's constructor, as
-:mod:`graphpact_adapters.vllm.given` makes them. ``peers.vllm_builders:NAME`` addresses the factory of a row
-of :data:`BUILDERS`, which has one for each builder class below ``vllm/v1/attention/backends``. The first
-factory that is called prepares the process (:func:`prepare`). Where a builder asks with ``isinstance``, a
-factory makes the real spec, enum or layer from the given one; what it adds to the configuration, it adds in
+:mod:`graphpact_adapters.vllm.plain_values` makes them. ``peers.vllm_builders:NAME`` addresses the factory of
+a row of :data:`BUILDERS`, which has one for each builder class below ``vllm/v1/attention/backends``. The
+first factory that is called prepares the process (:func:`prepare`). Where a builder asks with ``isinstance``,
+a factory makes the real spec, enum or layer from the given one; what it adds to the configuration, it adds in
 place, since a builder's class methods read it too.
 
 Does not: construct an implementation (``...Impl``), or run a kernel of attention.
@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from graphpact_adapters import stand_ins
-from graphpact_adapters.vllm.given import Kind, Namespace
+from graphpact_adapters.vllm.plain_values import Kind, Namespace
 from peers.wheels import TRITON, Wheel, unpack
 
 VLLM = Wheel("vllm", "0.33.0")

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphpact.batch import ForwardMode
-from graphpact_adapters.reads import Reader
+from graphpact_adapters.kernel_reads import Reader
 from graphpact_adapters.vllm import Builders
 from graphpact_adapters.vllm.readers import read_vllm_metadata
 from graphpact_conformance.suite import PlannedLane

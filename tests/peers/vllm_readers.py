@@ -7,7 +7,7 @@ Each reader names the function of the wheel whose reads it repeats, below ``vllm
     Slots           attention over a list of KV slots for each query token
     FlexBlocks      flex attention: blocks of the cache, and a mask over physical positions
 
-All of them attend in the end with `graphpact_adapters.reads.PagedReads`.
+All of them attend in the end with `graphpact_adapters.kernel_reads.PagedReads`.
 
 Does not: quantize a cache, as some of these kernels do; or read a launch for prefills, but for TurboQuant's.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from graphpact.attention import KVBuffers, LayerSpec
-from graphpact_adapters.reads import PagedReads, Part
+from graphpact_adapters.kernel_reads import PagedReads, Part
 from graphpact_kernels import define_kernel
 
 # -- reads ------------------------------------------------------------------------------------------------

@@ -19,18 +19,18 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import named_options
 from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import DEVICE, Make
+from graphpact_adapters.builder_lanes import TaskTape, builder_lane
 from graphpact_adapters.calls import uncalled
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
 from graphpact_adapters.needs import needs_of
 from graphpact_adapters.sglang.backend import SglangBackend, SglangReader, calls_of
 from graphpact_adapters.sglang.batch import OWN, EngineTypes
-from graphpact_adapters.sglang.given import Kind, ModelRunnerSizes, model_runner
+from graphpact_adapters.sglang.plain_values import Kind, ModelRunnerSizes, model_runner
 from graphpact_adapters.sglang.readers import read_sglang_metadata
 from graphpact_adapters.tasks import Tasks
-from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, plan_lanes
+from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, planned_lanes
 from graphpact_conformance.targets import Options
 from graphpact_tape import HostMemory, two_memories
 
@@ -54,8 +54,8 @@ class Backends:
 
     Args:
         make: ``model_runner -> backend``: a backend class, or a function. It gets plain values: see
-            `graphpact_adapters.sglang.given`. An object with ``attn_backends``, one for each draft step, is
-            checked in lanes of draft decode. Any other object is checked in all other lanes.
+            `graphpact_adapters.sglang.plain_values`. An object with ``attn_backends``, one for each draft
+            step, is checked in lanes of draft decode. Any other object is checked in all other lanes.
         read: ``(metadata, batch) -> reads``: returns what the kernel reads from the metadata. The default
             recognises metadata by the names of its fields.
         kind: What the KV cache holds.
@@ -180,7 +180,7 @@ class Backends:
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the lanes of a run."""
         backend, without_graphs = self.backend(), self.backend(GraphSupport.NEVER)
-        for plan in plan_lanes(backend, ReferenceRunner, options):
+        for plan in planned_lanes(backend, ReferenceRunner, options):
             config = plan.lane.config
             if config.case.segments or config.mixed_dim is not None or config.case.frozen:
                 continue
@@ -188,5 +188,5 @@ class Backends:
                 continue
             in_graphs = self.graph_modes is None or config.case.mode in self.graph_modes
             driver = None if self.tasks is None else TaskTape
-            lane = BuilderUnderTest(config, backend if in_graphs else without_graphs, driver=driver)
+            lane = builder_lane(config, backend if in_graphs else without_graphs, driver=driver)
             yield replace(plan, lane=lane)

@@ -30,9 +30,9 @@ from graphpact.batch import ForwardMode as Mode
 from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import BuilderBackend, Built, Make, Metadata, Phase, Words
-from graphpact_adapters.reads import Reads
+from graphpact_adapters.kernel_reads import Reads
 from graphpact_adapters.sglang.batch import EngineTypes
-from graphpact_adapters.sglang.given import Given, Kind, ModelRunnerSizes, model_runner
+from graphpact_adapters.sglang.plain_values import Given, Kind, ModelRunnerSizes, model_runner
 from graphpact_adapters.sglang.runner import GraphRunnerBuffers, LentBatch
 
 _NAME = "init_forward_metadata"

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from graphpact.errors import ConfigError
-from graphpact_adapters.reads import IndexedReads, PagedReads, Part, Reads
+from graphpact_adapters.kernel_reads import IndexedReads, PagedReads, Part, Reads
 
 
 def pages(metadata: Any, batch: Any) -> PagedReads:

@@ -28,7 +28,7 @@ from graphpact_adapters.sglang.batch import (
     Speculation,
     VerifyInput,
 )
-from graphpact_adapters.sglang.given import Given, ModelRunnerSizes
+from graphpact_adapters.sglang.plain_values import Given, ModelRunnerSizes
 
 MODES = {
     Mode.DECODE: SglangForwardMode.DECODE,

@@ -21,22 +21,25 @@ from graphpact.plugin_calls import describe_error, place_of
 from graphpact.shapes import GraphShape
 from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import DEVICE, Make
+from graphpact_adapters.builder_lanes import TaskTape, builder_lane
 from graphpact_adapters.calls import uncalled
 from graphpact_adapters.experiments import BUILDER_EXPERIMENTS, TASK_EXPERIMENTS
+from graphpact_adapters.kernel_reads import Reader
 from graphpact_adapters.needs import needs_of
-from graphpact_adapters.reads import Reader
-from graphpact_adapters.states import RecurrentLane
+from graphpact_adapters.recurrent_states import LinearOracle, StateMemory
 from graphpact_adapters.tasks import Tasks
-from graphpact_adapters.under_test import BuilderUnderTest, TaskTape
 from graphpact_adapters.vllm.backend import UPDATE, ModelRunner, VllmBackend, updates_block_tables, vllm_sizes
-from graphpact_adapters.vllm.given import Kind, NotGivenError, kv_cache_spec, vllm_config
+from graphpact_adapters.vllm.plain_values import Kind, NotGivenError, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.readers import read_vllm_metadata
+from graphpact_conformance.draws.cases import Case
+from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import ReferenceRunner
-from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, is_asked, plan_lanes
+from graphpact_conformance.oracle import OracleBackend
+from graphpact_conformance.records.kv_memory import KvMemory
+from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, is_asked, planned_lanes
 from graphpact_conformance.targets import Options
-from graphpact_conformance.world.lanes import Case, Config
 from graphpact_tape import HostMemory, two_memories
 
 SUPPORT = {
@@ -82,7 +85,7 @@ class Builders:
 
     Args:
         make: ``(kv_cache_spec, layer_names, vllm_config, device) -> builder``: a builder class, or a
-            function. It gets plain values: see `graphpact_adapters.vllm.given`.
+            function. It gets plain values: see `graphpact_adapters.vllm.plain_values`.
         read: ``(metadata, slot_mapping) -> reads``: what the kernel reads of the metadata; by default by the
             names of its fields.
         kind: What the KV cache holds.
@@ -247,7 +250,7 @@ class Builders:
 
     def _plain(self, options: Options) -> Iterator[PlannedLane]:
         """Yield the plain lanes of a run, with all graphs: those that are asked, or one that follows."""
-        for plan in plan_lanes(self.backend(), ReferenceRunner, replace(options, lanes=())):
+        for plan in planned_lanes(self.backend(), ReferenceRunner, replace(options, lanes=())):
             config = plan.lane.config
             if config.case.segments or config.case.frozen or config.mixed_dim is not None:
                 continue
@@ -268,12 +271,18 @@ class Builders:
 
     def _lane(
         self, config: Config, backend: type[VllmBackend], most_tokens: int | None = None
-    ) -> BuilderUnderTest:
+    ) -> LaneUnderTest:
         """Return a lane of the kind."""
-        of_kind = RecurrentLane if self.kind == "mamba" else BuilderUnderTest
-        runner = ReferenceRunner if most_tokens is None else ReferenceRunner.of(config)
-        driver = None if self.tasks is None else TaskTape
-        return of_kind(config, backend, runner, driver=driver, most_tokens=most_tokens)
+        is_recurrent = self.kind == "mamba"
+        return builder_lane(
+            config,
+            backend,
+            runner=ReferenceRunner if most_tokens is None else ReferenceRunner.of(config),
+            driver=None if self.tasks is None else TaskTape,
+            most_tokens=most_tokens,
+            kv_memory=StateMemory if is_recurrent else KvMemory,
+            oracle=LinearOracle if is_recurrent else OracleBackend,
+        )
 
     def _is_of_v1(self, plan: PlannedLane, support: GraphSupport) -> bool:
         """Return whether model runner V1 makes other calls in the graphs of a plain lane.
@@ -307,7 +316,7 @@ class Builders:
 
     def probes(self, options: Options) -> Iterator[tuple[str, PlannedLane]]:
         """Yield the plain lanes of graphs that the builder does not declare, each with the declaration."""
-        for plan in plan_lanes(self.backend(), ReferenceRunner, replace(options, size="quick")):
+        for plan in planned_lanes(self.backend(), ReferenceRunner, replace(options, size="quick")):
             config = plan.lane.config
             needs = config.case.needs
             is_plain = not config.unusual and config.case.mode in _PROBED and not config.case.segments

@@ -32,8 +32,8 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import NUM_GROUPS, BuilderBackend, Built, DraftStep, Make, Phase, Words
-from graphpact_adapters.reads import Reader
-from graphpact_adapters.vllm.given import Kind, Sizes, kv_cache_spec, vllm_config
+from graphpact_adapters.kernel_reads import Reader
+from graphpact_adapters.vllm.plain_values import Kind, Sizes, kv_cache_spec, vllm_config
 from graphpact_adapters.vllm.runner import Lent, RunnerBuffers, is_all_padding
 
 

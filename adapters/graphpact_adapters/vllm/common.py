@@ -13,7 +13,7 @@ from typing import Any, Self
 import torch
 
 from graphpact_adapters.needs import assume_missing
-from graphpact_adapters.vllm.given import NotGivenError
+from graphpact_adapters.vllm.plain_values import NotGivenError
 
 
 @dataclass

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from graphpact.errors import ConfigError
-from graphpact_adapters.reads import PagedReads, Part, Reads
+from graphpact_adapters.kernel_reads import PagedReads, Part, Reads
 from graphpact_adapters.recurrent import RecurrentReads
 
 

@@ -25,7 +25,7 @@ import torch
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.shapes import GraphShape
 from graphpact_adapters.vllm.common import CommonAttentionMetadata
-from graphpact_adapters.vllm.given import Sizes
+from graphpact_adapters.vllm.plain_values import Sizes
 
 PAD_SLOT = -1
 MOST_SLOTS = 2**16
@@ -61,7 +61,7 @@ class Lent:
 
 
 class States(Protocol):
-    """What an engine stores for recurrent layers; see `graphpact_adapters.states.StateMemory`."""
+    """What an engine stores for recurrent layers; see `graphpact_adapters.recurrent_states.StateMemory`."""
 
     state_blocks: torch.Tensor
     num_accepted: torch.Tensor

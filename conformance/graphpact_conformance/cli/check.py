@@ -184,7 +184,7 @@ def check(
     from graphpact_conformance.targets import Options  # noqa: PLC0415  pydantic
 
     if scenario is not None:
-        from graphpact_conformance.world.scenario import read  # noqa: PLC0415  torch
+        from graphpact_conformance.draws.scenario import read  # noqa: PLC0415  torch
 
         read(scenario)  # a broken file is refused before any process starts
 
@@ -234,7 +234,7 @@ def _run(
 
     with _stopped_by_sigterm(), progress(quiet=quiet) as shown, contextlib.redirect_stdout(sys.stderr):
         try:
-            return supervise.check(names, options, workers=workers, **_listeners(shown)), 0
+            return supervise.check_plugins(names, options, workers=workers, **_listeners(shown)), 0
         except supervise.StoppedError as stopped:
             return stopped.report, stopped.number
 

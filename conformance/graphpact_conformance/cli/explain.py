@@ -15,12 +15,12 @@ from rich.text import Text
 
 from graphpact.errors import UsageError, did_you_mean
 from graphpact_cli.console import data
-from graphpact_conformance import legend
+from graphpact_conformance import vocabulary
 from graphpact_conformance.cli.check import complete_rule, print_rules
 from graphpact_conformance.rules import RULES, Rule, find_rule
 
 if TYPE_CHECKING:
-    from graphpact_conformance.stories import Story
+    from graphpact_conformance.real_bugs import RealBug
 
 _WIDEST = 100  # columns of prose
 
@@ -53,9 +53,9 @@ def explain(
         else:
             _print_meanings(data(), found)
         return
-    from graphpact_conformance.stories import STORIES  # noqa: PLC0415  long texts
+    from graphpact_conformance.real_bugs import REAL_BUGS  # noqa: PLC0415  long texts
 
-    story = STORIES[found.id]
+    story = REAL_BUGS[found.id]
     if as_json:
         sys.stdout.write(json.dumps({**asdict(found), **asdict(story)}, indent=2) + "\n")
         return
@@ -70,13 +70,13 @@ def _find(word: str) -> Rule | dict[str, str]:
     """
     given, word = word, word.lower()
     if word in ("batches", "lanes"):
-        return {word: legend.BATCHES if word == "batches" else legend.LANES}
-    if (parts := legend.parts_of_lane(word)) is not None:
+        return {word: vocabulary.BATCHES if word == "batches" else vocabulary.LANES}
+    if (parts := vocabulary.parts_of_lane(word)) is not None:
         return {part: text or "not known to this version" for part, text in parts}
     try:
         return find_rule(given)
     except UsageError as error:
-        known = legend.experiments()  # imports torch
+        known = vocabulary.experiments()  # imports torch
         if word == "experiments":
             return known
         if word in known:
@@ -91,7 +91,7 @@ def _find(word: str) -> Rule | dict[str, str]:
         ) from None
 
 
-def _print(console: Console, rule: Rule, story: "Story") -> None:
+def _print(console: Console, rule: Rule, story: "RealBug") -> None:
     about = f"  {rule.level}, since contract {rule.since}; {', '.join(rule.hooks)}"
     console.print(Text.assemble((str(rule), "bold"), (about, "dim")), soft_wrap=True)
     _paragraph(console, rule.requirement, "italic")

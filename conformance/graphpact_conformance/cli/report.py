@@ -43,7 +43,7 @@ def report(
 
     if html is not None:
         need_extra("conformance", "jinja2")
-    first = made.load(file)
+    first = made.load_report(file)
     if other is None:
         if html is not None:
             _write(html, made.to_html(first))
@@ -52,7 +52,7 @@ def report(
         else:
             results.print_report(data(), first)
         return
-    comparison = made.compare(first, made.load(other))
+    comparison = made.compare(first, made.load_report(other))
     if html is not None:
         _write(html, made.comparison_to_html(comparison, str(file), str(other)))
     if as_json:

@@ -22,9 +22,9 @@ from graphpact.plugins import PluginCatalog
 from graphpact_conformance.drivers import promises, strictness
 from graphpact_conformance.drivers.acts import ACTS
 from graphpact_conformance.drivers.requirement import Requirement
+from graphpact_conformance.records.global_state import seeded
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import RULES
-from graphpact_conformance.subject.global_state import seeded
 from graphpact_conformance.targets import Listener, Options, Target, reproduce_line
 
 FAST, STRICT = "fast", "strict"
@@ -102,7 +102,7 @@ def examine_driver(
     has_run = False
     lanes = lanes_of_driver(driver, options)
     for lane in lanes[first::parts]:
-        for result in examine_lane(lane, options, listener.begins, skip=skip, names=target.names):
+        for result in examine_driver_lane(lane, options, listener.begins, skip=skip, names=target.names):
             has_run |= result.outcome.ran
             listener.found(result)
     return PluginResults(
@@ -123,7 +123,7 @@ def _not_shown(driver: type[GraphDriver]) -> list[str]:
     return [f"{len(rows)} acts: they need the CUDA runtime"] if driver.has_strict_mode else []
 
 
-def examine_lane(
+def examine_driver_lane(
     lane: DriverLane,
     options: Options,
     begins: Callable[[str], object] = lambda _: None,

@@ -6,7 +6,6 @@ other outputs than those of eager execution.
 Does not: perform an act (see `acts`), or check drivers without a strict mode.
 """
 
-import re
 import tomllib
 from dataclasses import dataclass
 from functools import partial
@@ -18,8 +17,7 @@ import torch
 from graphpact.errors import CaptureError
 from graphpact.graphs import DeclaredMemory
 from graphpact.plugin_calls import describe_error
-from graphpact_conformance.drivers import acts
-from graphpact_conformance.drivers.acts import ACTS, World, lines_of
+from graphpact_conformance.drivers.acts import ACTS, ActMemory, lines_of_act
 from graphpact_conformance.drivers.requirement import Make, Requirement, expect_equal, require
 
 ActOutcome: TypeAlias = Literal["refused", "same", "shows", "hidden"]
@@ -86,24 +84,24 @@ class Performed:
     error: Exception | None = None
 
 
-def verdict(row: dict[str, str]) -> str:
+def cuda_verdict(row: dict[str, str]) -> str:
     """Return the verdict of CUDA on the act of a row: fails, wrong result, undefined, frozen or legal."""
     return row["cuda"].removeprefix("Not documented: ").partition(":")[0]
 
 
-def perform(name: str, world: World) -> Performed:
-    """Perform an act on the driver of a world and return what came of it.
+def perform(name: str, memory: ActMemory) -> Performed:
+    """Perform an act on the driver of its memory and return what came of it.
 
     Raises:
         Exception: The act was refused with an error of another type than a driver's.
     """
     try:
-        seen = ACTS[name].perform(world)
+        seen = ACTS[name].perform(memory)
     except ACTS[name].error as error:
         return Performed("refused", describe_error(error), error)
     cuda = seen.eager if seen.cuda is None else seen.cuda
     told = f"replays gave {seen.replayed}, eager execution {seen.eager or 'no result'}"
-    is_legal = verdict(ROWS[name]) == "legal"
+    is_legal = cuda_verdict(ROWS[name]) == "legal"
     if _same(seen.replayed, cuda) and _same(cuda, seen.eager) == is_legal:
         return Performed("same", told)
     hidden = not seen.eager or any(map(_same, seen.replayed, seen.eager))
@@ -113,16 +111,15 @@ def perform(name: str, world: World) -> Performed:
 def require_line(name: str, error: Exception) -> None:
     """Raise `AssertionError` unless the error names a line of the act and has a help."""
     text = str(error)
-    found = re.search(rf"{re.escape(acts.__file__)}:(\d+): ", text)
-    is_named = found is not None and int(found[1]) in lines_of(name)
+    is_named = any(f"{file}:{number}: " in text for file, number in lines_of_act(name))
     require(f"the message names the line of the act and has a help: {text}", is_named and "help: " in text)
 
 
-def require_capture(world: World) -> None:
-    """Raise `AssertionError` unless the driver of a world, which refused an act, captures and replays."""
-    x = torch.ones(2, device=world.device)
-    world.driver.declare(DeclaredMemory())
-    graph = world.driver.capture(lambda: x + 1)
+def require_capture(memory: ActMemory) -> None:
+    """Raise `AssertionError` unless the driver, which refused an act, captures and replays."""
+    x = torch.ones(2, device=memory.device)
+    memory.driver.declare(DeclaredMemory())
+    graph = memory.driver.capture(lambda: x + 1)
     graph.replay()
     expect_equal(graph.outputs.tolist(), [2, 2])
 
@@ -138,20 +135,20 @@ def _same(a: Any, b: Any) -> bool:
 
 def _judge(name: str, make: Make) -> None:
     """Raise `AssertionError` unless the act has an outcome that its verdict allows."""
-    world = World(make)
-    done = perform(name, world)
-    if done.outcome not in ALLOWED[verdict(ROWS[name])]:
+    memory = ActMemory(make)
+    done = perform(name, memory)
+    if done.outcome not in ALLOWED[cuda_verdict(ROWS[name])]:
         raise AssertionError(f"{_SAID[done.outcome]}: {done.evidence}")
     if done.error is None:
         return
-    if ACTS[name].line and isinstance(done.error, CaptureError) and world.device.type == "cpu":
+    if ACTS[name].line and isinstance(done.error, CaptureError) and memory.device.type == "cpu":
         require_line(name, done.error)  # the runtime of a GPU refuses a capture without a line
-    require_capture(world)
+    require_capture(memory)
 
 
 def _check(name: str) -> Requirement:
     row = ROWS[name]
-    required, fix = _REQUIRED[verdict(row)]
+    required, fix = _REQUIRED[cuda_verdict(row)]
     return Requirement(
         name=name,
         sentence=f"A strict driver {required}: {row['act']}. CUDA graphs: {row['cuda']}.",

@@ -1,15 +1,24 @@
 """All experiments of the suite, in the order in which they run.
 
-    values    outputs and KV cache against attention in float64; effects of padding rows
-    look_alikes  live requests with the numbers of padding rows; a part of ``answers_replayed``
-    refresh   entries that a replay does not write, or writes from earlier batches
-    parity    the inputs of a replay against those of a capture of the same batch
-    capture   side effects of captures, and the recorded work
-    dummies   the dummy batches of the runner
-    recorded  the steps of a real engine, in their order
-    order     other orders of batches, poisoned memory, eager activity between replays
-    life      captured again, beside other lanes, on memory that the engine rewrites
-    dispatch  the choice of the graph; ranks
+    outputs        outputs and KV cache against attention in float64
+    padding        effects of padding rows on outputs and KV cache
+    look_alikes    live requests with the numbers of padding rows; a part of ``answers_replayed``
+    refresh        entries that a replay does not write, or writes from earlier batches
+    parity         a replay against a capture of the same batch: `compared_inputs`, `compared_work`
+    capture        side effects of captures, and the recorded work
+    dummies        the dummy batches of the runner
+    recorded       the steps of a real engine, in their order
+    replay_order   other orders of batches and captures, poisoned memory
+    eager_activity eager steps between replays
+    recapture      captured again, beside other lanes, on memory that the engine rewrites
+    graph_choice   the choice of the graph
+    ranks          agreement of ranks that step together
+
+    experiment     `Experiment`, and `PlannedLane`, in which it may run
+    when           where experiments run
+    comparison     the comparison of two steps, and of a step with the oracle
+    breaches       breaches of the pact as findings
+    asked_batches  the batches that `fit` is asked for
 
 A rule is checked by every experiment that lists it. It passes if none of them has a finding. An experiment
 reports only rules that it lists: if kernels or the tape refuse a step by another rule, the finding has the
@@ -20,114 +29,187 @@ What an experiment finds is found in a new lane, without state of other experime
 Does not: run experiments; see `graphpact_conformance.suite`.
 """
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 from graphpact_conformance.experiments import (
     capture,
-    dispatch,
     dummies,
-    life,
-    order,
+    eager_activity,
+    graph_choice,
+    outputs,
+    padding,
     parity,
+    ranks,
+    recapture,
     recorded,
     refresh,
-    values,
+    replay_order,
 )
-from graphpact_conformance.experiments.base import Experiment
+from graphpact_conformance.experiments.experiment import Experiment, Findings, PlannedLane
+from graphpact_conformance.experiments.when import (
+    all_of,
+    any_of,
+    everywhere,
+    in_full_lanes,
+    in_full_lanes_of_one_plugin,
+    in_long_contexts,
+    in_plain_lanes,
+    in_recorded_lanes,
+    of_one_plugin,
+    unless_quick,
+    with_optional_fields,
+    without_embeddings,
+)
 from graphpact_conformance.rules import RULES
 
 _NOT_IN_CAPTURES = ("GP06", "GP17")
 """Rules that need outputs or several ranks."""
 
+
+def _sharing_captures(
+    first: Sequence[Experiment], others: Sequence[Experiment], last: Sequence[Experiment] = ()
+) -> tuple[Experiment, ...]:
+    """Return experiments in order, of which the later ones begin with the graphs that the first captured.
+
+    Args:
+        first: Experiments that capture; the others have the captures of the last that runs in the lane.
+        others: Experiments that leave captures as they are.
+        last: Experiments that change them, such as by another capture, and so come after the others.
+    """
+    return (*first, *(replace(each, shares_captures=True) for each in (*others, *last)))
+
+
+def _in_full_lanes(run: Callable[..., Findings], *examines: str) -> Experiment:
+    """Return the experiment of a procedure that runs once in each full lane of one plugin."""
+    return Experiment(run.__name__, examines, run, in_full_lanes_of_one_plugin)
+
+
 EXPERIMENTS: tuple[Experiment, ...] = (
-    Experiment(
-        "captures",
-        tuple(rule for rule in RULES if rule not in _NOT_IN_CAPTURES),
-        capture.captures,
-        explains_captures=True,
+    *_sharing_captures(
+        first=[
+            Experiment(
+                "captures",
+                tuple(rule for rule in RULES if rule not in _NOT_IN_CAPTURES),
+                capture.captures,
+                in_full_lanes_of_one_plugin,
+                after_failed_captures=everywhere,
+            ),
+        ],
+        others=[
+            Experiment(
+                "answers_eagerly",
+                (),
+                outputs.answers_eagerly,
+                of_one_plugin,
+                repeats=True,
+                needs_graphs=False,
+                num_captures=0,
+            ),
+        ],
     ),
-    Experiment(
-        "answers_eagerly",
-        (),
-        values.answers_eagerly,
-        repeats=True,
-        depth="lightest",
-        needs_graphs=False,
-        reuses=True,
+    *_sharing_captures(
+        first=[
+            Experiment(
+                "answers_replayed",
+                (
+                    *("GP02", "GP04", "GP05", "GP06", "GP07", "GP08", "GP09", "GP10", "GP12", "GP13"),
+                    *("GP15", "GP19"),
+                ),
+                outputs.answers_replayed,
+                everywhere,
+                repeats=True,
+                num_captures=1,
+            ),
+            Experiment(
+                "recorded_steps",
+                ("GP02", "GP03", "GP09", "GP10"),
+                recorded.recorded_steps,
+                all_of(in_full_lanes_of_one_plugin, in_recorded_lanes),
+                takes_recordings=True,
+            ),
+        ],
+        others=[
+            Experiment(
+                "unwritten_and_stale",
+                ("GP02", "GP03", "GP09", "GP10"),
+                refresh.unwritten_and_stale,
+                any_of(in_full_lanes, with_optional_fields),
+                after_findings=everywhere,
+                repeats=True,
+            ),
+            Experiment(
+                "replay_against_capture",
+                (
+                    *("GP01", "GP02", "GP03", "GP04", "GP05", "GP07", "GP08", "GP09", "GP10", "GP11"),
+                    *("GP13", "GP20", "GP21"),
+                ),
+                parity.replay_against_capture,
+                all_of(in_full_lanes, without_embeddings),
+                after_findings=without_embeddings,
+                repeats=True,
+            ),
+            Experiment(
+                "padding",
+                ("GP03", "GP04", "GP05", "GP06"),
+                padding.padding,
+                any_of(unless_quick, with_optional_fields),
+                repeats=True,
+                num_captures=0,
+            ),
+        ],
     ),
-    Experiment(
-        "answers_replayed",
-        ("GP02", "GP04", "GP05", "GP06", "GP07", "GP08", "GP09", "GP10", "GP12", "GP13", "GP15", "GP19"),
-        values.answers_replayed,
-        repeats=True,
-        depth="lightest",
-        in_pairs=True,
-        of_fields=True,
+    *_sharing_captures(
+        first=[
+            Experiment(
+                "largest_step",
+                ("GP13",),
+                outputs.largest_step,
+                all_of(any_of(unless_quick, in_long_contexts), of_one_plugin),
+                num_captures=1,
+            ),
+        ],
+        others=[
+            Experiment(
+                "guarded",
+                replay_order.GUARDED,
+                replay_order.guarded,
+                all_of(any_of(in_full_lanes, in_plain_lanes), without_embeddings),
+                repeats=True,
+            ),
+            _in_full_lanes(replay_order.interleaved, "GP09", "GP15", "GP18"),
+            _in_full_lanes(replay_order.smallest_first, "GP14", "GP15"),
+            _in_full_lanes(dummies.dummies, "GP10", "GP11", "GP12"),
+            _in_full_lanes(capture.cold_and_warm, "GP10"),
+            _in_full_lanes(graph_choice.graph_choice, "GP08", "GP10", "GP12", "GP20"),
+        ],
+        last=[
+            _in_full_lanes(recapture.captured_again, "GP10"),  # captures anew
+            _in_full_lanes(recapture.rewritten_memory, "GP02", "GP15", "GP16"),  # writes weights
+        ],
     ),
-    Experiment(
-        "recorded_steps",
-        ("GP02", "GP03", "GP09", "GP10"),
-        recorded.recorded_steps,
-        of_recordings=True,
-    ),
-    Experiment(
-        "unwritten_and_stale",
-        ("GP02", "GP03", "GP09", "GP10"),
-        refresh.unwritten_and_stale,
-        repeats=True,
-        in_pairs=True,
-        of_fields=True,
-        names_rules=True,
-        reuses=True,
-    ),
-    Experiment(
-        "replay_against_capture",
-        (
-            *("GP01", "GP02", "GP03", "GP04", "GP05", "GP07", "GP08", "GP09", "GP10", "GP11", "GP13", "GP20"),
-            "GP21",
-        ),
-        parity.replay_against_capture,
-        repeats=True,
-        in_pairs=True,
-        names_rules=True,
-        reuses=True,
-    ),
-    Experiment(
-        "padding",
-        ("GP03", "GP04", "GP05", "GP06"),
-        values.padding,
-        repeats=True,
-        depth="light",
-        in_pairs=True,
-        of_fields=True,
-        reuses=True,
-    ),
-    Experiment("largest_step", ("GP13",), values.largest_step, depth="light", of_long=True),
-    # From here to rewritten_memory, all begin with the graphs that largest_step captured. The last two change
-    # what they use: captured_again captures anew, rewritten_memory writes weights.
-    Experiment(
-        "guarded", order.GUARDED, order.guarded, repeats=True, in_pairs=True, of_kinds=True, reuses=True
-    ),
-    Experiment("interleaved", ("GP09", "GP15", "GP18"), order.interleaved, reuses=True),
-    Experiment("smallest_first", ("GP14", "GP15"), order.smallest_first, reuses=True),
-    Experiment("dummies", ("GP10", "GP11", "GP12"), dummies.dummies, reuses=True),
-    Experiment("cold_and_warm", ("GP10",), capture.cold_and_warm, reuses=True),
-    Experiment("graph_choice", ("GP08", "GP10", "GP12", "GP20"), dispatch.graph_choice, reuses=True),
-    Experiment("captured_again", ("GP10",), life.captured_again, reuses=True),
-    Experiment("rewritten_memory", ("GP02", "GP15", "GP16"), life.rewritten_memory, reuses=True),
-    Experiment("repeated", ("GP18",), order.repeated),
+    _in_full_lanes(replay_order.repeated, "GP18"),
     # It steps lanes of another mode: what they leave on a class would hide a finding from its repetition.
-    Experiment("beside_other_lanes", ("GP02", "GP09", "GP10", "GP15", "GP19"), life.beside_other_lanes),
-    Experiment("survives_eager_activity", ("GP14",), order.survives_eager_activity),
-    Experiment("capture_side_effects", ("GP19",), capture.capture_side_effects),
+    _in_full_lanes(recapture.beside_other_lanes, "GP02", "GP09", "GP10", "GP15", "GP19"),
+    _in_full_lanes(eager_activity.survives_eager_activity, "GP14"),
+    _in_full_lanes(capture.capture_side_effects, "GP19"),
     Experiment(
         "declared_graph_support",
         ("GP12",),
-        dispatch.declared_graph_support,
-        depth="lightest",
-        in_pairs=True,
+        graph_choice.declared_graph_support,
+        without_embeddings,
         needs_graphs=False,
+        num_captures=1,
     ),
-    Experiment("ranks_agree", ("GP04", "GP05", "GP06", "GP11", "GP17"), dispatch.ranks_agree),
+    _in_full_lanes(ranks.ranks_agree, "GP04", "GP05", "GP06", "GP11", "GP17"),
 )
 """All experiments. Their names are unique and appear in reports."""
 
-__all__ = ["EXPERIMENTS", "Experiment"]
+OF_OUTPUTS = tuple(
+    each
+    for each in EXPERIMENTS
+    if each.name in ("answers_eagerly", "answers_replayed", "declared_graph_support")
+)
+"""The experiments that run in every lane, and judge outputs and declarations only."""
+
+__all__ = ["EXPERIMENTS", "OF_OUTPUTS", "Experiment", "PlannedLane"]

@@ -11,27 +11,21 @@ import torch
 
 from graphpact.errors import SlotError
 from graphpact.tensors import equal, same
-from graphpact_conformance.experiments.base import (
-    Findings,
-    spell,
-    values_at,
-)
-from graphpact_conformance.experiments.parity import TRACE_HELP, compare_traces
+from graphpact_conformance.draws.batches import Drawn, corner, of_size
+from graphpact_conformance.draws.cases import Case
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.compared_work import TRACE_HELP, compare_traces
+from graphpact_conformance.experiments.comparison import spell, values_at
+from graphpact_conformance.experiments.experiment import Findings
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
+from graphpact_conformance.lane.snapshots import reset_slot
+from graphpact_conformance.records.raised import CannotCaptureError, causes, rule_of
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.raised import causes, rule_of
-from graphpact_conformance.subject.under_test import (
-    CannotCaptureError,
-    UnderTest,
-    Way,
-    reset_slot,
-)
-from graphpact_conformance.world.lanes import Case
-from graphpact_conformance.world.problems import Drawn, Problem, corner, of_size
 
 # -- whether -----------------------------------------------------------------------------------------
 
 
-def captures(lane: UnderTest, steps: Drawn) -> Findings:
+def captures(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture every shape, fast and strict, with metadata made by the graph and by the hook.
 
     Not strict with a high cache, of which a strict driver would make copies.
@@ -57,7 +51,7 @@ def captures(lane: UnderTest, steps: Drawn) -> Findings:
     yield from {f.model_dump_json(): f for f in found}.values()
 
 
-def _of_strict_failure(lane: UnderTest, error: BaseException) -> Finding:
+def _of_strict_failure(lane: LaneUnderTest, error: BaseException) -> Finding:
     """Return a finding about a lane that is captured on a fast tape and not over poison."""
     return lane.of_error(
         error,
@@ -70,7 +64,7 @@ def _of_strict_failure(lane: UnderTest, error: BaseException) -> Finding:
 _UNWRITTEN = "write every row that the kernels read, also at capture: see GP02 and GP03 in this lane"
 
 
-def _of_failure(lane: UnderTest, error: BaseException, live: Problem) -> list[Finding]:
+def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> list[Finding]:
     expected = "every shape of the runner is captured"
     rule = rule_of(error) or _rule_of_dummy(lane, live) or _rule_of_size(lane)
     hook, help_ = "init_metadata_capture", _FAILED.get(rule or "")
@@ -89,7 +83,7 @@ _FAILED = {
 _SUPPORT = "declare in capabilities.graph_support only the support that the kernels have"
 
 
-def _rule_of_dummy(lane: UnderTest, live: Problem) -> str | None:
+def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
     """Return the rule of dummies or of padding if a live batch can be captured; None elsewhere."""
     config = lane.config
     if not live.requests:  # an idle lane is captured for decode batches
@@ -105,7 +99,7 @@ def _rule_of_dummy(lane: UnderTest, live: Problem) -> str | None:
     return "GP11" if lane.kind == "runner" else "GP04"
 
 
-def _rule_of_size(lane: UnderTest) -> str | None:
+def _rule_of_size(lane: LaneUnderTest) -> str | None:
     """Return GP13 if smaller shapes can be captured and the largest cannot, None elsewhere."""
     try:
         with torch.inference_mode():
@@ -122,7 +116,7 @@ def _rule_of_size(lane: UnderTest) -> str | None:
 # -- side effects ------------------------------------------------------------------------------------
 
 
-def capture_side_effects(lane: UnderTest, steps: Drawn) -> Findings:
+def capture_side_effects(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture again with live requests in the index buffers: their memory must not change."""
     problem = steps.exact
     rig = lane.rig()
@@ -177,7 +171,7 @@ def capture_side_effects(lane: UnderTest, steps: Drawn) -> Findings:
 # -- recorded work -----------------------------------------------------------------------------------
 
 
-def cold_and_warm(lane: UnderTest, steps: Drawn) -> Findings:
+def cold_and_warm(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture cold, after eager steps, and after replays: the recorded work must be the same."""
     cold = lane.rig()
     warm = lane.build(capture=False)

@@ -14,17 +14,15 @@ from graphpact.errors import GraphpactError
 from graphpact.pact import walk
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same
-from graphpact_conformance.experiments.base import (
-    Findings,
-    matters,
-    spell,
-    values_at,
-)
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.fields import COUNT, GATHERED, words, wrong_rows
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.comparison import matters, spell, values_at
+from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.refresh import hook_of
-from graphpact_conformance.subject.records import StepRecord
-from graphpact_conformance.subject.under_test import Subject, UnderTest, Way
-from graphpact_conformance.world.fields import COUNT, GATHERED, words, wrong_rows
-from graphpact_conformance.world.problems import Drawn, Problem
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.records.steps import StepRecord
 from graphpact_tape.poison import poison_of
 
 
@@ -37,7 +35,7 @@ class _Asked(NamedTuple):
     actual: object
 
 
-def dummies(lane: UnderTest, steps: Drawn) -> Findings:
+def dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Check the runner's dummy batches like live batches, and replay each right after its capture."""
     rig = lane.rig()
     live = rig.batch_of(steps.exact)
@@ -59,7 +57,7 @@ def dummies(lane: UnderTest, steps: Drawn) -> Findings:
             yield from _dummy_replayed(lane, way, shape)
 
 
-def _form(rig: Subject, shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch) -> Iterator[_Asked]:
+def _form(rig: Rig, shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch) -> Iterator[_Asked]:
     """Require the fields of a live batch, in the shape's sizes.
 
     One of them may lack a field whose slot is computed. A live batch may lack an optional one.
@@ -86,7 +84,7 @@ def _form(rig: Subject, shape: GraphShape, dummy: ForwardBatch, live: ForwardBat
             yield _Asked(each.name, kinds[0] == kinds[1], f"{kinds[0]}", kinds[1])
 
 
-def _lengths(rig: Subject, dummy: ForwardBatch) -> Iterator[_Asked]:
+def _lengths(rig: Rig, dummy: ForwardBatch) -> Iterator[_Asked]:
     """Require lengths that are valid for live or padding rows, equal on host and device."""
     padded = rig.padded_seq_len
     most = rig.config.context - dummy.drafts_in_rows
@@ -107,7 +105,7 @@ def _lengths(rig: Subject, dummy: ForwardBatch) -> Iterator[_Asked]:
         yield _Asked("extend_seq_lens_cpu", twin == new, f"the lengths on the device, {new}", twin)
 
 
-def _values(rig: Subject, shape: GraphShape, dummy: ForwardBatch) -> Iterator[_Asked]:
+def _values(rig: Rig, shape: GraphShape, dummy: ForwardBatch) -> Iterator[_Asked]:
     """Require rows on scratch, valid values of every field, and counts of all tokens."""
     tensors, config = dummy.tensors(), rig.config
     for name, values in tensors.items():
@@ -127,7 +125,7 @@ def _values(rig: Subject, shape: GraphShape, dummy: ForwardBatch) -> Iterator[_A
 
 
 @torch.inference_mode()
-def _dummy_replayed(lane: UnderTest, way: Way, shape: GraphShape) -> Findings:
+def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Findings:
     """Capture one shape, replay its dummy, and compare what the hooks wrote for both."""
     rig = lane.build(way, capture=False)
     problem = Problem(lane.config.case, [], 0)
@@ -179,7 +177,7 @@ def _dummy_replayed(lane: UnderTest, way: Way, shape: GraphShape) -> Findings:
 
 
 def _compare_with_dummy(
-    lane: UnderTest, rig: Subject, step: StepRecord, kept: dict[str, torch.Tensor]
+    lane: LaneUnderTest, rig: Rig, step: StepRecord, kept: dict[str, torch.Tensor]
 ) -> Findings:
     for path, leaf in step.leaves.items():
         then = kept.get(path)
@@ -203,7 +201,7 @@ def _compare_with_dummy(
         )
 
 
-def _has_effect(rig: Subject, step: StepRecord, path: str, differs: torch.Tensor, then: torch.Tensor) -> bool:
+def _has_effect(rig: Rig, step: StepRecord, path: str, differs: torch.Tensor, then: torch.Tensor) -> bool:
     """Return whether the values that capture wrote change the results of the graph."""
     batch = rig.dummy(step.shape) if step.shape is not None else None
     problem = step.problem

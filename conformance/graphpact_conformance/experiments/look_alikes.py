@@ -8,14 +8,17 @@ Does not: draw batches; the requests of a drawn batch get the numbers.
 
 from dataclasses import replace
 
-from graphpact_conformance.experiments.base import Findings, faults, is_right, wrong_results
+from graphpact_conformance.draws.batches import Drawn, least_prefix, shortened
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.comparison import faults, is_right, wrong_results
+from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.parity import compare_with_capture
-from graphpact_conformance.subject.under_test import Subject, UnderTest
-from graphpact_conformance.world.lanes import Config
-from graphpact_conformance.world.problems import Drawn, Problem, least_prefix, shortened
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.rig import Rig
 
 
-def takes_live_rows_for_padding(lane: UnderTest, rig: Subject, steps: Drawn) -> Findings:
+def takes_live_rows_for_padding(lane: LaneUnderTest, rig: Rig, steps: Drawn) -> Findings:
     """Replay batches that end with a live request which looks like padding, with and without padding rows."""
     expected = "a live request with the numbers of a padding row is live"
     for origin in (steps.padded, steps.exact):

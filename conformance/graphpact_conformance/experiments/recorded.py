@@ -3,17 +3,20 @@
 A step that is wrong only after the steps before it depends on them: metadata that is kept while nothing seems
 to change, a page that is appended too late.
 
-Does not: read a recording (see `graphpact_conformance.world.scenario`).
+Does not: read a recording (see `graphpact_conformance.draws.scenario`).
 """
 
 from collections.abc import Sequence
 from contextlib import suppress
 
-from graphpact_conformance.experiments.base import Findings, differences, is_right
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.comparison import differences, is_right
+from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.refresh import after_two_histories
-from graphpact_conformance.subject.records import StepRecord
-from graphpact_conformance.subject.under_test import CannotCaptureError, Subject, UnderTest
-from graphpact_conformance.world.problems import Problem
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.records.raised import CannotCaptureError
+from graphpact_conformance.records.steps import StepRecord
 
 _KEPT = (
     "alone, this batch is right: write all that the kernels read in every step, from the view, and keep"
@@ -22,7 +25,7 @@ _KEPT = (
 _ALONE = "a new lane replays this batch wrong too: see the other experiments in this lane"
 
 
-def recorded_steps(lane: UnderTest, steps: Sequence[Problem]) -> Findings:
+def recorded_steps(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
     """Replay the recorded batches in their order, fast and strict, and compare with attention in float64."""
     found = [*_replay(lane, lane.rig(), steps)]
     with suppress(CannotCaptureError):  # a finding of `captures`
@@ -30,7 +33,7 @@ def recorded_steps(lane: UnderTest, steps: Sequence[Problem]) -> Findings:
     yield from found
 
 
-def _replay(lane: UnderTest, rig: Subject, steps: Sequence[Problem]) -> Findings:
+def _replay(lane: LaneUnderTest, rig: Rig, steps: Sequence[Problem]) -> Findings:
     """Yield findings about the first wrong step."""
     for at, problem in enumerate(steps):
         step = rig.step(problem, may_decline=True)
@@ -40,7 +43,7 @@ def _replay(lane: UnderTest, rig: Subject, steps: Sequence[Problem]) -> Findings
         return
 
 
-def _of_step(lane: UnderTest, rig: Subject, step: StepRecord, before: Sequence[Problem]) -> Findings:
+def _of_step(lane: LaneUnderTest, rig: Rig, step: StepRecord, before: Sequence[Problem]) -> Findings:
     is_kept = is_right(lane, lane.build(), step.problem, may_decline=True)
     after = f"recorded step {len(before) + 1}"
     if before:

@@ -14,8 +14,9 @@ import torch
 
 from graphpact.buffers import BoundSlot, PaddingPolicy
 from graphpact.tensors import same
-from graphpact_conformance.experiments.base import (
-    Findings,
+from graphpact_conformance.draws.batches import Drawn, assorted, corner, neighbours, steady
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.comparison import (
     TensorEdit,
     altered,
     differences,
@@ -26,10 +27,12 @@ from graphpact_conformance.experiments.base import (
     tolerance_in,
     values_at,
 )
+from graphpact_conformance.experiments.experiment import Findings
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.lane.snapshots import poison_slot
+from graphpact_conformance.records.steps import Leaf, StepRecord
 from graphpact_conformance.results import Finding
-from graphpact_conformance.subject.records import Leaf, StepRecord
-from graphpact_conformance.subject.under_test import Subject, UnderTest, Way, poison_slot
-from graphpact_conformance.world.problems import Drawn, Problem, assorted, corner, neighbours, steady
 from graphpact_tape.poison import poison_of
 from graphpact_tape.strict_observer import is_due
 
@@ -48,7 +51,7 @@ def keeps_rows(slot: BoundSlot | None) -> bool:
 class Before:
     """A copy of the slots before a step, to repeat the step over the same contents."""
 
-    def __init__(self, rig: Subject) -> None:
+    def __init__(self, rig: Rig) -> None:
         self._held = {
             slot.name: slot.buffer.clone()
             for slot in rig.slots
@@ -67,7 +70,7 @@ class Before:
 
     def shows(
         self,
-        rig: Subject,
+        rig: Rig,
         base: StepRecord,
         leaf: Leaf,
         mask: torch.Tensor,
@@ -76,14 +79,14 @@ class Before:
         """Return whether ``other``, where ``mask`` is set, changes the results of the step."""
         return self.show(rig, base, {leaf.path: put(mask, other)})
 
-    def show(self, rig: Subject, base: StepRecord, changes: dict[str, TensorEdit]) -> bool:
+    def show(self, rig: Rig, base: StepRecord, changes: dict[str, TensorEdit]) -> bool:
         """Return whether edits of tensors, by path, change the results of the step."""
         ready = altered(changes)
         changed = rig.step(base.problem, fill=self.put_back, ready=ready, after_load=self._put_rows_back)
         return not same_step(base, changed, first_slot=rig.config.page_size)
 
 
-def unwritten_and_stale(lane: UnderTest, steps: Drawn) -> Findings:
+def unwritten_and_stale(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay a batch after two histories and over two kinds of poison, and compare what hooks wrote."""
     exact, small, _, padded = steps[:4]
     long = assorted(lane.config)
@@ -104,7 +107,7 @@ def unwritten_and_stale(lane: UnderTest, steps: Drawn) -> Findings:
 
 
 def after_two_histories(
-    lane: UnderTest,
+    lane: LaneUnderTest,
     way: Way,
     problem: Problem,
     history: Sequence[Problem],
@@ -165,7 +168,7 @@ def _garbage(leaf: Leaf, twin: Leaf) -> list[tuple[Leaf, float | int]]:
 
 
 def _unwritten(
-    lane: UnderTest,
+    lane: LaneUnderTest,
     way: Way,
     run: tuple[Before, StepRecord],
     leaf: Leaf,
@@ -217,7 +220,7 @@ def _unwritten(
         )
 
 
-def _hook_writes(lane: UnderTest, problem: Problem, leaf: Leaf, mask: torch.Tensor) -> bool:
+def _hook_writes(lane: LaneUnderTest, problem: Problem, leaf: Leaf, mask: torch.Tensor) -> bool:
     """Return whether a lane whose hooks make metadata writes entries that the graph does not write."""
     if "hook" not in lane.ways or not bool(mask.any()):
         return False
@@ -229,8 +232,8 @@ def _hook_writes(lane: UnderTest, problem: Problem, leaf: Leaf, mask: torch.Tens
 
 
 def _stale(
-    lane: UnderTest,
-    rig: Subject,
+    lane: LaneUnderTest,
+    rig: Rig,
     run: tuple[Before, StepRecord],
     leaf: Leaf,
     stale: torch.Tensor,
@@ -253,8 +256,8 @@ def _stale(
 
 
 def _finding(
-    lane: UnderTest,
-    rig: Subject,
+    lane: LaneUnderTest,
+    rig: Rig,
     base: StepRecord,
     leaf: Leaf,
     rule: str,
@@ -273,11 +276,11 @@ def _finding(
         expected=expected,
         actual=why,
         step=base,
-        help=help_for(lane, rig, leaf, rule, _HELP),
+        help=refresh_help(lane, rig, leaf, rule, _HELP),
     )
 
 
-def _plans_at_fault(lane: UnderTest, rig: Subject, problem: Problem) -> Findings:
+def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
     """Repeat a wrong step with the plans of the largest batch: if rows become right, the plan is at fault."""
     base = rig.step(problem)
     plans = [leaf for leaf in base.leaves.values() if leaf.is_written and is_plan(leaf)]
@@ -313,7 +316,7 @@ def _plans_at_fault(lane: UnderTest, rig: Subject, problem: Problem) -> Findings
             return
 
 
-def _rows_off(lane: UnderTest, rig: Subject, step: StepRecord) -> set[tuple[str, int]]:
+def _rows_off(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> set[tuple[str, int]]:
     """Return where the outputs of a step without error differ from the oracle's: name and index."""
     assert step.rows is not None  # noqa: S101  it ended
     off: set[tuple[str, int]] = set()
@@ -323,7 +326,7 @@ def _rows_off(lane: UnderTest, rig: Subject, step: StepRecord) -> set[tuple[str,
     return off
 
 
-def help_for(lane: UnderTest, rig: Subject, leaf: Leaf, rule: str, texts: Mapping[str, str]) -> str:
+def refresh_help(lane: LaneUnderTest, rig: Rig, leaf: Leaf, rule: str, texts: Mapping[str, str]) -> str:
     """Return the help text of a rule for a tensor, with its name and the method that writes it.
 
     Args:

@@ -85,7 +85,7 @@ class Warned:
     text: str
 
 
-def evidence(ending: Ending) -> list[str]:
+def ending_lines(ending: Ending) -> list[str]:
     """Return lines about the end of a process: where it hung or crashed, and what it last wrote to stderr."""
     said = tail(ending.stderr).splitlines()
     return [*ending.frames, *(["on stderr:", *said] if said else [])]
@@ -93,9 +93,9 @@ def evidence(ending: Ending) -> list[str]:
 
 def tail(text: str) -> str:
     """Return the last lines of an output, without addresses and times."""
-    return steady("\n".join(text.splitlines()[-_TAIL_LINES:]))
+    return without_addresses("\n".join(text.splitlines()[-_TAIL_LINES:]))
 
 
-def steady(text: str) -> str:
+def without_addresses(text: str) -> str:
     """Return ``text`` without addresses and times of day, which differ between runs."""
     return _UNSTEADY.sub("…", text)

@@ -24,7 +24,7 @@ from graphpact.errors import ConfigError, GraphpactError, RejectedPluginError
 from graphpact.plugins import PluginCatalog
 from graphpact_cli import children
 from graphpact_cli.children import Ending, Task
-from graphpact_conformance.isolation.messages import Raised, Refused, Resolved, Warned, evidence
+from graphpact_conformance.isolation.messages import Raised, Refused, Resolved, Warned, ending_lines
 from graphpact_conformance.isolation.target_task import (
     TIMEOUT_VARIABLE,
     WORKER,
@@ -55,7 +55,7 @@ class StoppedError(KeyboardInterrupt):
         self.report, self.number = report, number
 
 
-def check(
+def check_plugins(
     names: Sequence[str],
     options: Options,
     *,
@@ -217,7 +217,7 @@ class _NameResolution(Task):
 
     def ends(self, ending: Ending) -> bool:
         """Raise an error unless the process ended normally."""
-        details = "\n  ".join(["", *evidence(ending)])
+        details = "\n  ".join(["", *ending_lines(ending)])
         if self._raised or not ending.started:
             raise GraphpactError(
                 f"the suite cannot find its targets: {self._raised or ending.fault + details}"

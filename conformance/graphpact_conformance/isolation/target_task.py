@@ -9,7 +9,7 @@ from typing import Any
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_cli.child import START
 from graphpact_cli.children import END, Ending, Task
-from graphpact_conformance.isolation.messages import Raised, Refused, Warned, evidence
+from graphpact_conformance.isolation.messages import Raised, Refused, Warned, ending_lines
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
 from graphpact_conformance.targets import Options, Target, reproduce_line
 from graphpact_conformance.xfails import Xfails, plugin_home
@@ -30,7 +30,7 @@ OnBegin = Callable[[Target, str], None]
 class TargetTask(Task):
     """The task that examines a target, or a part of its lanes, with restarts."""
 
-    work = f"{WORKER}:examine"
+    work = f"{WORKER}:examine_for_parent"
 
     def __init__(
         self,
@@ -130,7 +130,7 @@ class TargetTask(Task):
         if not fault:
             return False
         work = ending.work if self._raised is None else self._current
-        actual = "\n".join([fault, *evidence(ending)])
+        actual = "\n".join([fault, *ending_lines(ending)])
         help_ = f"if it is only slow, set {TIMEOUT_VARIABLE}=SECONDS" if ending.hung else None
         self._note_end(self._failure(work, actual, help_, ending.seconds))
         if self._plugin is not None or work == START:
@@ -187,7 +187,7 @@ class TargetTask(Task):
             check="suite",
             lane=self._current,
             outcome=Outcome.ERROR,
-            reason="\n".join([fault, *evidence(ending)]),
+            reason="\n".join([fault, *ending_lines(ending)]),
             seconds=ending.seconds,
         )
 

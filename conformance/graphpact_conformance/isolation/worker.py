@@ -21,8 +21,15 @@ from graphpact.errors import UsageError
 from graphpact.plugin_calls import short_path
 from graphpact.plugins import PluginCatalog
 from graphpact_cli.child import Parent
-from graphpact_conformance import legend, suite
-from graphpact_conformance.isolation.messages import Raised, Refused, Resolved, Warned, steady, tail
+from graphpact_conformance import suite, vocabulary
+from graphpact_conformance.isolation.messages import (
+    Raised,
+    Refused,
+    Resolved,
+    Warned,
+    tail,
+    without_addresses,
+)
 from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.targets import Options, Target
 
@@ -40,12 +47,12 @@ def resolve(parent: Parent, names: Sequence[str], options: Options) -> None:
         targets = suite.targets(names, catalog)
         suite.require_lanes(targets, options, catalog)
         device_name = _device_name(options.device)
-        return Resolved([*targets], str(torch.__version__), device_name, legend.experiments())
+        return Resolved([*targets], str(torch.__version__), device_name, vocabulary.experiments())
 
     _run(parent, job, homes=(), may_refuse=True)
 
 
-def examine(
+def examine_for_parent(
     parent: Parent,
     target: Target,
     options: Options,
@@ -88,7 +95,7 @@ def _run(
             parent.send(Refused(type(error).__name__, error.message, vars(error)))
         else:
             lines = "".join(traceback.format_exception(error)).splitlines()
-            parent.send(Raised(by_plugin, steady("\n".join(lines[-8:]))))
+            parent.send(Raised(by_plugin, without_addresses("\n".join(lines[-8:]))))
     else:
         parent.send(answer)
 
@@ -179,7 +186,7 @@ def _noticing_warnings(code: _PluginCode, parent: Parent) -> Iterator[None]:
     ) -> None:
         if code.has(filename):
             at = f"{short_path(filename)}:{lineno}"
-            parent.send(Warned(category.__name__, at, steady(str(message))))
+            parent.send(Warned(category.__name__, at, without_addresses(str(message))))
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")

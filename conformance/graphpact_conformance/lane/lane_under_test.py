@@ -1,66 +1,64 @@
-"""`LaneUnderTest`: the checked backend and runner in one configuration; its subjects are rigs.
+"""`LaneUnderTest`: the checked backend and runner in one configuration; it makes rigs, and findings of them.
 
-Does not: draw batches, or run all experiments (see `graphpact_conformance.suite`).
+An experiment gets one. Code of another engine is one too: its backend calls the code (`ForeignCode`).
+
+Does not: run a step (see `graphpact_conformance.lane.rig`), or judge one (see ``experiments``).
 """
 
-import abc
-import contextlib
 import copy
-import gc
-import inspect
-import sys
+import re
 import traceback
-from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
-from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
 from graphpact.attention import AttentionBackend, GraphSupport, ProviderName
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import SharedBuffers
+from graphpact.errors import GraphpactError
 from graphpact.graphs import GraphDriver
 from graphpact.lane import PactMode
-from graphpact.plugin_calls import short_path
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_conformance.lane.reference import (
-    PaddedReferenceBackend,
-    ReferenceBackend,
-    ReferenceRunner,
-    SegmentsRunner,
-)
-from graphpact_conformance.lane.rig import (
-    CPU,
-    Rig,
+from graphpact_conformance.draws.batches import Drawn, corner, draw
+from graphpact_conformance.draws.cases import Case, declares_graphs, support_of
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.rig import CPU, Rig
+from graphpact_conformance.lane.runners import (
     drawn_batch,
     fields_of,
     own_reasons,
     planned_shapes,
     runner_context,
 )
+from graphpact_conformance.lane.snapshots import poison_slot
+from graphpact_conformance.lane.tested_code import KITS, PLUGIN, ForeignCode, caches_of, raised_at
 from graphpact_conformance.oracle import Answer
-from graphpact_conformance.subject.global_state import StateWatch
-from graphpact_conformance.subject.raised import causes, need_of
-from graphpact_conformance.subject.under_test import CannotCaptureError, Reporting, Subject, Way, poison_slot
-from graphpact_conformance.world.lanes import Case, Config, declares_graphs, support_of
-from graphpact_conformance.world.problems import Drawn, Problem, corner, draw
+from graphpact_conformance.records.global_state import DRAWS, StateWatch
+from graphpact_conformance.records.raised import CannotCaptureError, causes, message_of, need_of, rule_of
+from graphpact_conformance.records.steps import StepRecord
+from graphpact_conformance.results import Finding
+from graphpact_conformance.rules import RULES
 from graphpact_tape.poison import is_poison
 from graphpact_tape.strict_observer import is_due
 from graphpact_tape.tape import TapeDriver
-from graphpact_tape.trees import tensors_of
 
-_SUITE = Path(__file__).parents[1]
-_KITS = {SegmentsRunner, *PaddedReferenceBackend.__mro__, *ReferenceRunner.__mro__}
-_OWN_PACKAGES = {"graphpact", "graphpact_conformance"}
+Way = Literal["graph", "hook"]
+"""The producer of metadata: the graph, where the backend supports it, or the replay hook."""
+
+_HOOKS = frozenset(hook for rule in RULES.values() for hook in rule.hooks)
+_ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
+"""Addresses, which differ from run to run."""
 
 
 @dataclass
-class LaneUnderTest(Reporting):
+class LaneUnderTest:
     """A backend and a runner in one configuration; one of them may be the suite's own.
 
     Args:
@@ -73,9 +71,7 @@ class LaneUnderTest(Reporting):
         driver: Graph driver; None for the tape, fast or strict as experiments need it.
         listed: The rules that the current experiment lists; None for every rule.
         watch: Charges changes of the process's state to the plugin's calls.
-
-    Attributes:
-        rig_class: The class of its rigs.
+        foreign: Code of another engine that the backend calls.
     """
 
     config: Config
@@ -87,7 +83,7 @@ class LaneUnderTest(Reporting):
     driver: type[GraphDriver] | None = None
     listed: frozenset[str] | None = None
     watch: StateWatch = field(default_factory=StateWatch, compare=False, repr=False)
-    rig_class: ClassVar[type[Rig]] = Rig
+    foreign: ForeignCode = PLUGIN
     _rigs: dict[tuple[Way, bool], Rig] = field(default_factory=dict, init=False)
     _answers: dict[int, tuple[Problem, Answer]] = field(default_factory=dict, init=False)
     _drawn: dict[int, list[Drawn]] = field(default_factory=dict, init=False)  # by seed
@@ -123,7 +119,7 @@ class LaneUnderTest(Reporting):
             driver = partial(TapeDriver, strict=True)
         elif self.driver is not None:
             driver = self.driver
-        return self.rig_class(
+        return Rig(
             self.config,
             backend=self.backend,
             runner=self.runner,
@@ -137,6 +133,8 @@ class LaneUnderTest(Reporting):
             copies_attention=copies_attention,
             watch=self.watch,
             share_pool=share_pool,
+            kv_memory=self.foreign.kv_memory,
+            oracle=self.foreign.oracle,
         )
 
     def build_sharing(self) -> tuple[Rig, Rig]:
@@ -231,12 +229,20 @@ class LaneUnderTest(Reporting):
         """Return ``count`` sequences of batches for the lane; see `problems.draw`."""
         known = self._drawn.setdefault(seed, [])
         if len(known) < count:
-            known[:] = draw(self.config, count, seed, self.declined)
+            sequences = draw(self.config, count, seed, self.declined)
+            known[:] = [Drawn(map(self.within, steps)) for steps in sequences]
         return known[:count]
+
+    def within(self, problem: Problem) -> Problem:
+        """Return a batch without the tokens of each request beyond those that foreign code may get."""
+        most = self.foreign.most_tokens
+        if most is None:
+            return problem
+        return replace(problem, requests=[replace(r, tokens=r.tokens[:most]) for r in problem.requests])
 
     def clear_caches(self) -> None:
         """Clear the caches of tensors in the packages and classes of the plugin."""
-        for clear in caches_of(self):
+        for clear in caches_of([*self.backend.__mro__, *self.runner.__mro__, *self.checked_classes()]):
             clear()
 
     @property
@@ -261,26 +267,6 @@ class LaneUnderTest(Reporting):
             return asked if asked in own_reasons(self._asked) else None
         except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
             return None
-
-    def within_graphs(self) -> "LaneUnderTest":
-        """Return the lane with the longest requests of which the runner replays the largest batch.
-
-        The same lane if the runner declines nothing, or the batch at each of 32 lengths up to the context.
-        """
-        if not self.runner.declines or not self._declines_at(None):
-            return self
-        context = self.config.context
-        step = -(-context // 32)
-        replayed = next((n for n in reversed(range(0, context, step)) if not self._declines_at(n)), None)
-        if replayed is None:
-            return self
-        longer = range(replayed + 1, min(replayed + step, context))
-        most = replayed + bisect_left(longer, 1, key=self._declines_at)
-        return self.like(replace(self.config, most_cached=most))
-
-    def _declines_at(self, most_cached: int | None) -> bool:
-        """Return whether the runner declines the largest batch of requests with so many cached keys."""
-        return self.declined(corner(replace(self.config, most_cached=most_cached))) is not None
 
     @property
     def steps_by_reason(self) -> Counter[EagerReason | None]:
@@ -372,7 +358,7 @@ class LaneUnderTest(Reporting):
         )
 
     @torch.inference_mode()
-    def answer(self, rig: Subject, problem: Problem) -> Answer:
+    def answer(self, rig: Rig, problem: Problem) -> Answer:
         """Return the oracle's answer for a batch, computed once."""
         known = self._answers.get(id(problem))
         if known is None or known[0] is not problem:
@@ -382,63 +368,133 @@ class LaneUnderTest(Reporting):
     def checked_classes(self) -> Iterator[type[Any]]:
         """Yield the classes of the checked plugins, with their bases."""
         yield from (self.runner if self.kind == "runner" else self.backend).__mro__
-        if self.kind == "attention_backend" and self.runner not in _KITS:
+        if self.kind == "attention_backend" and self.runner not in KITS:
             yield from self.runner.__mro__  # the runner of a pair
+        yield from self.foreign.classes(self.backend)
+
+    # -- findings --------------------------------------------------------------------------------
 
     def raised_at(self, error: BaseException) -> str | None:
-        """Return the file, line and function of the checked plugin that raised an error or a cause of it.
+        """Return file, line and function of the tested code that raised an error; None for other code."""
+        return raised_at(error, self.checked_classes(), self.foreign.whose)
 
-        None if no frame of the plugin comes after the suite's last frame: something else raised it.
+    def hook_raised(self, step: StepRecord | None) -> bool:
+        """Return whether a hook of the plugin raised in a step: then nothing else is known of the step.
+
+        An error of a kernel in a replay is evidence of its inputs.
         """
-        classes = {*self.checked_classes()} - {*_KITS, abc.ABC, object}
-        files = {file for cls in classes for file in _files_of(cls)}
-        packages = {cls.__module__.partition(".")[0] for cls in classes} - _OWN_PACKAGES
-        for each in causes(error):
-            last = None
-            for frame, line in traceback.walk_tb(each.__traceback__):
-                file, name = frame.f_code.co_filename, frame.f_globals.get("__name__", "")
-                if file in files or name.partition(".")[0] in packages:
-                    last = f"{short_path(file)}:{line} in {frame.f_code.co_qualname}"
-                elif _SUITE in Path(file).parents:
-                    last = None
-            if last is not None:
-                return last
+        if step is None or step.error is None or step.stage not in ("prepare", "metadata"):
+            return False
+        return self.raised_at(step.error) is not None
+
+    def finding(
+        self,
+        rule: str | None,
+        *,
+        expected: str,
+        actual: str,
+        field: str | None = None,
+        hook: str | None = None,
+        step: StepRecord | None = None,
+        problem: Problem | None = None,
+        help: str | None = None,  # noqa: A002  the field of reports
+        error: BaseException | None = None,
+    ) -> Finding:
+        """Return a finding, with the line of the plugin that raised ``error``.
+
+        Where attention leaves the graphs, the hooks of metadata are `AttentionBackend.init_metadata_eager`.
+        """
+        if hook is not None:
+            hook = self.foreign.hooks.get(hook, hook)
+        if self.eager_attention and hook in ("init_metadata_capture", "init_metadata_replay"):
+            hook = "init_metadata_eager"
+        if step is not None:
+            problem = step.problem
+        place = None if error is None else self.raised_at(error)
+        shape = None if step is None or step.shape is None else str(step.shape)
+        return Finding(
+            rule=rule,
+            hook=hook,
+            field=field,
+            expected=_ADDRESS.sub("0x…", expected),
+            actual=_ADDRESS.sub("0x…", actual),
+            batch=None if problem is None else problem.words,
+            shape=shape,
+            raised_at=place,
+            help=help,
+        )
+
+    def of_error(
+        self,
+        error: BaseException,
+        *,
+        expected: str,
+        rule: str | None = None,
+        step: StepRecord | None = None,
+        problem: Problem | None = None,
+        hook: str | None = None,
+        help: str | None = None,  # noqa: A002  the field of reports
+    ) -> Finding:
+        """Return a finding about an error, with the error's own rule and hint, otherwise with the given ones.
+
+        A rule that the current experiment does not list is ignored; other experiments check it. So is the
+        given rule if a hook of the plugin raised the error. If a kernel refuses its inputs, its line is in
+        the message.
+        """
+        own = next((e.hint for e in causes(error) if isinstance(e, GraphpactError)), None)
+        named = rule_of(error)
+        if self.listed is not None and named not in self.listed:
+            named = None
+        actual, place = message_of(error), self.raised_at(error)
+        refuses = isinstance(error, GraphpactError) and not self.hook_raised(step)
+        if refuses and place is not None:
+            actual += f" ({place})"
+        return self.finding(
+            named or (None if self.hook_raised(step) else rule),
+            expected=expected,
+            actual=actual,
+            step=step,
+            problem=problem,
+            hook=hook or _hook_of(error, step),
+            help=own
+            or help
+            or (named and f"`graphpact explain {named}` has the causes of such calls, and fixes"),
+            error=None if refuses else error,
+        )
+
+    def of_changes(self) -> Iterator[Finding]:
+        """Yield a finding for each change of the process's state in a call of the plugin."""
+        for change in self.watch.changes.values():
+            draws = DRAWS in change.names
+            yield self.finding(
+                "GP19",
+                hook=change.call.hook,
+                field=", ".join(change.names),
+                expected=f"{change.before}, as before {change.call.where}",
+                actual=change.after,
+                help=_DRAW_HELP if draws else _SETTING_HELP,
+            )
+
+
+_SETTING_HELP = (
+    "set it in the program, not in a plugin; where a call needs another value, restore it in a `finally`"
+)
+_DRAW_HELP = (
+    "draw from a `torch.Generator` of the plugin: the engine samples from the default one, so draws of a"
+    " plugin change its tokens"
+)
+
+
+def _hook_of(error: BaseException, step: StepRecord | None) -> str | None:
+    """Return the hook that raised an error; else the last one of a step, None for an eager step."""
+    frames = [frame for each in causes(error) for frame, _ in traceback.walk_tb(each.__traceback__)]
+    called = [frame.f_code.co_name for frame in frames if frame.f_code.co_name in _HOOKS]
+    if called:
+        return called[-1]
+    if step is None or step.shape is None:
         return None
-
-
-def _files_of(cls: type[Any]) -> Iterator[str]:
-    """Yield the files of a class and of its methods, which need not be in a module that was imported."""
-    with contextlib.suppress(TypeError, OSError):
-        yield inspect.getsourcefile(cls) or inspect.getfile(cls)
-    for value in vars(cls).values():
-        function = getattr(value, "__func__", getattr(value, "fget", value))
-        if inspect.isfunction(function):
-            yield function.__code__.co_filename
-
-
-def caches_of(lane: LaneUnderTest) -> Iterator[Callable[[], object]]:
-    """Yield a function that clears it, for each cache of tensors in the plugin's packages and classes."""
-    classes = [*lane.backend.__mro__, *lane.runner.__mro__, *lane.checked_classes()]
-    packages = {c.__module__.partition(".")[0] for c in classes} - {
-        "graphpact",
-        "torch",
-        "builtins",
-        "abc",
-    }
-    spaces: list[Mapping[str, Any]] = [
-        vars(module)
-        for name, module in [*sys.modules.items()]
-        if module is not None and name.partition(".")[0] in packages
-    ]
-    spaces += [vars(c) for c in classes]
-    for function in [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]:
-        spaces.append(inspect.getclosurevars(function).nonlocals)
-    cached = {id(v): v for space in spaces for v in [*space.values()] if hasattr(type(v), "cache_clear")}
-    for function in cached.values():
-        if _holds_tensors(function):
-            yield function.cache_clear
-
-
-def _holds_tensors(cached: Any) -> bool:
-    """Return whether a `functools.lru_cache` holds tensors; other values use no device memory."""
-    return any(tensors_of(each) for each in gc.get_referents(cached))
+    return {
+        "prepare": "prepare_replay",
+        "metadata": "init_metadata_replay",
+        "replay": "init_metadata_replay",
+    }.get(step.stage)

@@ -13,8 +13,8 @@ from graphpact.lane import Lane
 from graphpact.memory_map import MemoryMap
 from graphpact.shapes import GraphShape
 from graphpact.tensors import storage_id
+from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.lane.holders import holder_of, storages_of
-from graphpact_conformance.world.lanes import Config
 from graphpact_tape.tape import Tape
 
 

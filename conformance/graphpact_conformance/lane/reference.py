@@ -32,8 +32,9 @@ from graphpact.graphs import Event
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Region, RegionContext
-from graphpact_conformance.world.fields import DRAWN, GATHERED
-from graphpact_conformance.world.lanes import DRAFTS, MIDDLE_TOKENS, TALL_TOKENS, Case, Config, static_shapes
+from graphpact_conformance.draws.cases import DRAFTS, Case, static_shapes
+from graphpact_conformance.draws.fields import DRAWN, GATHERED
+from graphpact_conformance.draws.lanes import SCALES, Config
 
 CPU = torch.device("cpu")
 CHUNK = 16
@@ -293,7 +294,7 @@ class ReferenceRunner(GraphRunner):
     itself: no row of its scores is empty, and it sees only scratch.
 
     Where batches carry ``mrope_positions`` and no embeddings, they carry the optional fields of
-    `graphpact_conformance.world.fields.DRAWN` too.
+    `graphpact_conformance.draws.fields.DRAWN` too.
     """
 
     modes: ClassVar = frozenset(ForwardMode)
@@ -336,7 +337,7 @@ class ReferenceRunner(GraphRunner):
         most = limits.max_bs
         counts = self.context.token_counts
         if case.width is None and counts is not None:
-            every = static_shapes(case, MIDDLE_TOKENS | TALL_TOKENS)
+            every = static_shapes(case, {**SCALES["middle"][0], **SCALES["tall"][0]})
             return tuple(s for s in every if s.num_tokens in counts)
         if case.width is None:
             largest = GraphShape(case.lane_mode, most, limits.max_num_tokens)

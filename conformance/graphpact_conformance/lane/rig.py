@@ -1,4 +1,4 @@
-"""`Rig`: the subject that is a lane of a backend and a runner, with its memory and a record of each step.
+"""`Rig`: a lane of a backend and a runner, with its memory and a record of each step.
 
 The lane runs as in an engine, through `Lane.run`. An observer of the hooks sees view and metadata, and may
 edit them before the replay. Unowned memory is poisoned: freed request rows hold slots out of range, free KV
@@ -11,119 +11,55 @@ then has the token ids and the attention of each pass too, whatever the runner m
 Does not: check anything; `graphpact_conformance.experiments` compares the records.
 """
 
-import itertools
-from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
 from graphpact.attention import (
     AttentionBackend,
     BackendContext,
-    Capabilities,
     ProviderName,
 )
 from graphpact.batch import ForwardBatch
-from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, GraphSlot, SharedBuffers
+from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry, SharedBuffers
 from graphpact.errors import PactBreach
 from graphpact.graphs import Graph, GraphDriver
-from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane, PactMode
-from graphpact.pact import Promise, walk
-from graphpact.plugin_calls import all_returned
-from graphpact.runners import GraphRunner, RunnerContext
+from graphpact.pact import Promise
+from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Attend, Forward, Region, RegionContext, StepOutputs
 from graphpact.tensors import same, storage_id
+from graphpact_conformance.draws.cases import composes
+from graphpact_conformance.draws.fields import completed
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.lane import memory
 from graphpact_conformance.lane.reference import ReferenceRunner, SegmentsRunner
-from graphpact_conformance.lane.tracer import DispatchTracer
+from graphpact_conformance.lane.runners import (
+    drawn_batch,
+    fields_of,
+    own_reasons,
+    planned_shapes,
+    runner_context,
+)
+from graphpact_conformance.lane.snapshots import Observer, arguments_of, each_due, snapshot
+from graphpact_conformance.lane.tracer import tracing_captures
 from graphpact_conformance.lane.watched_hooks import WatchedHooks
 from graphpact_conformance.model import Model, Passes
 from graphpact_conformance.oracle import Answer, OracleBackend, answer
-from graphpact_conformance.subject.global_state import Call, StateWatch
-from graphpact_conformance.subject.kv_memory import KvMemory
-from graphpact_conformance.subject.raised import need_of
-from graphpact_conformance.subject.records import Leaf, Ready, StepRecord, Undo, copies
-from graphpact_conformance.subject.under_test import DeclinedError
-from graphpact_conformance.world.fields import COUNT, GATHERED, completed, drawn, is_drawn
-from graphpact_conformance.world.lanes import HIDDEN, Config, composes, declares_graphs
-from graphpact_conformance.world.problems import Problem
+from graphpact_conformance.records.global_state import Call, StateWatch
+from graphpact_conformance.records.kv_memory import KvMemory
+from graphpact_conformance.records.raised import DeclinedError, need_of
+from graphpact_conformance.records.steps import Leaf, Ready, StepRecord, copies
 from graphpact_tape.poison import poison
-from graphpact_tape.strict_observer import is_due
 from graphpact_tape.tape import Tape, TapeDriver
 from graphpact_tape.trace import TracedCall
 
 CPU = torch.device("cpu")
-
-_Around = Generator[None, Any, Any]
-
-
-class Observer:
-    """An observer that keeps view and metadata of each step.
-
-    Args:
-        keeps_inputs: Whether to copy the view before the replay, whose region may write it.
-
-    Attributes:
-        before: Called with registry and shape before a step is prepared; may be None.
-        ready: Called with view and metadata after preparation and before the replay; may be None.
-        undo: The result of the last call of `ready`.
-    """
-
-    def __init__(self, *, keeps_inputs: bool) -> None:
-        self._keeps_inputs = keeps_inputs
-        self.before: Callable[[CudaGraphBufferRegistry, GraphShape], None] | None = None
-        self.ready: Ready | None = None
-        self.undo: Undo | None = None
-        self.forget()
-
-    def forget(self) -> None:
-        """Drop shape, view and metadata of the last step."""
-        self.shape: GraphShape | None = None
-        self.view: ForwardBatch | None = None
-        self.metadata: Any = None
-        self.inputs: dict[str, torch.Tensor] = {}
-        self.at_capture = False
-
-    @hookimpl(wrapper=True, tryfirst=True)
-    def populate(self, registry: CudaGraphBufferRegistry, shape: GraphShape) -> _Around:
-        """Note the shape of a new step."""
-        self.forget()
-        self.shape = shape
-        if self.before is not None:
-            self.before(registry, shape)
-        return (yield)
-
-    @hookimpl(wrapper=True, tryfirst=True)
-    def prepare_replay(self) -> _Around:
-        """Keep the view of a step."""
-        view = yield
-        self.view = view
-        return view
-
-    @hookimpl(wrapper=True, tryfirst=True)
-    def init_metadata_capture(self) -> _Around:
-        """Keep the metadata of a capture."""
-        self.at_capture = True
-        return (yield from self._see())
-
-    @hookimpl(wrapper=True, tryfirst=True)
-    def init_metadata_replay(self) -> _Around:
-        """Keep the metadata of a replay."""
-        return (yield from self._see())
-
-    def _see(self) -> _Around:
-        metadata = yield
-        self.metadata = metadata
-        if self.ready is not None and self.view is not None:
-            self.undo = self.ready(self.view, metadata)
-        if self._keeps_inputs and self.view is not None:
-            tensors = walk({"view": self.view})
-            self.inputs = {path: t.detach().clone() for path, t in tensors if isinstance(t, torch.Tensor)}
-        return metadata
 
 
 class Rig:
@@ -143,14 +79,15 @@ class Rig:
         copies_attention: See `Model`.
         watch: Charges changes of the process's state to the plugin's calls; by default a new one.
         share_pool: As ``Lane(share_pool=...)``.
+        kv_memory: The class of its KV cache.
+        oracle: The class whose attention is right.
 
     Attributes:
-        memory: The class of its KV cache.
-        oracle: The class whose attention is right.
+        table: The page table, ``[rows, positions]`` int32.
+        cache: The KV cache.
+        declines: The declared reasons with which the runner leaves a batch that a graph holds to an eager
+            step.
     """
-
-    memory: ClassVar[type[KvMemory]] = KvMemory
-    oracle: ClassVar[type[OracleBackend]] = OracleBackend
 
     def __init__(
         self,
@@ -168,13 +105,18 @@ class Rig:
         copies_attention: bool = False,
         watch: StateWatch | None = None,
         share_pool: SharedBuffers | None = None,
+        kv_memory: type[KvMemory] = KvMemory,
+        oracle: type[OracleBackend] = OracleBackend,
     ) -> None:
-        self.config, self.device = config, device
+        self.config, self.device, self.oracle = config, device, oracle
         self.watch = StateWatch() if watch is None else watch
         self.layers = [
             replace(at, sinks=None if at.sinks is None else at.sinks.to(device)) for at in config.layers
         ]
-        self._make_memory()
+        empty = Problem(config.case, [], 0)
+        self.cache = kv_memory(config, device)
+        self.cache.load(empty)
+        self.table = empty.page_table(config).to(device)
         mode, limits = config.case.lane_mode, config.backend_limits
         context = BackendContext(
             *(device, config.dtype, self.layers, limits, self.table, self.cache.kv, mode, provider)
@@ -193,8 +135,7 @@ class Rig:
         self.fields = fields_of(self.runner)
         self.net = Model(config, self.layers, device, self.fields, composed=composes(runner))
         self.net.copies_attention = copies_attention
-        self._watch_passes()
-        self.lane = Lane(
+        self.lane = _RigLane(
             mode.value,
             model=self.model,
             runner=self.runner,
@@ -227,7 +168,13 @@ class Rig:
         *,
         ready: Ready | None = None,
     ) -> None:
-        """Capture a shape, or every shape of the runner; see `Subject.capture`."""
+        """Capture with dummy batches; an earlier capture of a shape is replaced.
+
+        Args:
+            shape: The shape; None for every shape of the runner.
+            batch: A live batch that is captured in place of the dummy; its memory is loaded.
+            ready: Called with view and metadata of each capture.
+        """
         self.observer.ready = ready
         try:
             with self.watch.during(Call("a capture", may_draw=self._may_draw)):
@@ -246,25 +193,19 @@ class Rig:
         return completed(batch, [slot for slot in self.fields if slot.name in has])
 
     def close(self) -> None:
-        """Release every graph and its memory."""
+        """Release every graph and its memory; later batches run eagerly until the next capture."""
         self.lane.close()
 
     def runs_of_capture(self, problem: Problem, shape: GraphShape) -> list[list[TracedCall]]:
-        """Capture a live batch, and return the operations of each run: warm-ups, then the recorded one."""
-        driver, runs = self.lane.driver, list[list[TracedCall]]()
-        capture: Callable[..., Graph] = driver.capture
+        """Capture a live batch, and return the operations of each run: warm-ups, then the recorded one.
 
-        def traced(fn: Callable[[], Any], **options: Any) -> Graph:
-            def region() -> Any:
-                with DispatchTracer() as tracer:
-                    runs.append(tracer.calls)
-                    return fn()
-
-            return capture(region, **options)
-
-        driver.capture = traced  # type: ignore[method-assign]
+        Args:
+            problem: The batch.
+            shape: The shape that is captured.
+        """
         self.load(problem)
-        self.capture(shape, self.batch_of(problem))
+        with tracing_captures(self.lane.driver) as runs:
+            self.capture(shape, self.batch_of(problem))
         return runs
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
@@ -278,14 +219,7 @@ class Rig:
 
     def serve_declined(self, shape: GraphShape) -> None:
         """Let this rig replay what the runner declines in the graph of ``shape``, such as its own dummy."""
-        right, declines = self.runner.fit, self.declines
-        if declines:
-
-            def fit(batch: ForwardBatch) -> GraphShape | EagerReason:
-                asked = right(batch)
-                return shape if asked in declines else asked
-
-            self.runner.fit = fit  # type: ignore[method-assign]
+        self.lane.serves = dict.fromkeys(self.declines, shape)
 
     @property
     def padded_seq_len(self) -> int:
@@ -357,31 +291,13 @@ class Rig:
         """Return the outputs of one forward pass."""
         return self.net(batch, metadata, attend)
 
-    def _watch_passes(self) -> None:
-        """Let regions also return what each pass reads and attends to, unless the runner returns it."""
-        right = self.runner.compose
-
-        def compose(forward: Forward, step: RegionContext) -> Region:
-            passes = Passes(forward)
-            region = right(passes, step)
-            return passes.watching(region) if callable(region) else region
-
-        self.runner.compose = compose  # type: ignore[method-assign]
-
     @property
     def weights(self) -> list[torch.Tensor]:
-        """The weights of queries, keys and values of all layers, and sinks."""
+        """The weights of queries, keys and values of all layers, and sinks, which an engine may write."""
         sinks = [layer.sinks for layer in self.layers if layer.sinks is not None]
         return [*(weight for layer in self.net.weights for weight in layer), *sinks]
 
     # -- memory ----------------------------------------------------------------------------------
-
-    def _make_memory(self) -> None:
-        config = self.config
-        self.cache = self.memory(config, self.device)
-        empty = Problem(config.case, [], 0)
-        self.table = empty.page_table(config).to(self.device)
-        self.cache.load(empty)
 
     def load(self, problem: Problem) -> None:
         """Set page table and KV cache to the state before ``problem``, with poison in unowned memory."""
@@ -406,7 +322,20 @@ class Rig:
         batch: ForwardBatch | None = None,
         may_decline: bool = False,
     ) -> StepRecord:
-        """Run one batch, and return its record, including an error; see `Subject.step`."""
+        """Run one batch, and return its record, including an error.
+
+        Args:
+            problem: The batch, and the memory before it.
+            eagerly: Whether to run without a graph.
+            fill: Called before the step is prepared, with every slot that the step has to write.
+            ready: Called between preparation and replay; see `Ready`.
+            after_load: Called after memory is loaded.
+            batch: A batch to run instead of the problem's own one.
+            may_decline: Whether the batch may be left to an eager step, with a declared reason.
+
+        Raises:
+            DeclinedError: It was, and may not.
+        """
         self._clear_outputs()
         self.load(problem)
         if after_load is not None:
@@ -415,7 +344,7 @@ class Rig:
         given = {name: tensor.clone() for name, tensor in batch.tensors().items()}
         self.observer.forget()
         self.observer.ready = ready
-        self.observer.before = None if fill is None else _each_due(fill)
+        self.observer.before = None if fill is None else each_due(fill)
         step = StepRecord(problem)
         stats = self.lane.stats
         before = {shape: each.replays for shape, each in stats.shapes.items()}
@@ -455,16 +384,20 @@ class Rig:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, *, eagerly: bool = False) -> StepOutputs:
-        """Run a batch on memory as it is, and return its outputs where they lie."""
+        """Run a batch on memory as it is; return its outputs where they lie, valid until the next replay."""
         return self.lane.run_eager(batch) if eagerly else self.lane.run(batch)
 
     @torch.inference_mode()
     def prepare(self, batch: ForwardBatch) -> None:
-        """Prepare the step of a batch, without launching it."""
+        """Prepare the step of a batch, as an engine does while outputs are read, without launching it."""
         self.lane.prepare(batch)
 
     def synchronize(self) -> None:
-        """Wait for every copy in flight."""
+        """Wait for every copy from host memory.
+
+        Raises:
+            ReplayError: The host memory of a copy was rewritten before.
+        """
         self.lane.driver.synchronize()
 
     def replay(self, problem: Problem, shape: GraphShape) -> StepRecord:
@@ -474,7 +407,7 @@ class Rig:
         step = StepRecord(problem, stage="done", shape=shape)
         step.leaves, step.numbers = self._prepared(problem)
         step.outputs, step.axes = copies(graph.outputs), graph.outputs.axes
-        step.tasks = _arguments_of(graph)
+        step.tasks = arguments_of(graph)
         return step
 
     def _clear_outputs(self) -> None:
@@ -515,7 +448,7 @@ class Rig:
             step.breaches = error.breaches
         if step.stage == "done":
             step.outputs = copies(captured.graph.outputs)
-            step.tasks = _arguments_of(captured.graph)
+            step.tasks = arguments_of(captured.graph)
 
     def _prepared(self, problem: Problem) -> tuple[dict[str, Leaf], dict[str, Any]]:
         """Return copies of tensors and host values of the last view and metadata, by path."""
@@ -526,28 +459,11 @@ class Rig:
     def _snapshot(
         self, parts: Mapping[str, Any], problem: Problem, shape: GraphShape
     ) -> tuple[dict[str, Leaf], dict[str, Any]]:
-        leaves: dict[str, Leaf] = {}
-        numbers: dict[str, Any] = {}
-        seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
-        raw = problem.batch_size, len(problem.tokens)
         captured = self.lane.captured.get(shape)
         views = [parts["view"], *([] if captured is None else [captured.context.view])]
-        # What metadata has of a view is judged as part of the view, whose host numbers are the engine's.
-        of_view, others = {"view": parts["view"]}, {n: part for n, part in parts.items() if n != "view"}
-        for path, value in itertools.chain(walk(of_view), walk(others, without=views)):
-            if not isinstance(value, torch.Tensor):
-                numbers[path] = value
-                continue
-            key = (value.data_ptr(), value.shape, value.stride())
-            alias = key in seen and value.numel() > 0
-            seen.add(key)
-            slot = self._slot_at(value) if value.numel() else None
-            tail, dim = _tail_of(value, slot, raw, shape)
-            due = slot is not None and is_due(slot)
-            before = self.observer.inputs.get(path, value)
-            contents = before if before.shape == value.shape else value
-            leaves[path] = Leaf(path, contents.detach().clone().cpu(), slot, tail, dim, due, alias)
-        return leaves, numbers
+        return snapshot(
+            parts, problem, shape, views=views, inputs=self.observer.inputs, slot_at=self._slot_at
+        )
 
     def _slot_at(self, tensor: torch.Tensor) -> BoundSlot | None:
         """Return the slot in whose memory a tensor begins; the addresses of slots do not change."""
@@ -576,7 +492,8 @@ class Rig:
             return runner.compose(forward, step)
 
         context = replace(self.backend.context, kv_cache=self.cache.copy())
-        return answer(compact, batch, self.net, context, padded, compose, self.oracle)
+        found = answer(compact, batch, self.net, context, padded, compose, self.oracle)
+        return replace(found, caches=found.caches | self.cache.right_beside_kv(compact, found.caches))
 
     def padded_tokens(self, problem: Problem) -> int:
         """Return the tokens of the shape that a batch replays; for an eager batch its own tokens."""
@@ -595,7 +512,7 @@ class Rig:
 
     @property
     def feeds_itself(self) -> bool:
-        """Whether later passes of a step read results of earlier ones."""
+        """Whether later passes of a step read results of earlier ones, so that rounding reaches keys."""
         return self.net.is_draft
 
     def other_weights(self, which: Collection[int], ids: Collection[int]) -> AbstractContextManager[None]:
@@ -607,135 +524,18 @@ class Rig:
         return self.net.where(name, column)
 
 
-def planned_shapes(runner: GraphRunner) -> tuple[GraphShape, ...]:
-    """Return the shapes that a runner captures, the smallest first; empty if it captures nothing."""
-    return tuple(sorted(runner.shapes(), key=lambda s: (s.num_tokens, s.batch_size, s.variant)))
+class _RigLane(Lane):
+    """A lane whose regions return what each pass reads and attends to too, unless the runner returns it."""
 
+    serves: Mapping[EagerReason, GraphShape] = {}  # what the runner declines, and the graph that serves it
 
-def runner_context(
-    config: Config, capabilities: Capabilities, device: torch.device, runner: type[GraphRunner]
-) -> RunnerContext:
-    """Return the context of a lane's runner.
+    def compose(self, context: RegionContext) -> Region:
+        """Return the region of the runner, with its passes watched."""
+        passes = Passes(self.model)
+        region = self.runner.compose(passes, context)
+        return passes.watching(region) if callable(region) else region
 
-    It has the sizes to capture, except for runners of ragged modes, which choose their shapes, and for
-    runners that need no graph support, which may capture nothing and refuse sizes. It does not limit padding:
-    the more padding tokens a batch has, the more they can do.
-    """
-    mode, limits = config.case.lane_mode, config.limits
-    chooses = mode.is_ragged or not declares_graphs(runner)
-    return RunnerContext(
-        device,
-        capabilities,
-        limits,
-        mode=mode,
-        batch_sizes=None if chooses else sorted({s.batch_size for s in config.shapes}),
-        token_counts=sorted({s.num_tokens for s in config.shapes}) if mode.is_ragged else None,
-        max_padding_ratio=float("inf"),
-        lane=mode.value,
-        num_token_non_padded=config.counts or config.fields,
-        require_gathered_buffer=config.counts and config.gathers,
-        hidden_size=HIDDEN,
-        dtype=config.dtype,
-        layers=config.layers,
-        mrope=config.case.embeds or config.fields,
-        input_embeds=config.case.embeds,
-    )
-
-
-def fields_of(runner: GraphRunner) -> tuple[GraphSlot, ...]:
-    """Return the slots of optional fields: of the batch, and of a runner's own by dotted names."""
-    return tuple(filter(is_drawn, all_returned(runner.slots(), GraphSlot, runner, "slots")))
-
-
-def drawn_batch(
-    problem: Problem, config: Config, fields: Sequence[GraphSlot], device: torch.device
-) -> ForwardBatch:
-    """Return the batch of a problem, with a value for each optional field that has a slot.
-
-    Fields of slots that are declared optional are absent in some batches. Where the lane's batches carry
-    embeddings, so does it.
-
-    In a runner's own fields floats are normal, but negative in fields of one number for each row, such as log
-    probabilities; integers are token ids. Rows of one request that a frozen cache repeats are equal.
-    """
-    names = {slot.name for slot in fields}
-    batch = problem.batch(counts=config.counts or COUNT in names)
-    total = torch.tensor([len(problem.tokens)], dtype=torch.int32)
-    extra = {}
-    for slot in fields:
-        if slot.name in GATHERED:
-            setattr(batch, slot.name, total.expand(slot.shape_fn(1, 1)).clone())
-        elif slot.name != COUNT and (value := drawn(problem, slot, config)) is not None:
-            if "." in slot.name:
-                extra[slot.name] = value
-            else:
-                setattr(batch, slot.name, value)
-    batch.extra = extra
-    if config.case.embeds:
-        batch.input_embeds, batch.mrope_positions = problem.embedded(config)
-    return batch.to(device)
-
-
-_OF_THE_CORE = tuple(value for value in vars(EagerReason).values() if isinstance(value, EagerReason))
-
-
-def own_reasons(runner: GraphRunner) -> tuple[EagerReason, ...]:
-    """Return the declared reasons with which a runner may leave a batch to an eager step.
-
-    Reasons of the core are left out: they say that no captured shape holds a batch.
-
-    Raises:
-        EngineError: ``declines`` is no collection of reasons.
-    """
-    declared = all_returned(runner.declines, EagerReason, runner, "declines")
-    return tuple(reason for reason in declared if reason not in _OF_THE_CORE)
-
-
-def _arguments_of(graph: Graph) -> dict[str, Any]:
-    """Return the host arguments of a tape's tasks in its last replay, by task and name; tensors as lists."""
-    tasks = graph.tasks if isinstance(graph, Tape) else None
-    return {
-        f"task {task.key.layer!r}: {name}": value.tolist() if isinstance(value, torch.Tensor) else value
-        for task in (() if tasks is None else tasks.tasks.values())
-        for name, value in task.arguments.items()
-    }
-
-
-def _each_due(
-    fill: Callable[[BoundSlot], None],
-) -> Callable[[CudaGraphBufferRegistry, GraphShape], None]:
-    def before(registry: CudaGraphBufferRegistry, _: GraphShape) -> None:
-        for slot in registry:
-            if slot.buffer is not None and is_due(slot):
-                fill(slot)
-
-    return before
-
-
-def _tail_of(
-    value: torch.Tensor, slot: BoundSlot | None, raw: tuple[int, int], shape: GraphShape
-) -> tuple[int | None, int]:
-    """Return the first padding row of a tensor, and the axis of its rows; None if it has none.
-
-    A tensor has a whole number of rows per request or token, and offsets have one more. Where a slot has its
-    own slices, rows lie along the axis in which these grow.
-    """
-    if slot is None or slot.axis == "none":
-        return None, 0
-    by_request = slot.axis == "bs"
-    raw_rows = raw[0] if by_request else raw[1]
-    padded = shape.batch_size if by_request else shape.num_tokens
-    if raw_rows >= padded:
-        return None, 0
-    fixed: set[int] = set()
-    if slot.slice_fn is not None:
-        fewer, whole = slot.slice_for(*raw).shape, slot.slice_for(shape.batch_size, shape.num_tokens).shape
-        if len(whole) == value.dim():
-            fixed = {dim for dim, size in enumerate(whole) if size == fewer[dim]}
-    for dim, size in enumerate(value.shape):
-        if dim in fixed:
-            continue
-        each, more = divmod(size, padded)
-        if each and more <= 2:
-            return min(each * raw_rows + min(more, 1), size), dim
-    return None, 0
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the shape that serves what the runner declines, otherwise the runner's answer."""
+        asked = super().fit(batch)
+        return asked if isinstance(asked, GraphShape) else self.serves.get(asked, asked)

@@ -3,11 +3,13 @@
 Does not: record a graph; see `graphpact_tape.recorder`.
 """
 
-from collections.abc import Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
+from graphpact.graphs import Graph, GraphDriver
 from graphpact.graphs.lines import Line
 from graphpact_tape.host import DispatchMode
 from graphpact_tape.trace import TracedCall
@@ -33,3 +35,24 @@ class DispatchTracer(DispatchMode):
         if func is not torch.ops.aten.detach.default:  # torch dispatches more of them under a recorder
             self.calls.append(TracedCall.of(func, args, kwargs or {}, Line()))
         return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def tracing_captures(driver: GraphDriver) -> Iterator[list[list[TracedCall]]]:
+    """Yield a list, to which each run of a region in a capture of the driver appends its operations."""
+    runs = list[list[TracedCall]]()
+    capture: Callable[..., Graph] = driver.capture
+
+    def traced(fn: Callable[[], Any], **options: Any) -> Graph:
+        def region() -> Any:
+            with DispatchTracer() as tracer:
+                runs.append(tracer.calls)
+                return fn()
+
+        return capture(region, **options)
+
+    driver.capture = traced  # type: ignore[method-assign]
+    try:
+        yield runs
+    finally:
+        del driver.capture

@@ -1,13 +1,13 @@
 """`WatchedHooks`: the observer of a lane that charges changes of the process's state to hooks.
 
-Does not: know the state; see `graphpact_conformance.subject.global_state`.
+Does not: know the state; see `graphpact_conformance.records.global_state`.
 """
 
 from collections.abc import Generator
 from typing import Any
 
 from graphpact.hookspecs import hookimpl
-from graphpact_conformance.subject.global_state import Call, StateWatch
+from graphpact_conformance.records.global_state import Call, StateWatch
 
 
 class WatchedHooks:

@@ -1,7 +1,7 @@
 """Reports of the conformance suite: save, load, compare, and render as HTML and JUnit XML.
 
     save(report, Path("out"))               results.json, junit.xml and report.html
-    load(Path("out/results.json"))          the report again
+    load_report(Path("out/results.json"))   the report again
     compare(before, after)                  results that became better or worse, appeared, vanished
 
 The output in a terminal is in `graphpact_conformance.cli.results`.
@@ -11,7 +11,7 @@ Does not: run anything, or decide which results count (see `graphpact_conformanc
 
 from graphpact_conformance.report.comparison import Comparison, OutcomeChange, compare
 from graphpact_conformance.report.digest import Row, evidence, rows, summary, verdict
-from graphpact_conformance.report.files import FILES, load, make_directory, save
+from graphpact_conformance.report.files import FILES, load_report, make_directory, save
 from graphpact_conformance.report.junit import to_junit
 from graphpact_conformance.report.page import comparison_to_html, to_html
 
@@ -23,7 +23,7 @@ __all__ = [
     "compare",
     "comparison_to_html",
     "evidence",
-    "load",
+    "load_report",
     "make_directory",
     "rows",
     "save",

@@ -45,7 +45,7 @@ def save(report: Report, directory: Path) -> None:
         write_file(directory / name, text)
 
 
-def load(path: Path) -> Report:
+def load_report(path: Path) -> Report:
     """Read the report in ``path``, a ``results.json``, or in the directory ``path``.
 
     Raises:

@@ -8,7 +8,7 @@ Does not: import jinja2 before a page is rendered; it is an extra.
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
-from graphpact_conformance import legend
+from graphpact_conformance import vocabulary
 from graphpact_conformance.report import digest
 from graphpact_conformance.report.comparison import WHATS, Comparison
 from graphpact_conformance.results import WORST_FIRST, Report
@@ -36,8 +36,8 @@ def to_html(report: Report) -> str:
         headline=digest.VERDICTS[report.exit_code],
         summary=digest.summary(report),
         counts=digest.in_order(report.counts),
-        batches=legend.BATCHES,
-        lanes=legend.LANES,
+        batches=vocabulary.BATCHES,
+        lanes=vocabulary.LANES,
     )
 
 

@@ -2,7 +2,6 @@
 
     names     the targets that names of plugins stand for
     adapter   what another engine's code is checked by: an adapter, found by its name
-    planned   one lane of a run
     plan      the lanes of a target, the experiments in each, and the parts of a run
     run       the experiments of one lane, and a result for each rule
     target    all of it for one target, in this process
@@ -10,6 +9,7 @@
 Does not: implement experiments, or survive a plugin that crashes (see `graphpact_conformance.isolation`).
 """
 
+from graphpact_conformance.experiments.experiment import LaneKind, PlannedLane
 from graphpact_conformance.suite.adapter import Adapter, Needs, Uncalled
 from graphpact_conformance.suite.names import targets
 from graphpact_conformance.suite.plan import (
@@ -17,11 +17,10 @@ from graphpact_conformance.suite.plan import (
     experiments_of,
     is_asked,
     lanes_of,
-    plan_lanes,
+    planned_lanes,
     require_lanes,
     takes,
 )
-from graphpact_conformance.suite.planned import LaneKind, PlannedLane
 from graphpact_conformance.suite.run import examine_lane
 from graphpact_conformance.suite.target import examine
 
@@ -37,7 +36,7 @@ __all__ = [
     "experiments_of",
     "is_asked",
     "lanes_of",
-    "plan_lanes",
+    "planned_lanes",
     "require_lanes",
     "takes",
     "targets",

@@ -19,7 +19,7 @@ from graphpact.errors import UsageError, did_you_mean
 from graphpact.plugin_calls import describe_error
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance.experiments import Experiment
-from graphpact_conformance.suite.planned import PlannedLane
+from graphpact_conformance.experiments.experiment import PlannedLane
 from graphpact_conformance.targets import Options, Target
 
 

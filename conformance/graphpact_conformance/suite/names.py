@@ -7,14 +7,12 @@ from collections.abc import Sequence
 
 from graphpact.errors import UnknownPluginError, UsageError, did_you_mean
 from graphpact.plugins import KINDS, PluginCatalog
+from graphpact_conformance.draws.cases import declares_graphs
 from graphpact_conformance.suite.adapter import adapter_of
 from graphpact_conformance.targets import (
     TARGET_KINDS,
     Target,
     TargetKind,
-)
-from graphpact_conformance.world.lanes import (
-    declares_graphs,
 )
 
 

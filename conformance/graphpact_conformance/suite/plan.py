@@ -1,9 +1,10 @@
 """The lanes of a run, the experiments in each, and the parts in which they run.
 
-Does not: run anything; or define what lanes there can be (see `graphpact_conformance.world.lanes`).
+Does not: run anything; or define what lanes there can be (see `graphpact_conformance.draws.lanes`).
 """
 
 import difflib
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
@@ -17,8 +18,15 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
 from graphpact.runners import GraphRunner
+from graphpact_conformance.draws.batches import corner
+from graphpact_conformance.draws.cases import EMBEDS, SEGMENTS, cases_of
+from graphpact_conformance.draws.choice import configs_of, covering, plainest, scaled_up, valued
+from graphpact_conformance.draws.fields import MROPE
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.scenario import read
 from graphpact_conformance.drivers.examine import lanes_of_driver
-from graphpact_conformance.experiments import Experiment
+from graphpact_conformance.experiments import EXPERIMENTS, Experiment
+from graphpact_conformance.experiments.experiment import LaneKind, PlannedLane
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import (
     PaddedReferenceBackend,
@@ -26,29 +34,15 @@ from graphpact_conformance.lane.reference import (
     ReferenceRunner,
     SegmentsRunner,
 )
-from graphpact_conformance.lane.rig import planned_shapes, runner_context
-from graphpact_conformance.subject.raised import NeedsValueError
+from graphpact_conformance.lane.runners import planned_shapes, runner_context
+from graphpact_conformance.records.raised import NeedsValueError
 from graphpact_conformance.suite.adapter import adapter_of
-from graphpact_conformance.suite.planned import LaneKind, PlannedLane
 from graphpact_conformance.targets import (
     Options,
     Size,
     Target,
     TargetKind,
 )
-from graphpact_conformance.world.fields import MROPE
-from graphpact_conformance.world.lanes import (
-    EMBEDS,
-    SEGMENTS,
-    Config,
-    cases_of,
-    configs_of,
-    covering,
-    plainest,
-    scaled_up,
-    valued,
-)
-from graphpact_conformance.world.scenario import read
 
 
 def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[PlannedLane]:
@@ -63,7 +57,7 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[P
         runner: type[GraphRunner] = ReferenceRunner
         if target.partner is not None:
             runner = catalog.select("runner", target.partner)
-        plans = plan_lanes(
+        plans = planned_lanes(
             backend,
             runner,
             options,
@@ -72,7 +66,7 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[P
             drivers=catalog,
         )
         return [replace(p, lane=replace(p.lane, provider=options.kernels)) for p in plans]
-    return plan_lanes(
+    return planned_lanes(
         ReferenceBackend,
         catalog.select("runner", target.name),
         options,
@@ -180,7 +174,7 @@ def _as_patterns(names: Iterable[str]) -> list[str]:
     return [repr(name if "-" in name else f"{name}-*") for name in dict.fromkeys(names)]
 
 
-def plan_lanes(
+def planned_lanes(
     backend: type[AttentionBackend],
     runner: type[GraphRunner],
     options: Options,
@@ -203,7 +197,7 @@ def plan_lanes(
         drivers: Catalog of drivers, for the default driver of a checked runner and for CUDA graphs on a GPU;
             None for the tape only.
         values: None for the lanes of a run. Otherwise unusual values of scale: the lanes are the plain ones
-            of each kind of step with these values; see `graphpact_conformance.world.lanes.valued`.
+            of each kind of step with these values; see `graphpact_conformance.draws.choice.valued`.
     """
     if options.scenario is not None:
         return recorded_lanes(backend, runner, options, device=device, kind=kind)
@@ -230,7 +224,7 @@ def plan_lanes(
         if kind == "runner" and runner.eager_attention and config.case.mode is ForwardMode.MIXED:
             partner = PaddedReferenceBackend  # other lanes have the live tokens alone
         lane = LaneUnderTest(config, partner, own, kind, device=device)
-        plans.append(PlannedLane(lane.within_graphs(), is_full))
+        plans.append(PlannedLane(_within_graphs(lane), is_full))
     plans = _different(plans)  # without its fields a lane may be another one
     has_own = kind == "runner" and runner.driver is not None and options.size != "quick"
     if drivers is not None and runner.driver is not None and has_own and plans:
@@ -267,6 +261,28 @@ def takes(
         return {*names} <= {slot.name for slot in slots}
     except Exception:  # noqa: BLE001  the capture of the lane reports the error
         return True
+
+
+def _within_graphs(lane: LaneUnderTest) -> LaneUnderTest:
+    """Return the lane with the longest requests of which the runner replays the largest batch.
+
+    The same lane if the runner declines nothing, or the batch at each of 32 lengths up to the context.
+    """
+
+    def declines_at(most_cached: int | None) -> bool:
+        """Return whether the runner declines the largest batch of requests with so many cached keys."""
+        return lane.declined(corner(replace(lane.config, most_cached=most_cached))) is not None
+
+    if not lane.runner.declines or not declines_at(None):
+        return lane
+    context = lane.config.context
+    step = -(-context // 32)
+    replayed = next((n for n in reversed(range(0, context, step)) if not declines_at(n)), None)
+    if replayed is None:
+        return lane
+    longer = range(replayed + 1, min(replayed + step, context))
+    most = replayed + bisect_left(longer, 1, key=declines_at)
+    return lane.like(replace(lane.config, most_cached=most))
 
 
 def _different(plans: Iterable[PlannedLane]) -> list[PlannedLane]:
@@ -322,7 +338,7 @@ def _choose(
         configs: All lanes with plain values of scale.
         capabilities: Of the backend.
         size: Size of the run.
-        values: See `plan_lanes`.
+        values: See `planned_lanes`.
         kind: The kind of the checked plugin.
         is_pair: Whether it is checked with a partner.
     """
@@ -365,29 +381,22 @@ def experiments_of(
     plan: PlannedLane, options: Options, experiments: Sequence[Experiment] | None = None
 ) -> list[Experiment]:
     """Return the experiments that run in a lane, of its own or of given ones."""
-    experiments = plan.experiments if experiments is None else experiments
-    depths = {"lightest"} if options.size == "quick" else {"lightest", "light"}
-
-    def is_due(experiment: Experiment) -> bool:
-        config = plan.lane.config
-        of_fields = experiment.of_fields and config.fields and plan.lane.kind == "runner"
-        of_kinds = experiment.of_kinds and not (config.unusual or plan.is_pair or config.case.embeds)
-        of_long = experiment.of_long and config.long
-        return plan.has_all or of_fields or of_kinds or of_long or experiment.depth in depths
-
-    return [e for e in experiments if is_due(e) and concerns(e, plan, options)]
+    return [
+        each
+        for each in choices_of(plan, experiments)
+        if each.runs_in(plan, options.size) and is_wanted(each, options)
+    ]
 
 
-def concerns(experiment: Experiment, plan: PlannedLane, options: Options) -> bool:
-    """Return whether an experiment is for the kind of lane and checks a wanted rule."""
-    lane = plan.lane
-    return (
-        lane.kind in experiment.scopes
-        and (experiment.in_pairs or not plan.is_pair)
-        and (experiment.of_fields or not lane.config.case.embeds)
-        and (plan.recorded is not None or not experiment.of_recordings)
-        and bool(not options.only or options.only & {*experiment.examines})
-    )
+def choices_of(plan: PlannedLane, experiments: Sequence[Experiment] | None = None) -> Sequence[Experiment]:
+    """Return the experiments to choose from: given ones, those of the lane, or all of the suite."""
+    given = plan.experiments if experiments is None else experiments
+    return EXPERIMENTS if given is None else given
+
+
+def is_wanted(experiment: Experiment, options: Options) -> bool:
+    """Return whether an experiment checks a rule that the run asks for."""
+    return bool(not options.only or options.only & {*experiment.examines})
 
 
 # -- parts ---------------------------------------------------------------------------------------------
@@ -418,14 +427,7 @@ _KEYS = 10_000
 def cost_of(plan: PlannedLane, options: Options) -> int:
     """Return the time of a lane in captured steps: captures take most, and attention to many keys."""
     config, experiments = plan.lane.config, experiments_of(plan, options)
-    captures = sum(map(_captures, experiments))
+    captures = sum(experiment.num_captures for experiment in experiments)
     tokens = sum(shape.num_tokens for shape in config.shapes)
     keys = tokens * config.context * len(config.layers) * len(experiments)
     return config.case.num_steps * (captures * len(config.shapes) + keys // _KEYS)
-
-
-def _captures(experiment: Experiment) -> int:
-    """Return how often it captures all shapes, about: those of full depth compare two captures."""
-    if experiment.depth == "full":
-        return 2
-    return 0 if experiment.reuses else 1

@@ -17,15 +17,14 @@ from graphpact.errors import EngineError
 from graphpact.plugin_calls import place_of
 from graphpact.shapes import EagerReason
 from graphpact_conformance.experiments import Experiment
+from graphpact_conformance.experiments.experiment import PlannedLane
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.records.global_state import seeded
+from graphpact_conformance.records.raised import CannotCaptureError, causes, message_of, need_of
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.rules import RULES, Evidence, Rule
 from graphpact_conformance.shrink import Steps, shrunk
-from graphpact_conformance.subject.global_state import seeded
-from graphpact_conformance.subject.raised import causes, message_of, need_of
-from graphpact_conformance.subject.under_test import CannotCaptureError
-from graphpact_conformance.suite.plan import concerns, experiments_of
-from graphpact_conformance.suite.planned import PlannedLane
+from graphpact_conformance.suite.plan import choices_of, experiments_of, is_wanted
 from graphpact_conformance.targets import (
     Options,
     reproduce_line,
@@ -50,7 +49,7 @@ def examine_lane(
         experiments: The experiments to choose from; by default those of the lane.
     """
     done: list[Done] = []
-    experiments = plan.experiments if experiments is None else experiments
+    experiments = choices_of(plan, experiments)
     chosen = experiments_of(plan, options, experiments)
     captures_nothing = plan.lane.captures_nothing
     following = (e for e in experiments if e not in chosen and _follows(e, plan, options, done))
@@ -104,14 +103,12 @@ class Done:
 
 
 def _follows(experiment: Experiment, plan: PlannedLane, options: Options, done: Sequence[Done]) -> bool:
-    """Return whether an experiment that is too deep for a lane runs there after others, to name a fault.
-
-    After a finding those run that name the field and the rule; where the lane cannot be captured, `captures`.
-    """
-    if experiment.explains_captures and any(each.not_run for each in done):
-        return plan.lane.kind in experiment.scopes
+    """Return whether an experiment that does not run in a lane at first runs there after others."""
+    explains, names = experiment.after_failed_captures, experiment.after_findings
+    if explains is not None and any(each.not_run for each in done):
+        return explains(plan, options.size)
     has_findings = any(each.findings for each in done)
-    return experiment.names_rules and has_findings and concerns(experiment, plan, options)
+    return names is not None and has_findings and names(plan, options.size) and is_wanted(experiment, options)
 
 
 def _run_beside(
@@ -126,7 +123,7 @@ def _run_beside(
     Captures take much of the time of a run. An experiment that finds something on used ones is repeated on
     new ones, and only that counts: no finding depends on the experiments before it.
     """
-    if experiment.reuses and used is not None:
+    if experiment.shares_captures and used is not None:
         lane = used.again(experiment.examines)
         done = run_once(experiment, plan, options, None, lane)
         if done.is_clean:
@@ -227,7 +224,7 @@ def _sequences(
     """Return the sequences of batches that an experiment gets, drawn or recorded."""
     if plan.recorded is None:
         return lane.drawn(count, seed)
-    if experiment.of_recordings:
+    if experiment.takes_recordings:
         return [plan.recorded.steps]
     return plan.recorded.sequences(lane.config, count, seed, lane.declined)
 

@@ -18,8 +18,13 @@ from graphpact.errors import ConfigError
 from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.claims import claims_of, undeclared
+from graphpact_conformance.draws import coverage
+from graphpact_conformance.draws.cases import CASES, EMBEDS, SEGMENTS, Case
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.scenario import read
 from graphpact_conformance.drivers.examine import examine_driver
-from graphpact_conformance.experiments import EXPERIMENTS
+from graphpact_conformance.experiments import EXPERIMENTS, OF_OUTPUTS
+from graphpact_conformance.experiments.experiment import PlannedLane
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference import (
     ReferenceBackend,
@@ -28,22 +33,12 @@ from graphpact_conformance.merge import hints_of, of_claims
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.suite.adapter import Needs, adapter_of
 from graphpact_conformance.suite.plan import in_parts, lanes_of
-from graphpact_conformance.suite.planned import PlannedLane
 from graphpact_conformance.suite.run import examine_lane
 from graphpact_conformance.targets import (
     Listener,
     Options,
     Target,
 )
-from graphpact_conformance.world import coverage
-from graphpact_conformance.world.lanes import (
-    CASES,
-    EMBEDS,
-    SEGMENTS,
-    Case,
-    Config,
-)
-from graphpact_conformance.world.scenario import read
 
 _NEEDS = "missing values"
 """Name of the work that looks for values that code of another engine reads and its adapter lacks."""
@@ -301,12 +296,11 @@ def _declares_nothing(info: PluginInfo) -> Result:
 def probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, bool]]:
     """Return undeclared capabilities, and whether they work; a graph has to keep every rule for that."""
     found = []
-    outputs = [e for e in EXPERIMENTS if e.depth == "lightest"]
     few = replace(options, examples=1, shrink=False, only=frozenset())
     works = (Outcome.PASS, Outcome.UNSUPPORTED)
     for capability, wider, config in undeclared(cls):
         plan = PlannedLane(LaneUnderTest(config, wider, provider=options.kernels), is_full=True)
-        experiments = EXPERIMENTS if capability.startswith("graphs ") else outputs
+        experiments = EXPERIMENTS if capability.startswith("graphs ") else OF_OUTPUTS
         results = list(examine_lane(plan, few, experiments=experiments))
         found.append((capability, all(r.outcome in works for r in results)))
     return found

@@ -13,7 +13,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, fills
 from graphpact.shapes import GraphShape
 from graphpact.step import Forward, Region, RegionContext
-from graphpact_conformance.world.problems import Problem
+from graphpact_conformance.draws.problems import Problem
 from graphpact_museum.edits.override import overrides, replaces
 from graphpact_museum.edits.runners import (
     keeps,

@@ -21,11 +21,14 @@ from graphpact import ForwardMode, GraphRunner, GraphShape
 from graphpact.attention import AttentionBackend, GraphSupport, kv_tensors
 from graphpact.errors import CaptureError, ConfigError, EngineError
 from graphpact.graphs import GraphDriver
-from graphpact_conformance.experiments.base import differences
+from graphpact_conformance.draws.batches import draw, sequences
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.comparison import differences
 from graphpact_conformance.lane.reference import ReferenceBackend
-from graphpact_conformance.lane.rig import CPU, Rig, runner_context
-from graphpact_conformance.world.lanes import Config, configs_of
-from graphpact_conformance.world.problems import Problem, draw, sequences
+from graphpact_conformance.lane.rig import CPU, Rig
+from graphpact_conformance.lane.runners import runner_context
 from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
 from graphpact_cuda_graph.pieces import Tracer
 from graphpact_cuda_graph.piecewise import PiecewiseCudaGraphRunner

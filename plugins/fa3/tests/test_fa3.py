@@ -24,20 +24,12 @@ from graphpact import (
 from graphpact.attention import DraftLimits, DraftMetadata, GraphSupport, HeadLayout
 from graphpact.buffers import build_decode_registry
 from graphpact.errors import EngineError
+from graphpact_conformance.draws.batches import sequences
+from graphpact_conformance.draws.cases import CASES, DRAFT_WIDTH, NUM_STEPS, Case
+from graphpact_conformance.draws.choice import CPU, PAGE_SIZES
+from graphpact_conformance.draws.lanes import CONTEXT, WINDOWS, Config, Heads
+from graphpact_conformance.draws.problems import Problem, ProblemRequest, Token
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.world.lanes import (
-    CASES,
-    CONTEXT,
-    CPU,
-    DRAFT_WIDTH,
-    NUM_STEPS,
-    PAGE_SIZES,
-    WINDOWS,
-    Case,
-    Config,
-    Heads,
-)
-from graphpact_conformance.world.problems import Problem, ProblemRequest, Token, sequences
 from graphpact_fa3 import FA3Backend, FA3Metadata, KeyRows
 from graphpact_tape.recorder import Recorder
 from oracle_kit import hold_to_oracle

@@ -19,8 +19,9 @@ from compiled_kernels import COMPILED
 from graphpact import BackendContext, ForwardMode, LayerSpec, Limits
 from graphpact.attention import DraftLimits
 from graphpact.errors import ConfigError
-from graphpact_conformance.world.lanes import CASES, Case, Config, Heads
-from graphpact_conformance.world.problems import Problem
+from graphpact_conformance.draws.cases import CASES, Case
+from graphpact_conformance.draws.lanes import Config, Heads
+from graphpact_conformance.draws.problems import Problem
 from graphpact_fa3 import FA3Backend, NativeKernels
 from graphpact_fa3.native import FlashAttention3, LibraryKernels, SglKernel, TorchVarlen
 from graphpact_kernels import PageTableCall, PageTableRows, ScoreOptions, page_table_attention

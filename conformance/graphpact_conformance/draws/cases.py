@@ -1,0 +1,213 @@
+"""`Case`, the kind of the steps of a lane: a mode, and draft trees, frozen KV, segments, embeddings.
+
+    drafts   plain: 3 steps, up to 2 branches, 4 tokens to verify; wide: 2 steps, 4 branches, 6 tokens;
+             deep: 5 steps, 10 tokens; single: 1 step, 2 tokens; broad: 4 steps, 5 branches, 65 tokens
+
+Does not: know a lane's sizes; see `graphpact_conformance.draws.lanes`.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal, NamedTuple
+
+from graphpact import ForwardMode, GraphShape
+from graphpact.attention import DraftLimits, GraphSupport
+from graphpact.runners import GraphRunner
+
+
+class Drafts(NamedTuple):
+    """The sizes of a lane's drafts.
+
+    Args:
+        num_steps: Draft steps.
+        width: Tokens of a request in target verify and draft extend.
+        topk: Branches of a request, where there are several.
+        chosen: ``num_draft_tokens`` of lanes that draft one branch, and several.
+    """
+
+    num_steps: int
+    width: int
+    topk: int
+    chosen: tuple[int, int]
+
+
+DraftSize = Literal["plain", "wide", "deep", "single", "broad"]
+DRAFTS: dict[DraftSize, Drafts] = {
+    "plain": Drafts(3, 4, 2, (3, 6)),
+    "wide": Drafts(2, 6, 4, (2, 7)),
+    "deep": Drafts(5, 10, 2, (4, 10)),
+    "single": Drafts(1, 2, 3, (2, 3)),
+    "broad": Drafts(4, 65, 5, (4, 65)),
+}
+"""The values of the dimension of drafts. ``num_draft_tokens`` of several steps is not the steps plus one."""
+NUM_STEPS, DRAFT_WIDTH = DRAFTS["plain"].num_steps, DRAFTS["plain"].width
+STATIC_TOKENS = {2: 10, 4: 24}
+"""Requests and tokens of the capture sizes of ragged modes."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """The kind of the steps of a lane: a mode, and for drafts tree or top-k.
+
+    Args:
+        mode: Forward mode of the batches. Idle batches run in a decode lane.
+        tree: Whether drafts are a tree, in target verify.
+        topk: Branches that a runner drafts: in draft decode, in draft extend, and with frozen KV.
+        frozen: Whether a decode drafts on a cache that the model only reads: `GraphRunner.frozen_kv`.
+        segments: Whether attention is an eager call between segments of a graph, whatever graphs of its own
+            metadata the backend has: `GraphRunner.eager_attention`.
+        embeds: Whether the batches carry ``input_embeds`` and ``mrope_positions``, which the model reads
+            instead of ``input_ids`` and ``positions``.
+        drafts: The sizes of drafts, of `DRAFTS`.
+    """
+
+    mode: ForwardMode
+    tree: bool = False
+    topk: int = 1
+    frozen: bool = False
+    segments: bool = False
+    embeds: bool = False
+    drafts: DraftSize = "plain"
+
+    def __str__(self) -> str:
+        flags = {
+            "frozen": self.frozen,
+            "segments": self.segments,
+            "embeds": self.embeds,
+            "tree": self.tree or self.topk > 1,
+            self.drafts: self.drafts != "plain",
+        }
+        return "_".join([self.mode.value, *(name for name, is_on in flags.items() if is_on)])
+
+    @property
+    def lane_mode(self) -> ForwardMode:
+        """The mode that the lane captures."""
+        return ForwardMode.DECODE if self.mode is ForwardMode.IDLE else self.mode
+
+    @property
+    def num_steps(self) -> int:
+        """Draft steps of one batch."""
+        drafts = self.mode is ForwardMode.DRAFT_DECODE or self.frozen
+        return DRAFTS[self.drafts].num_steps if drafts else 1
+
+    @property
+    def num_slots(self) -> int:
+        """KV slots that a token writes: one in each draft step; none of a frozen cache."""
+        return 0 if self.frozen else self.num_steps
+
+    @property
+    def rows_per_request(self) -> int:
+        """Requests of a batch, as its fields count them, for each request of the problem."""
+        return self.topk if self.frozen else 1
+
+    @property
+    def width(self) -> int | None:
+        """Tokens per request; None for ragged modes."""
+        if self.mode.is_ragged:
+            return None
+        if self.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
+            return DRAFTS[self.drafts].width
+        return self.topk
+
+    @property
+    def needs(self) -> GraphSupport:
+        """The graph support that a capture of it needs."""
+        if self.segments:
+            return GraphSupport.NEVER
+        return GraphSupport.for_width(None if self.width is None else self.width // self.rows_per_request)
+
+    @property
+    def branches(self) -> int:
+        """Branches of a draft tree that the batch has: 1 for chains."""
+        if self.tree:
+            return DRAFTS[self.drafts].topk
+        return self.topk if self.mode is ForwardMode.DRAFT_DECODE else 1
+
+    @property
+    def draft(self) -> DraftLimits:
+        """The largest draft of the lane's engine; all 1 if the lane neither drafts nor verifies."""
+        sizes = DRAFTS[self.drafts]
+        if self.mode is ForwardMode.DRAFT_DECODE or self.frozen:
+            return DraftLimits(sizes.num_steps, self.topk, sizes.chosen[self.topk > 1])
+        if self.has_drafts:
+            topk = sizes.topk if self.tree else self.topk
+            return DraftLimits(sizes.num_steps, topk, self.width or 1)
+        return DraftLimits()
+
+    @property
+    def has_drafts(self) -> bool:
+        """Whether its engine drafts or verifies."""
+        drafted = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_DECODE)
+        return self.mode in drafted or self.frozen
+
+    @property
+    def plain(self) -> "Case":
+        """The same kind of step with drafts of plain sizes."""
+        return self.sized("plain")
+
+    def sized(self, drafts: DraftSize) -> "Case":
+        """Return the same kind of step with other sizes of drafts; itself without drafts."""
+        if not self.has_drafts:
+            return self
+        return replace(self, drafts=drafts, topk=DRAFTS[drafts].topk if self.topk > 1 else 1)
+
+
+CASES = (
+    Case(ForwardMode.DECODE),
+    Case(ForwardMode.EXTEND),
+    Case(ForwardMode.MIXED),
+    Case(ForwardMode.TARGET_VERIFY),
+    Case(ForwardMode.TARGET_VERIFY, tree=True),
+    Case(ForwardMode.DRAFT_DECODE),
+    Case(ForwardMode.DRAFT_DECODE, topk=2),
+    Case(ForwardMode.DRAFT_EXTEND),
+    Case(ForwardMode.IDLE),
+)
+"""The kinds of steps of an engine without a runner of its own kind."""
+SEGMENTS = Case(ForwardMode.EXTEND, segments=True)
+"""The kind of steps in which the suite's own runner leaves attention to eager calls between segments."""
+EMBEDS = Case(ForwardMode.EXTEND, embeds=True)
+"""The kind of steps of a model with images: runners of prefill are checked with it too."""
+
+
+def cases_of(runner: type[GraphRunner]) -> tuple[Case, ...]:
+    """Return the kinds of steps in which a runner is checked, if its modes and the backend allow them.
+
+    A runner with frozen KV has only such batches. One that composes its region may choose tokens at the end
+    of a draft extend, as many as the draft has branches.
+    """
+    if runner.frozen_kv:
+        return tuple(Case(ForwardMode.DECODE, topk=topk, frozen=True) for topk in (1, 2))
+    if composes(runner):
+        return (*CASES, Case(ForwardMode.DRAFT_EXTEND, topk=2))
+    return CASES
+
+
+def composes(runner: type[GraphRunner]) -> bool:
+    """Return whether a runner has a region of its own; others run the model once."""
+    return runner.compose is not GraphRunner.compose
+
+
+def declares_graphs(runner: type[GraphRunner]) -> bool:
+    """Return whether a runner captures anything, by its declarations."""
+    return runner.eager_attention or runner.needs is not GraphSupport.NEVER
+
+
+def support_of(runner: type[GraphRunner], case: Case) -> GraphSupport:
+    """Return the graph support of a backend that captures of ``case`` need; none for eager attention."""
+    return GraphSupport.NEVER if runner.eager_attention else case.needs
+
+
+def static_shapes(case: Case, sizes: Mapping[int, int] = STATIC_TOKENS) -> list[GraphShape]:
+    """Return the shapes that the suite's own lanes capture, the smallest first.
+
+    Args:
+        case: The kind of step.
+        sizes: The requests of each shape, with its tokens in a ragged mode.
+    """
+    return [
+        GraphShape(
+            case.lane_mode, bs * case.rows_per_request, tokens if case.width is None else bs * case.width
+        )
+        for bs, tokens in sizes.items()
+    ]

@@ -1,0 +1,209 @@
+"""`Problem`: one batch of random attention work in any mode, as lists for the oracle and as tensors.
+
+`Problem.requests` has plain lists for the oracle: the slots of the cached keys in order, and the new tokens,
+each with its slot and the token that it follows. `Problem.batch` and `Problem.page_table` are the tensors of
+an engine, for the code under test.
+
+Does not: draw one (see `graphpact_conformance.draws.batches`), or compute attention.
+"""
+
+import zlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+
+from graphpact import ForwardBatch, ForwardMode
+from graphpact.buffers import GraphSlot
+from graphpact_conformance.draws.cases import Case
+from graphpact_conformance.draws.lanes import HIDDEN, VOCAB, Config
+
+
+@dataclass(frozen=True)
+class Token:
+    """A new token; in draft decode a branch, which has a token in every step.
+
+    Args:
+        token_id: Id in the first step; `next_id` gives the others.
+        slots: KV slot of its key, in each step; empty with frozen KV.
+        parent: The new token of its request that it follows; None where it follows the cached ones.
+        depth: New tokens before it on its path.
+    """
+
+    token_id: int
+    slots: list[int]
+    parent: int | None
+    depth: int
+
+
+@dataclass(frozen=True)
+class ProblemRequest:
+    """One request.
+
+    Args:
+        row: Its request row.
+        cached: KV slots of the cached keys, in the order of their positions.
+        tokens: The new tokens.
+        table: KV slots by position, as in its row of the page table.
+        accepted: Accepted drafts, in draft extend.
+    """
+
+    row: int
+    cached: list[int]
+    tokens: list[Token]
+    table: list[int]
+    accepted: int = 0
+
+    def path(self, token: int | None) -> list[int]:
+        """Return the path to a new token: the tokens that it follows, then itself."""
+        found = []
+        while token is not None:
+            found.append(token)
+            token = self.tokens[token].parent
+        return found[::-1]
+
+
+_Ids = TypeVar("_Ids", int, torch.Tensor)
+
+
+def next_id(token_id: _Ids, step: int) -> _Ids:
+    """Return the tokens that follow those of ``step`` in a draft."""
+    return (token_id * 5 + step + 3) % VOCAB
+
+
+@dataclass(frozen=True, repr=False)
+class Problem:
+    """One batch.
+
+    Args:
+        case: The kind of step.
+        requests: The requests in order; empty for an idle batch.
+        seed: Seed of the contents of the cache.
+    """
+
+    case: Case
+    requests: list[ProblemRequest]
+    seed: int
+
+    def __repr__(self) -> str:
+        return f"<{self.words}>"
+
+    @property
+    def words(self) -> str:
+        """The batch in one line: each request with its row, cached keys, new tokens and their KV slots."""
+        size = f"{self.case}, {_counted(len(self.requests), 'request')}"
+        return "; ".join([size, *map(self._words_of, self.requests), f"seed {self.seed}"])
+
+    def _words_of(self, request: ProblemRequest) -> str:
+        tokens = request.tokens
+        ids = ", ".join(str(t.token_id) for t in tokens)
+        slots = ", ".join(" then ".join(map(str, t.slots)) for t in tokens)
+        text = (
+            f"row {request.row}: {_counted(len(request.cached), 'cached key')} and"
+            f" {_counted(len(tokens), 'new token')} with id{_s(len(tokens))} {ids}"
+        )
+        if self.case.num_slots:
+            text += f", written to KV slot{_s(len(tokens) * self.case.num_slots)} {slots}"
+        if self.case.tree:
+            parents = ", ".join("none" if t.parent is None else str(t.parent) for t in tokens)
+            text += f", after new tokens {parents}"
+        if self.case.mode is ForwardMode.DRAFT_EXTEND:
+            text += f", {_counted(request.accepted, 'draft')} accepted"
+        return text
+
+    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001  called by hypothesis
+        printer.text(repr(self))
+
+    @property
+    def tokens(self) -> list[Token]:
+        """All new tokens, in the order of the batch."""
+        return [t for r in self.requests for t in r.tokens]
+
+    @property
+    def batch_size(self) -> int:
+        """Requests of the batch, as its fields count them."""
+        return len(self.requests) * self.case.rows_per_request
+
+    @property
+    def mode(self) -> ForwardMode:
+        """The forward mode of the batch."""
+        return self.case.mode if self.requests else ForwardMode.IDLE
+
+    def page_table(self, config: Config) -> torch.Tensor:
+        """Return ``[num_rows, context]`` int32; unused entries are out of range."""
+        slots = config.num_pages * config.page_size
+        unowned = slots + config.page_size + 1
+        table = torch.full((config.num_rows, config.context), unowned, dtype=torch.int32)
+        table[0] = 0
+        for r in self.requests:
+            table[r.row, : len(r.table)] = torch.tensor(r.table, dtype=torch.int32)
+        return table
+
+    def batch(self, *, counts: bool = False) -> ForwardBatch:
+        """Return the batch in new tensors; with the count of its tokens if ``counts``."""
+        case = self.case
+        rows = [r for r in self.requests for _ in range(case.rows_per_request)]
+        new = [len(r.tokens) for r in self.requests]
+        counted = case.mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE) and not case.frozen
+        lens = _int64([len(r.cached) + counted * len(r.tokens) for r in rows])
+        slots = _int64([t.slots or [0] for t in self.tokens]).view(-1, max(case.num_slots, 1))
+        return ForwardBatch(
+            forward_mode=self.mode,
+            batch_size=len(rows),
+            input_ids=_int64([t.token_id for t in self.tokens]),
+            positions=_int64([len(r.cached) + t.depth for r in self.requests for t in r.tokens]),
+            out_cache_loc=slots if case.mode is ForwardMode.DRAFT_DECODE else slots[:, 0].clone(),
+            req_pool_indices=_int64([r.row for r in rows]),
+            seq_lens=lens,
+            seq_lens_cpu=lens.clone(),
+            extend_seq_lens=_int64(new) if case.mode.is_ragged else None,
+            extend_seq_lens_cpu=_int64(new) if case.mode.is_ragged else None,
+            tree_mask=self._tree_mask() if case.tree else None,
+            num_correct_drafts=_int64([r.accepted for r in self.requests]).int()
+            if case.mode is ForwardMode.DRAFT_EXTEND
+            else None,
+            num_token_non_padded=_int64([len(self.tokens)]).int() if counts else None,
+            num_token_non_padded_cpu=len(self.tokens) if counts else None,
+        )
+
+    def value_of(self, slot: GraphSlot) -> torch.Tensor:
+        """Return a random value of a runner's own field, on the host; see `rig.drawn_batch`."""
+        equal = self.case.rows_per_request
+        shape = slot.shape_fn(len(self.requests), len(self.tokens) // equal)
+        rng = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}:{slot.name}".encode()))
+        if slot.dtype is torch.bool:
+            value = torch.rand(shape, generator=rng) < 0.5
+        elif slot.dtype.is_floating_point:
+            value = torch.randn(shape, generator=rng)
+            value = -value.abs() if value.dim() == 1 else value
+        else:
+            value = torch.randint(VOCAB, shape, generator=rng)
+        repeats = equal > 1 and slot.axis != "none"
+        return (value.repeat_interleave(equal, dim=0) if repeats else value).to(slot.dtype)
+
+    def embedded(self, config: Config) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return random ``input_embeds`` and ``mrope_positions`` of the tokens, on the host."""
+        tokens = len(self.tokens)
+        rng = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}:embeds".encode()))
+        embeds = (torch.randn(tokens, HIDDEN, generator=rng) / HIDDEN**0.5).to(config.dtype)
+        return embeds, torch.randint(config.context, (3, tokens), generator=rng)
+
+    def _tree_mask(self) -> torch.Tensor:
+        width = self.case.width or 1
+        paths = [{*r.path(j)} for r in self.requests for j in range(len(r.tokens))]
+        rows = [[i in path for i in range(width)] for path in paths]
+        return torch.tensor(rows, dtype=torch.bool).view(-1, width)
+
+
+def _counted(number: int, noun: str) -> str:
+    return f"{number} {noun}{_s(number)}"
+
+
+def _s(number: int) -> str:
+    """Return the ending of a noun after a number."""
+    return "" if number == 1 else "s"
+
+
+def _int64(values: Sequence[object]) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int64)

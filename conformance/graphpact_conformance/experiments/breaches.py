@@ -1,0 +1,60 @@
+"""Breaches of the pact as findings: what view or metadata of a replay have otherwise than at the capture.
+
+Does not: check a pact; see `graphpact.pact`.
+"""
+
+import re
+from collections.abc import Iterable
+
+from graphpact.errors import Breach
+from graphpact_conformance.experiments.comparison import sides_of
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.records.steps import StepRecord
+from graphpact_conformance.results import Finding
+
+
+def of_breaches(lane: LaneUnderTest, step: StepRecord, breaches: Iterable[Breach]) -> list[Finding]:
+    """Return a finding for each breach of the pact; one for a field that counts live rows.
+
+    A field that is cut by live rows has another shape, and often other strides and another address.
+    """
+    by_path: dict[str, list[Breach]] = {}
+    for breach in breaches:
+        by_path.setdefault(breach.path, []).append(breach)
+    found = []
+    for group in by_path.values():
+        counted = [breach for breach in group if _counts_real_rows(step, breach)]
+        found += [
+            _of_breach(lane, step, each, "GP05" if counted else each.broken) for each in counted or group
+        ]
+    return found
+
+
+def _of_breach(lane: LaneUnderTest, step: StepRecord, breach: Breach, rule: str) -> Finding:
+    hook = "populate" if breach.path.startswith("view") else "init_metadata_replay"
+    whose = f" ({breach.owner})" if breach.owner else ""
+    expected, actual = sides_of(breach)
+    return lane.finding(
+        rule,
+        hook=hook,
+        field=f"{breach.path}{whose}",
+        expected=expected,
+        actual=actual,
+        step=step,
+        help=breach.advice,
+    )
+
+
+def _counts_real_rows(step: StepRecord, breach: Breach) -> bool:
+    """Return whether a shape or a number counts live rows where the captured one counts padded rows."""
+    shape = step.shape
+    if shape is None or breach.rule not in ("shape", "value"):
+        return False
+    numbers = [[int(n) for n in re.findall(r"\d+", text)] for text in (breach.captured, breach.replayed)]
+    raw = step.problem.batch_size, len(step.problem.tokens)
+    padded = shape.batch_size, shape.num_tokens
+    if breach.rule == "value":
+        return any(numbers == [[p], [r]] for p, r in zip(padded, raw, strict=True) if p != r)
+    return any(
+        c - n in (padded[0] - raw[0], padded[1] - raw[1]) and c != n for c, n in zip(*numbers, strict=False)
+    )

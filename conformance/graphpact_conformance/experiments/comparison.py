@@ -1,0 +1,346 @@
+"""Comparisons of the results of two steps, and of a step with the oracle; edits of what a replay reads.
+
+Does not: check a rule.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal
+
+import torch
+
+from graphpact.batch import ForwardBatch
+from graphpact.errors import Breach
+from graphpact.pact import walk
+from graphpact.tensors import equal
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.experiment import Findings
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.model import ROWS_OF_PASS
+from graphpact_conformance.oracle import Answer
+from graphpact_conformance.records.raised import CannotCaptureError, same_error
+from graphpact_conformance.records.steps import Leaf, Ready, StepRecord, Undo, live_rows
+from graphpact_conformance.results import Finding
+from graphpact_tape.writes import write
+
+# -- comparing ---------------------------------------------------------------------------------------
+
+_TOLERANCE = {
+    torch.float64: 1e-9,
+    torch.float32: 1e-5,
+    torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
+    torch.float16: 4 * torch.finfo(torch.float16).eps,
+}
+_DEFAULT_TOLERANCE = 1e-1  # of any other dtype
+
+
+def tolerance_of(dtype: torch.dtype) -> float:
+    """Return the allowed error of one or two attention layers against float64, for inputs of scale 1."""
+    return _TOLERANCE.get(dtype, _DEFAULT_TOLERANCE)
+
+
+def tolerance_in(rig: Rig, output: str | None = None) -> float:
+    """Return the allowed error of an output, or of the KV cache after the last pass, against float64.
+
+    A pass that reads results of the passes before it adds its rounding to theirs.
+
+    Args:
+        rig: The rig.
+        output: Name of the output; None for the KV cache.
+    """
+    passes = rig.config.case.num_steps if rig.feeds_itself else 1
+    if output is not None and output.startswith(ROWS_OF_PASS) and rig.feeds_itself:
+        passes = 1 + int(output.removeprefix(ROWS_OF_PASS))
+    return passes * tolerance_of(rig.config.dtype)
+
+
+Rows = Mapping[str, torch.Tensor]
+"""Outputs by name."""
+
+
+def same_tensors(a: Rows | None, b: Rows | None) -> bool:
+    """Return whether two results have the same names and bits, or are both None."""
+    if a is None or b is None:
+        return a is b
+    return a.keys() == b.keys() and all(equal(tensor, b[name]) for name, tensor in a.items())
+
+
+def first_off(rig: Rig, rows: Rows, expected: Rows) -> tuple[str, torch.Tensor] | None:
+    """Return the first output, in the order of passes, that is wrong by more than rounding, and its error."""
+    for name in sorted(expected, key=lambda n: (n != "rows", not n.startswith(ROWS_OF_PASS))):
+        off = excess(rows[name], expected[name], tolerance_in(rig, name))
+        if off.numel() and float(off.max()) > 1:
+            return name, off
+    return None
+
+
+def excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
+    """Return ``|actual - expected|`` divided by ``tolerance * (1 + |expected|)``; inf where one is NaN.
+
+    Numbers other than floats must be equal: it is 0 or inf.
+    """
+    if not expected.dtype.is_floating_point:
+        return torch.where(actual == expected, 0.0, float("inf")).double()
+    wide = expected.double()
+    ratio = (actual.double() - wide).abs() / (tolerance * (1 + wide.abs()))
+    return ratio.nan_to_num(nan=float("inf"))
+
+
+def same_step(a: StepRecord, b: StepRecord, *, first_slot: int, padded: bool = True) -> bool:
+    """Return whether two steps of one batch have the same outputs and KV cache, except in scratch.
+
+    Two steps that failed are the same if their errors are: type, message and line.
+
+    Args:
+        a: The first step.
+        b: The second step.
+        first_slot: The first KV slot after scratch.
+        padded: Whether to compare the outputs of padding rows.
+    """
+    if a.error is not None or b.error is not None:
+        return a.error is not None and b.error is not None and same_error(a.error, b.error)
+    if not same_tensors(a.rows, b.rows) or (padded and not same_tensors(a.outputs, b.outputs)):
+        return False
+    return all(equal(cache[first_slot:], b.caches[name][first_slot:]) for name, cache in a.caches.items())
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A difference between the results of a step and the oracle.
+
+    Args:
+        kind: ``rows`` for live rows, ``cache`` for the KV cache, ``extent`` for the number of rows.
+        what: The differing part, in words.
+        expected: The right value.
+        actual: The value of the step.
+        slots: KV slots that differ.
+    """
+
+    kind: Literal["rows", "cache", "extent"]
+    what: str
+    expected: str
+    actual: str
+    slots: tuple[int, ...] = ()
+
+
+def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
+    """Return the differences between a step without error and the oracle's answer."""
+    found = []
+    rows = step.rows
+    assert rows is not None  # noqa: S101  it ended
+    for name, right in answer.rows.items():
+        if name not in rows or rows[name].shape != right.shape:
+            is_there = f"{tuple(rows[name].shape)}" if name in rows else "no output of that name"
+            what = "the returned rows" if name == "rows" else f"the returned rows of {rig.where(name, 0)}"
+            expected = f"{tuple(right.shape)}, one row for each live token"
+            if name != "rows":
+                expected = f"{tuple(right.shape)}, as an eager run of the region gives"
+            return [Difference("extent", what, expected, is_there)]
+    wrong = first_off(rig, rows, answer.rows)
+    if wrong is not None:
+        name, off = wrong
+        at = int(off.argmax())
+        row, column = divmod(at, off[0].numel())
+        value = answer.rows[name].flatten()[at].item()
+        found.append(
+            Difference(
+                "rows",
+                f"{'request' if step.axes.get(name) == 'bs' else 'token'} {row} of the batch,"
+                f" {rig.where(name, column)}",
+                f"{value:.6g}, the result of float64 attention",
+                f"{rows[name].flatten()[at].item():.6g}",
+            )
+        )
+    for name, cache in step.caches.items():
+        right = answer.caches[name].to(cache.dtype)
+        differs = rig.cache.differs(name, cache, right)
+        if rig.feeds_itself:  # keys of later passes depend on attention
+            differs &= excess(cache, right, tolerance_in(rig)) > 1
+        changed = differs.flatten(1).any(dim=1).nonzero().flatten().tolist()
+        if changed:
+            what, slots = rig.cache.place(name, changed)
+            expected = "only the tokens of the batch write the KV cache"
+            found.append(Difference("cache", what, expected, "other values", slots))
+    return found
+
+
+def wrong_results(
+    lane: LaneUnderTest,
+    rig: Rig,
+    step: StepRecord,
+    *,
+    what: str,
+    help: str,  # noqa: A002  the field of reports
+    rule: str | None = None,
+    expected: str | None = None,
+) -> Findings:
+    """Yield a finding for each difference between the results of a step and the oracle.
+
+    Args:
+        lane: The lane.
+        rig: The rig that did the step.
+        step: A step without error.
+        what: The kind of the step, such as "a replay".
+        help: The next action.
+        rule: The rule that a wrong result breaks here.
+        expected: The expected property, printed before the right value.
+    """
+    for wrong in differences(rig, step, lane.answer(rig, step.problem)):
+        yield lane.finding(
+            rule,
+            field=f"{what}: {wrong.what}",
+            expected=f"{expected}: {wrong.expected}" if expected else wrong.expected,
+            actual=wrong.actual,
+            step=step,
+            help=help,
+        )
+
+
+def faults(
+    lane: LaneUnderTest,
+    rig: Rig,
+    step: StepRecord,
+    *,
+    rule: str,
+    expected: str,
+    help: str,  # noqa: A002  the field of reports
+) -> list[Finding]:
+    """Return what is wrong with a replay, all under one rule: its error, or its differences from the oracle.
+
+    Empty for a batch that the runner declined.
+
+    Args:
+        lane: What is tested.
+        rig: The rig that did the step.
+        step: The step.
+        rule: The rule.
+        expected: The expected property.
+        help: The next action.
+    """
+    if step.error is not None:
+        found = lane.of_error(step.error, expected=expected, rule=rule, step=step, help=help)
+        return [found.model_copy(update={"rule": rule})]
+    if step.declined is not None:
+        return []
+    wrong = wrong_results(lane, rig, step, what="a replay", help=help, rule=rule, expected=expected)
+    return [*wrong]
+
+
+def is_right(
+    lane: LaneUnderTest, rig: Rig, problem: Problem, *, eagerly: bool = False, may_decline: bool = False
+) -> bool:
+    """Return whether a step of a batch ends without error and agrees with the oracle.
+
+    A batch that the runner may decline, and declines, shows nothing about graphs, and is not right.
+    """
+    step = rig.step(problem, eagerly=eagerly, may_decline=may_decline)
+    if step.error is not None or step.declined is not None:
+        return False
+    return not differences(rig, step, lane.answer(rig, problem))
+
+
+def strict_rig(lane: LaneUnderTest, way: Way = "graph") -> Rig | None:
+    """Return a strict lane; None if it cannot be captured, which is a finding of ``captures``."""
+    try:
+        return lane.guarded(way)
+    except CannotCaptureError:
+        return None
+
+
+# -- perturbing --------------------------------------------------------------------------------------
+
+TensorEdit = Callable[[torch.Tensor], None]
+
+
+def altered(changes: dict[str, TensorEdit]) -> Ready:
+    """Return a callback that edits tensors of view and metadata, by path, between hooks and replay.
+
+    After the step they are as before, also those that no step writes.
+    """
+
+    def ready(view: ForwardBatch, metadata: Any) -> Undo:
+        kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        for path, value in walk({"view": view, "metadata": metadata}):
+            if path in changes and isinstance(value, torch.Tensor):
+                kept.append((value, value.clone()))
+                changes[path](value)
+        return partial(_restore, kept)
+
+    return ready
+
+
+def _restore(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """Write the kept contents of tensors back, the last edit first."""
+    for tensor, before in reversed(kept):
+        write(tensor, before)
+
+
+def put(mask: torch.Tensor, value: torch.Tensor | float) -> TensorEdit:
+    """Return an edit that writes ``value`` where ``mask`` is set: a number, or a tensor of the same shape."""
+
+    def change(tensor: torch.Tensor) -> None:
+        new = value if isinstance(value, torch.Tensor) else torch.full_like(tensor, value)
+        write(tensor, torch.where(mask.to(tensor.device), new.to(tensor.device), tensor))
+
+    return change
+
+
+def matters(
+    rig: Rig,
+    base: StepRecord,
+    leaf: Leaf,
+    mask: torch.Tensor,
+    other: torch.Tensor,
+    *,
+    batch: ForwardBatch | None = None,
+) -> bool:
+    """Return whether ``other``, where ``mask`` is set, changes the results of the replay of ``base``.
+
+    Args:
+        rig: The rig of the step.
+        base: The step.
+        leaf: The tensor to edit.
+        mask: The entries to edit.
+        other: The new values, in the tensor's shape.
+        batch: The batch that was run instead of the problem's own one.
+    """
+    changed = rig.step(base.problem, ready=altered({leaf.path: put(mask, other)}), batch=batch)
+    return not same_step(base, changed, first_slot=rig.config.page_size)
+
+
+# -- words -------------------------------------------------------------------------------------------
+
+
+def sides_of(breach: Breach) -> tuple[str, str]:
+    """Return the captured and the replayed value in words, and for addresses only that they differ."""
+    if breach.rule == "address":
+        return "the captured address", "another address"
+    return f"{breach.rule} as captured: {breach.captured}", breach.replayed
+
+
+def spell(mask: torch.Tensor) -> str:
+    """Return the entries of a mask as an index: the range of the first axis, or the first entry."""
+    at = mask.nonzero()
+    if mask.dim() == 1:
+        first, last = int(at[0]), int(at[-1])
+        return f"[{first}]" if first == last else f"[{first}:{last + 1}]"
+    entry = ", ".join(str(int(i)) for i in at[0])
+    return f"[{entry}]" + ("" if len(at) == 1 else f" and {len(at) - 1} more")
+
+
+def values_at(tensor: torch.Tensor, mask: torch.Tensor, most: int = 8) -> str:
+    """Return the first values of a tensor where ``mask`` is set."""
+    values = tensor[mask].flatten()[: most + 1].tolist()
+    text = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in values[:most])
+    return f"{text}, ..." if len(values) > most else text
+
+
+def gives_the_same(rig: Rig, step: StepRecord, other: StepRecord) -> bool:
+    """Return whether two runs of one batch have equal live rows, except for rounding."""
+    if step.error is not None or step.outputs is None or other.outputs is None:
+        return step.error is None and other.error is None
+    mine, theirs = (live_rows(each) for each in (step, other))
+    shapes = [{name: tensor.shape for name, tensor in each.items()} for each in (mine, theirs)]
+    return shapes[0] == shapes[1] and first_off(rig, mine, theirs) is None

@@ -1,0 +1,470 @@
+"""The agreement of ranks that step together: GP04 to GP06, GP11, GP17.
+
+Ranks are simulated: they run one after another in this process, with the rank set by `graphpact.parallel`.
+Real ranks would synchronise in collectives, so the recorded operations and the gathered rows must be equal.
+
+Does not: communicate.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from itertools import cycle, islice, zip_longest
+
+import torch
+
+from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.parallel import get_parallel
+from graphpact.shapes import EagerReason, GraphShape
+from graphpact_conformance.draws.batches import Drawn, corner, of_size
+from graphpact_conformance.draws.fields import COUNT, GATHERED
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.asked_batches import (
+    batches_of_every_size,
+)
+from graphpact_conformance.experiments.comparison import differences, is_right
+from graphpact_conformance.experiments.experiment import Findings
+from graphpact_conformance.experiments.graph_choice import MOST_SIZES, _ask, smallest_holding, with_room
+from graphpact_conformance.experiments.padding import pads_leak
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.model import own_rows
+from graphpact_conformance.records.raised import CannotCaptureError, DeclinedError
+from graphpact_conformance.records.steps import StepRecord
+from graphpact_conformance.results import Finding
+from graphpact_tape.trace import TracedCall
+
+_RANK_HELP = (
+    "with one rank it does not fail: check sizes that depend on attn_tp_size and offsets that depend on"
+    " attn_tp_rank"
+)
+_GATHER_HELP = (
+    "without other ranks it does not fail: check the use of global_num_tokens_cpu, and ranks without"
+    " requests and rows"
+)
+_COUNT_HELP = (
+    "declare the slot whenever layers need it (RunnerContext.num_token_non_padded). With"
+    " require_gathered_buffer ranks split the padded tokens: fill it with"
+    " graphpact.parallel.local_num_token_non_padded(count, padded tokens); otherwise with the batch's count"
+)
+_GATHERED_HELP = (
+    "let a post_fill of the slot write the padded count of FillContext, as"
+    " build_decode_registry(require_gathered_buffer=True) does; the batch's counts are those of live tokens"
+)
+_DECLINE_RANK_HELP = (
+    "let a declared reason depend only on data that all ranks have. Requests of a rank are its own where"
+    " layers gather over ranks: decline every batch with global_num_tokens_cpu, or none"
+)
+
+
+def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
+    """Capture and step as each rank: shapes, recorded work and gathered rows must be equal.
+
+    In lanes with optional fields also as the last of some ranks that do not gather: it has all rows.
+    """
+    config = lane.config
+    counted = lane.like(replace(config, counts=True))
+    together = counted if config.case.width is None else with_room(counted)  # for one request too many
+    yield from _as_ranks(lane, together, range(config.ranks), (steps.padded, steps.small, steps.idle))
+    if config.fields:
+        alone = lane.like(replace(config, counts=True, gathers=False))
+        yield from _as_ranks(lane, alone, [config.ranks - 1], [steps.padded])
+
+
+def _as_ranks(
+    lane: LaneUnderTest, counted: LaneUnderTest, numbers: Sequence[int], problems: Sequence[Problem]
+) -> Findings:
+    """Capture and step as some ranks.
+
+    Args:
+        lane: The lane of one rank.
+        counted: The lane whose layers read the counts of tokens.
+        numbers: The ranks.
+        problems: The batches.
+    """
+    rigs: dict[int, Rig] = {}
+    at_capture: list[Finding] = []
+    ranks = lane.config.ranks
+    for rank in numbers:
+        with _as_rank(rank, ranks):
+            try:
+                rig = rigs[rank] = counted.build(capture=False)
+                if all(slot.name != COUNT for slot in rig.slots):
+                    yield _without_count(counted, problems[0])
+                    return
+                at_capture += _captured_counts(counted, rank, rig)
+            except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
+                if not _captures(lane):
+                    return  # the error depends neither on ranks nor on counts
+                if not _captures(counted):
+                    yield lane.of_error(
+                        error,
+                        expected="a lane whose layers read the count of live tokens is captured too",
+                        rule="GP11",
+                        help=_COUNTED_HELP,
+                    )
+                    return
+                yield lane.of_error(
+                    error,
+                    expected=f"rank {rank} of {ranks} captures like a single rank",
+                    rule="GP17",
+                    help=_RANK_HELP,
+                )
+                return
+    yield from _same_captures(lane, [*rigs.values()])
+    is_wrong_in_steps = False
+    for number in range(1, len(problems) + 1):
+        for found in _same_steps(lane, counted, rigs, problems[:number]):
+            is_wrong_in_steps |= (found.field or "").startswith(f"view.{COUNT}")
+            yield found
+    if not is_wrong_in_steps:  # a count that is wrong at capture alone
+        yield from at_capture
+    if counted.config.gathers:
+        yield from _uneven(lane, [*rigs.values()])
+        yield from _uneven_by_default(lane, rigs[numbers[0]])
+
+
+def _as_rank(rank: int, ranks: int) -> AbstractContextManager[object]:
+    return get_parallel().override(attn_tp_rank=rank, attn_tp_size=ranks)
+
+
+def _captures(lane: LaneUnderTest) -> bool:
+    """Return whether a single rank captures a lane."""
+    try:
+        with get_parallel().override(attn_tp_rank=0, attn_tp_size=1):
+            lane.rig()
+    except CannotCaptureError:
+        return False
+    return True
+
+
+_COUNTED_HELP = (
+    "declare the slot and set the field in dummy() for each lane by its own context: keep nothing of another"
+    " lane on the class or in the module"
+)
+
+
+@torch.inference_mode()
+def _captured_counts(lane: LaneUnderTest, rank: int, rig: Rig) -> Findings:
+    """Capture, and check that the count of live tokens is that of a replay of the same dummy."""
+    counts: list[torch.Tensor | None] = []
+
+    def see(view: ForwardBatch, _: object) -> None:
+        count = view.num_token_non_padded
+        counts.append(None if count is None else count.clone())
+
+    rig.capture(ready=see)
+    ranks = lane.config.ranks
+    for shape, count in zip(rig.captured, counts, strict=False):
+        _, rows = own_rows(lane.config, shape.num_tokens)
+        if count is not None and int(count) != rows:
+            yield lane.finding(
+                "GP11",
+                hook="populate",
+                field=f"view.num_token_non_padded at the capture of {shape}, on rank {rank} of {ranks}",
+                expected=f"{rows}, as at replay: all rows of a dummy are live, and this rank has {rows} of"
+                f" them",
+                actual=str(int(count)),
+                help="compute the count at capture as at replay:"
+                " graphpact.parallel.local_num_token_non_padded(count, padded tokens); all tokens of a"
+                " dummy are live",
+            )
+            return
+
+
+def _without_count(lane: LaneUnderTest, problem: Problem) -> Finding:
+    return lane.finding(
+        "GP05",
+        hook="populate",
+        field=f"view.{COUNT}",
+        expected="a slot of that name where layers need the number of live tokens",
+        actual="slots() declares none, and Lane.run() refuses the batch",
+        problem=problem,
+        help=_COUNT_HELP,
+    )
+
+
+def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
+    for rank, rig in enumerate(rigs[1:], 1):
+        orders = [each.captured for each in (rigs[0], rig)]
+        if orders[0] != orders[1]:
+            yield lane.finding(
+                "GP17",
+                field="captured shapes",
+                expected=f"the same shapes in the same order on all ranks: {', '.join(map(str, orders[0]))}",
+                actual=f"on rank {rank}: {', '.join(map(str, orders[1]))}",
+                help="do not let shapes depend on the rank",
+            )
+            return
+        for shape in orders[0]:
+            found = _other_work(rigs[0].trace(shape), rig.trace(shape))
+            if found is not None:
+                at, first, other = found
+                yield lane.finding(
+                    "GP17",
+                    hook="init_metadata_capture",
+                    field=f"{shape}: recorded operation {at}",
+                    expected=f"the same on all ranks; rank 0 has {first}",
+                    actual=f"rank {rank} has {other}",
+                    help="record the same operations, on tensors of the same shapes, on all ranks: only the"
+                    " contents of tensors may differ",
+                )
+                return
+
+
+def _other_work(first: Sequence[TracedCall], second: Sequence[TracedCall]) -> tuple[int, str, str] | None:
+    """Return the first recorded operation that differs between two ranks, and both in words.
+
+    Operations and tensor shapes count. Host numbers may differ, such as the first row of a rank.
+    """
+    for at, (one, two) in enumerate(zip_longest(first, second)):
+        shown = [_work_of(call) for call in (one, two)]
+        if shown[0] != shown[1]:
+            words = [
+                "nothing more" if call is None else f"{call.op}{_sizes_of(call)} at {call.line}"
+                for call in (one, two)
+            ]
+            return at, words[0], words[1]
+    return None
+
+
+def _work_of(call: TracedCall | None) -> object:
+    if call is None:
+        return None
+    return call.op, [argument for argument in call.arguments if isinstance(argument, tuple)]
+
+
+def _sizes_of(call: TracedCall) -> str:
+    sizes = [list(argument[1]) for argument in call.arguments if isinstance(argument, tuple)]
+    return f" of {', '.join(map(str, sizes))}" if sizes else ""
+
+
+def _same_steps(
+    plain: LaneUnderTest, lane: LaneUnderTest, rigs: Mapping[int, Rig], problems: Sequence[Problem]
+) -> Findings:
+    """Step all ranks of a tensor-parallel group with one batch: each rank has a share of the padded rows.
+
+    Args:
+        plain: The lane without a count of live tokens.
+        lane: The lane.
+        rigs: The rig of each rank.
+        problems: The batches so far; the ranks have stepped all but the last.
+    """
+    answers: list[GraphShape | EagerReason | None] = []
+    declined: EagerReason | None = None
+    problem = problems[-1]
+    for rank, rig in rigs.items():
+        with _as_rank(rank, lane.config.ranks):
+            step = rig.step(problem, may_decline=True)
+            answers.append(step.reason or step.shape)
+            if step.declined is not None:
+                declined = step.declined
+                continue
+            if step.error is not None:
+                if _is_right_alone(plain, problems):
+                    yield lane.of_error(
+                        step.error,
+                        expected=f"rank {rank} replays like a single rank",
+                        rule="GP17" if _is_right_alone(lane, problems) else None,
+                        step=step,
+                        help=_RANK_HELP,
+                    )
+                return
+            if step.shape is not None:
+                shares = [*_share(lane, rank, step, problems)]
+                yield from shares
+                if shares:
+                    continue  # wrong rows follow from a wrong count
+            yield from _compare_rows(plain, lane, rig, rank, step, problems)
+    if len(set(answers)) > 1:
+        yield lane.finding(
+            "GP17",
+            field="the replayed shape",
+            expected=f"the same on all ranks: {answers[0]}",
+            actual=", ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers)),
+            problem=problem,
+            help="let fit() depend only on data that all ranks have: the batch, and global_num_tokens_cpu",
+        )
+    elif declined is not None:
+        raise DeclinedError(declined)
+
+
+def _compare_rows(
+    plain: LaneUnderTest,
+    lane: LaneUnderTest,
+    rig: Rig,
+    rank: int,
+    step: StepRecord,
+    problems: Sequence[Problem],
+) -> Findings:
+    """Compare the results of a rank's step with the oracle, and with other contents of padding rows."""
+    leaks = [*pads_leak(lane, rig, step)] if step.outputs is not None else []
+    yield from leaks
+    wrong = differences(rig, step, rig.answer(problems[-1]))
+    if not wrong or not _is_right_alone(plain, problems):
+        return  # right, or wrong without ranks and counts too
+    is_of_ranks = _is_right_alone(lane, problems)
+    if is_of_ranks or not leaks:
+        yield lane.finding(
+            "GP17" if is_of_ranks else "GP05",
+            field=f"rank {rank}: {wrong[0].what}",
+            expected=wrong[0].expected,
+            actual=wrong[0].actual,
+            step=step,
+            help="pool on each rank the live tokens among its rows of the padded shape",
+        )
+
+
+def _is_right_alone(lane: LaneUnderTest, problems: Sequence[Problem]) -> bool:
+    """Return whether a single rank in a new lane runs all batches, and the last one right."""
+    with get_parallel().override(attn_tp_rank=0, attn_tp_size=1):
+        try:
+            rig = lane.build()
+        except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
+            return False
+        for problem in problems[:-1]:
+            rig.step(problem, may_decline=True)
+        return is_right(lane, rig, problems[-1], may_decline=True) and _has_count(rig, problems[-1])
+
+
+def _has_count(rig: Rig, problem: Problem) -> bool:
+    """Return whether the view of a batch counts all its tokens, if it counts tokens."""
+    count = rig.step(problem, may_decline=True).leaves.get(f"view.{COUNT}")
+    return count is None or int(count.value) == len(problem.tokens)
+
+
+def _share(lane: LaneUnderTest, rank: int, step: StepRecord, problems: Sequence[Problem]) -> Findings:
+    """Check the counts of tokens of a replay on a rank: its own live ones, and those that ranks gather.
+
+    A count of live tokens that is wrong for a single rank too breaks GP05.
+    """
+    shape, ranks = step.shape, lane.config.ranks
+    assert shape is not None  # noqa: S101  it was replayed
+    first, rows = own_rows(lane.config, shape.num_tokens)
+    real = min(max(len(step.problem.tokens) - first, 0), rows)
+    asked = {COUNT: (real, f"{real}: the live tokens among its {rows} rows of {shape}", _COUNT_HELP)}
+    if lane.config.gathers:
+        padded = f"{shape.num_tokens}: every rank gathers the padded tokens of {shape}"
+        asked |= dict.fromkeys(GATHERED, (shape.num_tokens, padded, _GATHERED_HELP))
+    for name, (right, expected, help_) in asked.items():
+        leaf = step.leaves.get(f"view.{name}")
+        counts = [] if leaf is None else leaf.value.tolist()
+        if any(count != right for count in counts) or (name == COUNT and not counts):
+            is_of_ranks = name == COUNT and _is_right_alone(lane, problems)
+            yield lane.finding(
+                "GP17" if is_of_ranks else "GP05",
+                hook="populate",
+                field=f"view.{name} on rank {rank} of {ranks}",
+                expected=expected,
+                actual="the view has no such field" if leaf is None else ", ".join(map(str, counts)),
+                step=step,
+                help=help_,
+            )
+
+
+def _groups(lane: LaneUnderTest, rig: Rig) -> list[list[Problem]]:
+    """Return unequal batches of data-parallel ranks, each of which alone takes the right graph."""
+    config = lane.config
+    if config.case.width is None:
+        most = min(config.shapes[-1].num_tokens, config.context - 1)
+        chunks = _of_ranks(config, (most, 1), (most // 2, 1))
+        groups = [[of_size(config, 1, chunk or 1) for chunk in each] for each in (*chunks, chunks[0][::-1])]
+    else:
+        most = config.most_requests
+        requests = _of_ranks(config, (most, 1), (most, 0), (1, 0), (most + 1, 1))
+        groups = [
+            [of_size(config, size) if size else Problem(config.case, [], 0) for size in sizes]
+            for sizes in (*requests, requests[0][::-1])
+        ]
+    declined = next(filter(lane.declined, (corner(config.unbounded), *batches_of_every_size(config))), None)
+    if declined is not None:
+        groups += [[declined, *[of_size(config, config.most_requests)] * (config.ranks - 1)]]
+    # another graph without other ranks too is a finding of `graph_choice`
+    return [group for group in groups if not any(_takes_another_graph(rig, problem) for problem in group)]
+
+
+def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
+    """Step data-parallel ranks with unequal batches: all replay the shape of the largest."""
+    if lane.config.case.mode is ForwardMode.IDLE:
+        return
+    for group in _groups(lane, rigs[0]):
+        together = tuple(len(problem.tokens) for problem in group)
+        answers: list[GraphShape | EagerReason | None] = []
+        for rig, problem in zip(rigs, group, strict=True):
+            batch = replace(rig.batch_of(problem), global_num_tokens_cpu=together)
+            asked, refused = _ask(lane, rig, batch, problem)
+            if refused is not None:
+                return  # a finding of `graph_choice`
+            if isinstance(asked, GraphShape):
+                step = rig.step(problem, batch=batch, may_decline=True)
+                if step.error is not None:
+                    if rig.step(problem, may_decline=True).error is None:
+                        what = f"{len(problem.tokens)} tokens, with {together} on the ranks"
+                        yield lane.of_error(
+                            step.error,
+                            expected=f"a replay of {what}",
+                            rule="GP17",
+                            step=step,
+                            help=_GATHER_HELP,
+                        )
+                    return
+                asked = step.shape if step.replays == 1 else None
+            answers.append(asked)
+        yield from _of_answers(lane, rigs[0], together, answers)
+
+
+def _uneven_by_default(lane: LaneUnderTest, rig: Rig) -> Findings:
+    """Fit unequal batches of ranks by a runner's default settings: in ragged modes they may limit padding."""
+    if lane.kind != "runner" or lane.config.case.width is not None:
+        return
+    for group in _groups(lane, rig):
+        together = tuple(len(problem.tokens) for problem in group)
+        batches = [replace(rig.batch_of(problem), global_num_tokens_cpu=together) for problem in group]
+        try:
+            answers = [lane.fit_default(MOST_SIZES, batch) for batch in batches]
+        except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
+            return  # a finding of `graph_choice`
+        yield from _of_answers(lane, rig, together, answers)
+
+
+def _of_answers(
+    lane: LaneUnderTest,
+    rig: Rig,
+    together: tuple[int, ...],
+    answers: Sequence[GraphShape | EagerReason | None],
+) -> Findings:
+    """Yield a finding if ranks with these numbers of tokens take other shapes, or only some of them one."""
+    if len({*answers}) == 1 or not any(isinstance(answer, GraphShape) for answer in answers):
+        return
+    shown = [
+        f"rank {rank} with {tokens} tokens: {answer or 'no graph'}"
+        for rank, (tokens, answer) in enumerate(zip(together, answers, strict=True))
+    ]
+    yield lane.finding(
+        "GP17",
+        field="the replayed shape",
+        expected=f"the same on all ranks for global_num_tokens_cpu = {together}",
+        actual="; ".join(shown),
+        help=_DECLINE_RANK_HELP
+        if any(answer in rig.declines for answer in answers)
+        else "where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit()"
+        " uses global_num_tokens_cpu",
+    )
+
+
+def _of_ranks(config: Config, *sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return the numbers of each rank: the given ones of two ranks, then 0 and 1 in turn."""
+    return [(*two, *islice(cycle((0, 1)), config.ranks - len(two))) for two in sizes]
+
+
+def _takes_another_graph(rig: Rig, problem: Problem) -> bool:
+    """Return whether a batch alone is fitted to another shape than the smallest that holds it."""
+    batch = rig.batch_of(problem)
+    try:
+        asked = rig.fit(batch)
+    except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
+        return True
+    held_by = smallest_holding(rig.captured, batch)
+    is_shape = isinstance(asked, GraphShape) or bool(held_by)
+    return asked not in held_by and is_shape and asked not in rig.declines

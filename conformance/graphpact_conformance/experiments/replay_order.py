@@ -1,0 +1,390 @@
+"""Other orders of batches and of captures, and poisoned memory: GP06, GP14 to GP18, and more.
+
+A guarded lane runs on the strict tape, whose errors name their rule.
+
+Does not: compare with attention in float64, except where no other comparison is possible.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+
+from graphpact.batch import ForwardBatch
+from graphpact.errors import PactBreach, PoisonError
+from graphpact.shapes import GraphShape
+from graphpact.tensors import equal
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.breaches import of_breaches
+from graphpact_conformance.experiments.comparison import (
+    same_step,
+    same_tensors,
+    strict_rig,
+)
+from graphpact_conformance.experiments.eager_activity import STAYS_HELP
+from graphpact_conformance.experiments.experiment import Findings
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.lane.snapshots import reset_slot
+from graphpact_conformance.records.raised import message_of, rule_of
+from graphpact_conformance.records.steps import StepRecord
+from graphpact_conformance.results import Finding
+from graphpact_tape.writes import write
+
+GUARDED = (
+    "GP01",
+    "GP02",
+    "GP03",
+    "GP04",
+    "GP05",
+    "GP06",
+    "GP07",
+    "GP08",
+    "GP09",
+    "GP10",
+    "GP13",
+    "GP14",
+    "GP15",
+    "GP16",
+    "GP18",
+    "GP19",
+    "GP20",
+    "GP21",
+)
+"""The rules that errors of a strict lane, its pact and kernels can name."""
+
+
+def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
+    """Replay batches in a strict lane, over poison, with a pact check of every replay."""
+    exact, small, idle, padded, *others = steps
+    for way in lane.ways:
+        rig = strict_rig(lane, way)
+        if rig is None:
+            lane.rig()  # raises where no lane can be captured
+            return
+        for problem in (exact, small, idle, padded, *others, small, exact):
+            step = rig.step(problem)
+            if step.error is None:
+                yield from _unwritten_rows(lane, way, step)
+                continue
+            if lane.hook_raised(step):
+                plain = lane.rig(way).step(problem)
+                step = plain if lane.hook_raised(plain) else step  # also without poison: not of the poison
+            yield from _of_strict_error(lane, step, has_padding=problem is not exact)
+            break
+
+
+def _unwritten_rows(lane: LaneUnderTest, way: Way, step: StepRecord) -> Findings:
+    """Yield a finding if padding rows of attention are NaN: kernels left memory of the graph unwritten.
+
+    Live rows are right. But models take scales over all rows, and one NaN spoils every row then. What is NaN
+    without poison in the graph's memory too was read from memory that no request owns.
+    """
+    rows, unwritten = _not_a_number(step)
+    if not bool(unwritten.any()):
+        return
+    _, read = _not_a_number(lane.rig(way).step(step.problem))
+    if read.shape == unwritten.shape and bool((unwritten & ~read).any()):
+        first = len(step.problem.tokens) + int((unwritten & ~read).nonzero()[0])
+        yield lane.finding(
+            "GP06",
+            field=f"row {first} of the result of attention, of {len(rows)} with padding",
+            expected="a finite number in every row: an amax or another scale of a model reads all of them",
+            actual="NaN: memory that the graph has not written in this replay",
+            step=step,
+            help=_SPREAD_HELP,
+        )
+
+
+def _not_a_number(step: StepRecord) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows of attention of a replay, and which padding rows are NaN; nothing of other steps."""
+    rows = (step.outputs or {}).get("rows")
+    if rows is None or step.shape is None or step.axes.get("rows") != "tokens":
+        rows = torch.zeros(0, 0)
+    return rows, rows[len(step.problem.tokens) :].isnan().any(dim=1)
+
+
+def _of_strict_error(lane: LaneUnderTest, step: StepRecord, *, has_padding: bool) -> Findings:
+    """Yield findings about a step that failed in a strict lane."""
+    error = step.error
+    assert error is not None  # noqa: S101  it failed
+    if isinstance(error, PactBreach) and not _is_dropped(error):
+        yield from of_breaches(lane, step, error.breaches)
+        return
+    spreads = has_padding and _spreads(error)
+    expected = "a strict lane runs the batch without an error"
+    found = lane.of_error(error, expected=expected, rule="GP06" if spreads else None, step=step)
+    if spreads and found.rule == "GP06":
+        found = found.model_copy(update={"help": _SPREAD_HELP})
+    elif _is_dropped(error):
+        found = found.model_copy(update={"rule": "GP14", "help": STAYS_HELP})
+    yield found
+
+
+def _is_dropped(error: BaseException) -> bool:
+    """Return whether an attribute of the backend was a tensor that a graph reads, and no longer is one."""
+    breaches = error.breaches if isinstance(error, PactBreach) else ()
+    return any(b.path.startswith("backend.") and b.rule == "type" for b in breaches)
+
+
+def _spreads(error: BaseException) -> bool:
+    """Return whether no call failed and all slots were written, but live rows are NaN.
+
+    If a batch without padding passes, the NaN comes from padding rows: kernels may leave them unwritten, and
+    uninitialised memory is NaN here.
+    """
+    return isinstance(error, PoisonError) and error.__cause__ is None and error.rule is None
+
+
+_SPREAD_HELP = (
+    "batches without padding pass: a padding row is NaN, and live rows read it. Write every output row in"
+    " kernels, zeros for rows without keys, and mask padding rows in work across rows (scales, routing)"
+)
+
+
+def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
+    """Replay a batch cold, after one of the same shape, and after one of another shape: equal bits."""
+    exact, small, _, padded = steps[:4]
+    rig = lane.rig()
+    rig.states()  # names the attributes, which an eager step may bind anew
+    rig.step(exact, eagerly=True)  # as engines do between replays
+    cold, armed, used = {}, {}, {}
+    for problem in (padded, small):
+        fresh = _captured_for(lane, rig, problem)
+        armed[id(problem)] = _copies(fresh.states())
+        cold[id(problem)] = fresh.step(problem)
+        used[id(problem)] = _copies(fresh.states())
+    for problem, before, rule, after in (
+        (padded, exact, "GP09", "another batch of its shape"),
+        (padded, small, "GP15", "a batch of another shape"),
+        (small, padded, "GP15", "a batch of another shape"),
+    ):
+        first = cold[id(problem)]
+        if first.error is not None or first.shape is None:
+            continue
+        held = rig.step(before)
+        if rule == "GP15" and held.shape == first.shape:
+            continue
+        step = rig.step(problem)
+        if not _same_real(rig, first, step):
+            memory = armed[id(problem)], used[id(problem)]
+            yield from _of_other_results(lane, rig, before, (first, step), memory, rule, after)
+
+
+def _of_other_results(
+    lane: LaneUnderTest,
+    rig: Rig,
+    before: Problem,
+    pair: tuple[StepRecord, StepRecord],
+    memory: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]],
+    rule: str,
+    after: str,
+) -> Findings:
+    """Yield a finding about a replay whose results are not those of the first replay after capture.
+
+    Args:
+        lane: The lane.
+        rig: The rig of the replay.
+        before: The batch that was replayed before.
+        pair: The first replay after capture, and the replay.
+        memory: Copies of the memory that outlives steps, as it was after capture, and after the first replay.
+        rule: The rule, unless something else is the cause.
+        after: The batch before, in words.
+    """
+    (first, step), problem, (armed, used) = pair, pair[1].problem, memory
+    expected = f"the results of the first replay after capture, also after {after}"
+    if step.error is not None:  # its cause is not known here
+        yield lane.of_error(step.error, expected=expected, step=step)
+        return
+    if not _same_real(rig, step, rig.step(problem)):
+        return  # not deterministic, a finding of `repeated`
+    now = rig.states()
+    changed = [name for name in _comparable(armed, now) if not equal(armed[name], now[name])]
+    for name in changed:
+        write(now[name], armed[name])
+    if changed and _same_real(rig, first, rig.step(problem)):
+        yield _unarmed(lane, rig, step, changed, f"the same after {after} as right after capture")
+        return
+    if _comes_by_slots(lane, rig, before, problem):
+        return
+    culprit = _at_fault(rig, before, first, used)
+    yield lane.finding(
+        rule,
+        # Memory that nothing holds was bound anew: it says nothing about the hook that renews it.
+        hook="init_metadata_replay" if culprit is not None and rig.holds(now[culprit]) else None,
+        field=culprit or "the outputs, or the KV cache",
+        expected=expected,
+        actual="other results" if culprit is None else "not renewed for this batch: other results",
+        step=step,
+        help="do not read memory of an earlier step or of another graph: copy outputs before another"
+        " graph replays, plan for each batch, and share no memory that a capture allocated",
+    )
+
+
+def _at_fault(rig: Rig, before: Problem, first: StepRecord, used: dict[str, torch.Tensor]) -> str | None:
+    """Return the memory that gives the results of the first replay if it has the contents of that replay.
+
+    Args:
+        rig: The rig of the replay.
+        before: The batch that is replayed before.
+        first: The first replay after capture.
+        used: Copies of the memory that outlives steps, after the first replay.
+    """
+    now = rig.states()
+    kept = _copies(now)
+    for name in used.keys() & now.keys():
+        if now[name].shape != used[name].shape or equal(now[name], used[name]):
+            continue
+
+        def renew(_: ForwardBatch, __: Any, name: str = name) -> None:
+            now[name].copy_(used[name])
+
+        rig.step(before)
+        step = rig.step(first.problem, ready=renew)
+        now[name].copy_(kept[name])
+        if _same_real(rig, first, step):
+            return name
+    return None
+
+
+def _captured_for(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Rig:
+    """Return a new lane that captured the shape of a batch alone; all shapes for a batch without one."""
+    shape = rig.fit(rig.batch_of(problem))
+    fresh = lane.build(capture=not isinstance(shape, GraphShape))
+    if isinstance(shape, GraphShape):
+        fresh.capture(shape)
+    return fresh
+
+
+def _comes_by_slots(lane: LaneUnderTest, rig: Rig, before: Problem, problem: Problem) -> bool:
+    """Return whether the difference comes from slots that each step has to write, a finding of `refresh`."""
+    rig.step(before)
+    cold = _captured_for(lane, rig, problem).step(problem, fill=reset_slot)
+    return _same_real(rig, cold, rig.step(problem, fill=reset_slot))
+
+
+def _same_real(rig: Rig, a: StepRecord, b: StepRecord) -> bool:
+    return same_step(a, b, first_slot=rig.config.page_size, padded=False)
+
+
+def repeated(lane: LaneUnderTest, steps: Drawn) -> Findings:
+    """Replay one batch three times on the same inputs: outputs and remaining memory must be equal."""
+    rig = lane.rig()
+    for problem in (steps.padded, steps.small):
+        results: list[tuple[StepRecord, dict[str, torch.Tensor]]] = []
+        for _ in range(3):
+            step = rig.step(problem)
+            if step.error is not None and results:
+                yield lane.of_error(step.error, expected=_REPEATS, rule="GP18", step=step)
+            if step.error is not None or step.shape is None:
+                return
+            results.append((step, _copies(rig.states())))
+        (first, _), (second, two), (third, three) = results
+        rows = same_tensors(first.rows, second.rows) and same_tensors(second.rows, third.rows)
+        changed = [name for name in _comparable(two, three) if not equal(two[name], three[name])]
+        if not rows or changed:
+            yield _unarmed(lane, rig, third, changed, _REPEATS, gives_other=not rows)
+
+
+_REPEATS = "equal outputs and equal memory after three replays on the same inputs"
+
+
+def _unarmed(
+    lane: LaneUnderTest,
+    rig: Rig,
+    step: StepRecord,
+    changed: Sequence[str],
+    expected: str,
+    *,
+    gives_other: bool = True,
+) -> Finding:
+    return lane.finding(
+        "GP18",
+        field=", ".join(changed) or "the outputs",
+        expected=expected,
+        actual="the replays differ" if gives_other else "the contents differ after each replay",
+        step=step,
+        help="reset counters and flags inside the graph, before their first use, or in"
+        f" {rig.writer}; draw random numbers only from the device's default generator",
+    )
+
+
+def _comparable(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
+    """Return the names of tensors that two looks at the memory have, with one layout and dtype."""
+    facts = [{name: (t.shape, t.dtype) for name, t in each.items()} for each in (one, other)]
+    return [name for name, fact in facts[0].items() if facts[1].get(name) == fact]
+
+
+def _copies(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
+
+
+def smallest_first(lane: LaneUnderTest, steps: Drawn) -> Findings:
+    """Capture the smallest shape first, and replay: the order of captures must have no effect."""
+    usual = lane.rig()
+    try:
+        rig = _captured_upwards(lane)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
+        yield lane.of_error(error, expected="shapes are captured in any order", rule="GP15")
+        return
+    problems = (steps.small, steps.padded, steps.small)
+    yield from _freed_upwards(lane, problems)
+    taken = [rig.step(p) for p in problems]
+    if len(rig.captured) < 2 or all(map(partial(_same_real, rig), map(usual.step, problems), taken)):
+        return
+    rig, fresh = _captured_upwards(lane), lane.build()  # the others have replayed different batches
+    for problem in problems:
+        step, right = (each.step(problem, fill=reset_slot) for each in (rig, fresh))
+        if _same_real(rig, right, step):
+            continue
+        if _same_real(rig, step, rig.step(problem, fill=reset_slot)):
+            yield lane.finding(
+                "GP15",
+                field="the outputs, or the KV cache",
+                expected="the same for any order of captures",
+                actual="other results" if step.error is None else message_of(step.error),
+                step=step,
+                error=step.error,
+                help="size and allocate shared memory before the first capture",
+            )
+        return  # not deterministic otherwise, a finding of `repeated`
+
+
+def _freed_upwards(lane: LaneUnderTest, problems: Sequence[Problem]) -> Findings:
+    """Replay in a strict rig, captured upwards: what a later capture grows, an earlier graph still reads.
+
+    A plain tape keeps all memory that its graphs use; a strict one and CUDA graphs do not.
+    """
+    usual = strict_rig(lane)
+    if usual is None:
+        return
+    lane.clear_caches()
+    try:
+        rig = _captured_upwards(lane, guarded=True)
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
+        yield lane.of_error(error, expected="shapes are captured in any order", rule="GP15")
+        return
+    for problem in problems:
+        step = rig.step(problem)
+        if step.error is not None and usual.step(problem).error is None:
+            expected = "memory that a graph uses stays at its address, in any order of captures"
+            if rule_of(step.error) in (None, "GP14", "GP15"):  # others do not come from the order of captures
+                yield lane.of_error(step.error, expected=expected, rule="GP14", step=step, help=_GROWS)
+            return
+
+
+_GROWS = (
+    "allocate it at its largest size before the first capture: a graph keeps reading the smaller memory that"
+    " a later, larger capture replaces"
+)
+
+
+@torch.inference_mode()
+def _captured_upwards(lane: LaneUnderTest, *, guarded: bool = False) -> Rig:
+    """Return a new rig that captured its shapes from the smallest to the largest."""
+    rig = lane.build(guarded=guarded, capture=False)
+    for shape in rig.planned:
+        rig.capture(shape)
+    return rig

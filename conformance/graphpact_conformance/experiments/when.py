@@ -1,0 +1,81 @@
+"""Where an experiment runs: predicates of a planned lane and the size of its run; `all_of` and `any_of` them.
+
+    Experiment(..., runs_in=any_of(unless_quick, with_optional_fields))
+
+A run has one full lane of each kind of step, and lanes that differ from it in sizes, fields or plugins.
+
+Does not: choose the experiments of a run; see `graphpact_conformance.suite.plan`.
+"""
+
+from graphpact_conformance.experiments.experiment import PlannedLane, RunsIn
+from graphpact_conformance.targets import Size
+
+
+def all_of(*predicates: RunsIn) -> RunsIn:
+    """Return a predicate that holds where all of some hold."""
+    return lambda plan, size: all(holds(plan, size) for holds in predicates)
+
+
+def any_of(*predicates: RunsIn) -> RunsIn:
+    """Return a predicate that holds where any of some holds."""
+    return lambda plan, size: any(holds(plan, size) for holds in predicates)
+
+
+def everywhere(plan: PlannedLane, size: Size) -> bool:
+    """Return True: it runs in every lane."""
+    del plan, size
+    return True
+
+
+def in_full_lanes(plan: PlannedLane, size: Size) -> bool:
+    """Return whether all experiments run in the lane; others differ from such a lane only in sizes."""
+    del size
+    return plan.has_all
+
+
+def unless_quick(plan: PlannedLane, size: Size) -> bool:
+    """Return whether the lane is full, or the run is not quick."""
+    return plan.has_all or size != "quick"
+
+
+def in_plain_lanes(plan: PlannedLane, size: Size) -> bool:
+    """Return whether it is the plain lane of its kind of step, for one plugin."""
+    del size
+    config = plan.lane.config
+    return not (config.unusual or plan.is_pair or config.case.embeds)
+
+
+def in_long_contexts(plan: PlannedLane, size: Size) -> bool:
+    """Return whether the context is long."""
+    del size
+    return plan.lane.config.is_long
+
+
+def with_optional_fields(plan: PlannedLane, size: Size) -> bool:
+    """Return whether the lane of a checked runner, which declares their slots, has optional fields."""
+    del size
+    return plan.lane.config.fields and plan.lane.kind == "runner"
+
+
+def without_embeddings(plan: PlannedLane, size: Size) -> bool:
+    """Return whether batches carry token ids. Lanes with embeddings differ from others only in that."""
+    del size
+    return not plan.lane.config.case.embeds
+
+
+def in_recorded_lanes(plan: PlannedLane, size: Size) -> bool:
+    """Return whether the lane replays recorded steps."""
+    del size
+    return plan.recorded is not None
+
+
+def outside_pairs(plan: PlannedLane, size: Size) -> bool:
+    """Return whether only one plugin is checked, not a backend with a runner."""
+    del size
+    return not plan.is_pair
+
+
+of_one_plugin = all_of(outside_pairs, without_embeddings)
+"""Every lane of one plugin but those with embeddings."""
+in_full_lanes_of_one_plugin = all_of(in_full_lanes, of_one_plugin)
+"""The full lanes among `of_one_plugin`."""
