@@ -25,7 +25,9 @@ import torch
 from graphpact.errors import GraphpactError
 from graphpact.graphs import DeclaredMemory, GraphDriver
 from graphpact.tensors import storage_id
-from graphpact_tape.host import DispatchMode, tensors_of, written_by
+from graphpact_tape.host_guard import DispatchMode
+from graphpact_tape.operators import written_by
+from graphpact_tape.trees import tensors_of
 from graphpact_tape.writes import repeats
 from program_operations import KINDS, NAMESPACE, OPERATIONS, NoFitError, Picker
 from support import leaves

@@ -9,7 +9,7 @@ import pytest
 from graphpact.tensors import storage_id
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
-from graphpact_tape.host import DispatchMode
+from graphpact_tape.host_guard import DispatchMode
 from graphpact_tape.operators import Contents, written_by
 from graphpact_tape.trees import tensors_of
 

@@ -34,7 +34,7 @@ from graphpact.graphs import GraphDriver, Line, TaskKey
 from graphpact.shapes import GraphShape
 from graphpact_adapters.kernel_reads import Reads, field_name, leaves, with_leaves
 from graphpact_kernels import define_kernel
-from graphpact_tape.host import WeakTensor
+from graphpact_tape.host_tensors import WeakTensor
 
 __tracebackhide__ = True  # errors name the line of an author's update
 

@@ -16,7 +16,8 @@ from graphpact_conformance.lane.reference import ReferenceRunner
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.suite import planned_lanes
 from graphpact_conformance.targets import Options
-from graphpact_tape.host import HostMemory, HostReadGuard
+from graphpact_tape.host_guard import HostReadGuard
+from graphpact_tape.host_tensors import HostMemory
 from graphpact_tape.recorder import Recorder
 from graphpact_tape.tape import TapeDriver
 

@@ -15,7 +15,8 @@ import torch
 
 from graphpact.errors import CaptureError, EngineError
 from graphpact.graphs import EagerCall, Graph
-from graphpact_tape.host import HostMemory, HostReadGuard
+from graphpact_tape.host_guard import HostReadGuard
+from graphpact_tape.host_tensors import HostMemory
 from graphpact_tape.nodes import Node, make_node
 from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
 

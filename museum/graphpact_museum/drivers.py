@@ -154,7 +154,7 @@ def driver_reuses_eager_arguments(_: Any, right: Any, recorder: Any, fn: Recorde
 
 @overrides("record")
 def _lets_the_host_read(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
-    with patch.multiple("graphpact_tape.host", READS={}, reads_on_host=lambda *_: False):
+    with patch.multiple("graphpact_tape.host_guard", READS={}, reads_on_host=lambda *_: False):
         return right(recorder, fn)
 
 
@@ -192,7 +192,7 @@ def driver_keeps_the_python_of_operators(_: Any, right: Any, recorder: Any, fn: 
     """An operator that Python implements is one node: each replay runs its Python again, on the current
     step.
     """
-    with patch("graphpact_tape.host.python_implementation", lambda *_: None):
+    with patch("graphpact_tape.host_guard.python_implementation", lambda *_: None):
         return right(recorder, fn)
 
 

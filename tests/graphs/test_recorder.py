@@ -14,9 +14,11 @@ from hypothesis import strategies as st
 from compiling import interpret
 from graphpact.errors import CaptureError
 from graphpact.graphs import DeclaredMemory, EagerCall, GraphDriver
+from graphpact.tensors import storage_id
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cpu_graph.pieces import outliving_of, pieces_of
-from graphpact_tape.host import HostMemory, HostReadGuard, storage_id
+from graphpact_tape.host_guard import HostReadGuard
+from graphpact_tape.host_tensors import HostMemory
 from graphpact_tape.recorder import Recorder, Recording, Segment
 from graphpact_tape.tape import TapeDriver
 from support import PROGRAMS, run_program

@@ -11,7 +11,7 @@ import torch
 
 from graphpact.graphs import Graph, GraphDriver
 from graphpact.graphs.lines import Line
-from graphpact_tape.host import DispatchMode
+from graphpact_tape.host_guard import DispatchMode
 from graphpact_tape.trace import TracedCall
 
 __tracebackhide__ = True  # traced calls name the line of the plugin, not of this file

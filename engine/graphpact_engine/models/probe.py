@@ -25,7 +25,7 @@ from graphpact.attention import LayerSpec
 from graphpact.graphs.lines import Line
 from graphpact_engine.errors import UnsupportedModelError
 from graphpact_engine.models.interface import Attention
-from graphpact_tape.host import DispatchMode
+from graphpact_tape.host_guard import DispatchMode
 from graphpact_tape.trees import map_tensors
 
 __tracebackhide__ = True  # the lines of the model are named, not those of this module

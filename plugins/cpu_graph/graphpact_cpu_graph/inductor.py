@@ -29,7 +29,8 @@ from graphpact.tensors import storage_id
 from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_cpu_graph.pieces import outliving_of, pieces_of
 from graphpact_cpu_graph.shared_library import compiled
-from graphpact_tape.host import HostMemory, HostReadGuard, plain_tensors
+from graphpact_tape.host_guard import HostReadGuard
+from graphpact_tape.host_tensors import HostMemory, plain_tensors
 from graphpact_tape.nodes import make_node
 from graphpact_tape.recorder import RecordedCall, Recorder, Recording, RecordingDriver
 from graphpact_tape.trees import tensors_of

@@ -12,7 +12,7 @@ from graphpact.graphs import is_kernel
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_tape.collectives import is_collective
-from graphpact_tape.host import plain_tensors
+from graphpact_tape.host_tensors import plain_tensors
 from graphpact_tape.operators import may_hide_writes
 from graphpact_tape.recorder import RecordedCall, Segment
 from graphpact_tape.trees import tensors_of

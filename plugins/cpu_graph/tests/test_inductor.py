@@ -18,7 +18,7 @@ from graphpact.graphs.segments import EagerCall
 from graphpact_cpu_graph import inductor
 from graphpact_cpu_graph.inductor import InductorDriver, InductorGraph, missing_compiler
 from graphpact_kernels import pack_kv_indices, write_kv_cache
-from graphpact_tape.host import tensors_of
+from graphpact_tape.trees import tensors_of
 
 CPU = torch.device("cpu")
 NAN = float("nan")

@@ -18,7 +18,8 @@ from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cpu_graph.pieces import outliving_of
 from graphpact_kernels.compiled import cache, waiting
-from graphpact_tape.host import HostMemory, HostReadGuard
+from graphpact_tape.host_guard import HostReadGuard
+from graphpact_tape.host_tensors import HostMemory
 from graphpact_tape.recorder import Recorder
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from graphpact.tensors import storage_id
-from graphpact_tape.host import WeakTensor
+from graphpact_tape.host_tensors import WeakTensor
 from graphpact_tape.trees import tensors_of
 
 

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from graphpact_tape.host import DispatchMode
+from graphpact_tape.host_guard import DispatchMode
 from graphpact_tape.nodes import Node
 from graphpact_tape.trees import leaves_of, tensors_of
 

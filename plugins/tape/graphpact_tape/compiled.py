@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 import torch
 
 from graphpact_tape.entrances import Entrance, recording, replaced
-from graphpact_tape.host import HostReadGuard
+from graphpact_tape.host_guard import HostReadGuard
 
 __tracebackhide__ = True
 

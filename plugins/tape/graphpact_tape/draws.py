@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from graphpact.graphs.lines import Line
-from graphpact_tape.host import HostReadGuard
+from graphpact_tape.host_guard import HostReadGuard
 from graphpact_tape.tasks import RecordedTask
 
 __tracebackhide__ = True

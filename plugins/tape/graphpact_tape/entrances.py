@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, TypeAlias
 
-from graphpact_tape.host import HostReadGuard
+from graphpact_tape.host_guard import HostReadGuard
 
 __tracebackhide__ = True
 

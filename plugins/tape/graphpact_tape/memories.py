@@ -11,8 +11,8 @@ calls behave as on a machine with a GPU:
 The device may be called ``cpu:0``. Then ``cpu`` is the host, tensors on the device have ``cpu:0`` as their
 ``device``, and a tensor made with ``cpu:0`` is on the device.
 
-Does not: refuse a host read (see `graphpact_tape.host`), or an operation that mixes both memories; or track
-tensors that `torch.frombuffer` and `torch.from_dlpack` make.
+Does not: refuse a host read (see `graphpact_tape.host_guard`), or an operation that mixes both memories; or
+track tensors that `torch.frombuffer` and `torch.from_dlpack` make.
 """
 
 import contextlib
@@ -23,14 +23,9 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from graphpact.tensors import storage_id
-from graphpact_tape.host import (
-    FROM_PYTHON,
-    DispatchMode,
-    HostMemory,
-    call_of_pinned,
-    has_default_device,
-    pins,
-)
+from graphpact_tape.host_calls import FROM_PYTHON, call_of_pinned, has_default_device, pins
+from graphpact_tape.host_guard import DispatchMode
+from graphpact_tape.host_tensors import HostMemory
 from graphpact_tape.trees import tensors_of
 
 __tracebackhide__ = True  # its frames are between the author's and torch's

@@ -139,9 +139,13 @@ def python_implementation(func: Any, tensors: Iterable[torch.Tensor]) -> Callabl
     name: str = func.name()
     device = next((t.device.type for t in tensors), "cpu")
     key = torch._C._dispatch_key_for_device(device)  # noqa: SLF001  no public way, nor for those below
+    keys = (key, *_ANY_DEVICE)
+    path, in_python = name.replace("::", "/"), torch.library._impls  # noqa: SLF001
+    if not any(f"{path}/{each}" in in_python for each in keys) or is_kernel(func):
+        return None  # nearly every call ends here
     has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
-    home = next((k for k in (key, *_ANY_DEVICE) if has_kernel(name, k)), None)
-    if f"{name.replace('::', '/')}/{home}" not in torch.library._impls or is_kernel(func):  # noqa: SLF001
+    home = next((each for each in keys if has_kernel(name, each)), None)
+    if f"{path}/{home}" not in in_python:
         return None
     kernel = torch.library.get_kernel(func, key)
     return partial(kernel.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[key]))  # noqa: SLF001

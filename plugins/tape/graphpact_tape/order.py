@@ -27,7 +27,7 @@ from graphpact.errors import CaptureError, ContractError, ReplayError
 from graphpact.graphs.driver import Event, Stream
 from graphpact.graphs.lines import Line
 from graphpact.tensors import extent_of, storage_id
-from graphpact_tape.host import WeakTensor
+from graphpact_tape.host_tensors import WeakTensor
 from graphpact_tape.tasks import Point
 from graphpact_tape.trees import tensors_of
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphpact_tape.entrances import recording, replaced
-from graphpact_tape.host import HostReadGuard
+from graphpact_tape.host_guard import HostReadGuard
 
 __tracebackhide__ = True
 

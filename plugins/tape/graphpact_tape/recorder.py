@@ -45,10 +45,12 @@ from graphpact.tensors import storage_id
 from graphpact_tape.collectives import WRITTEN, is_collective, is_repeated, run_and_wait
 from graphpact_tape.compiled import compiled_code_refused
 from graphpact_tape.draws import Draws
-from graphpact_tape.host import HostReadGuard, Watcher, modes_left, plain_tensors
+from graphpact_tape.host_guard import HostReadGuard, Watcher, modes_left
+from graphpact_tape.host_tensors import plain_tensors
 from graphpact_tape.operators import is_work
 from graphpact_tape.raw import raw_memory_refused
-from graphpact_tape.tasks import RULE, GraphTasks, Hold, RecordedTask
+from graphpact_tape.task_table import GraphTasks
+from graphpact_tape.tasks import RULE, Hold, RecordedTask
 from graphpact_tape.threads import other_threads_refused
 from graphpact_tape.trace import TracedCall
 from graphpact_tape.trees import map_tensors, tensors_of

@@ -8,10 +8,9 @@
   graph's capture allocated.
 - Writes of a capture to external memory are undone, because a capture on a GPU records work without running
   it.
-- Each graph is replayed twice at capture, on the same inputs. The results differ if a counter or a flag is
-  not reset inside the graph. Eager calls between its segments run in both replays.
+- Each graph is replayed twice at capture, on the same inputs: see `graphpact_tape.rearmed`.
 - Streams and asynchronous copies are checked for missing waits: see `graphpact_tape.order`.
-- Each task must be updated once before a replay: see `graphpact_tape.tasks`.
+- Each task must be updated once before a replay: see `graphpact_tape.task_table`.
 
 Does not: know the correct contents of a tensor; verification compares contents.
 """
@@ -19,143 +18,35 @@ Does not: know the correct contents of a tensor; verification compares contents.
 import contextlib
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
-from graphpact.errors import CaptureError, ContractError, EngineError, PoisonError, ReplayError
+from graphpact.errors import CaptureError, EngineError, ReplayError
 from graphpact.graphs.driver import DeclaredMemory, Graph, TaskKey
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
-from graphpact.tensors import equal, storage_id
+from graphpact.tensors import storage_id
 from graphpact_tape.draws import default_generator
-from graphpact_tape.host import (
-    DispatchMode,
-    HostMemory,
-    HostReadGuard,
-    Watcher,
-    WeakTensor,
-    kind_of,
-    plain_tensors,
-)
+from graphpact_tape.externals import Borrowed, External, Rebound, StrictNode, hold_weakly
+from graphpact_tape.host_guard import DispatchMode, HostReadGuard
+from graphpact_tape.host_tensors import HostMemory, WeakTensor, kind_of, plain_tensors
 from graphpact_tape.memories import two_memories
-from graphpact_tape.nodes import make_node
 from graphpact_tape.operators import UNINITIALISED, Contents, may_hide_writes, whole, written_by
 from graphpact_tape.order import Order
-from graphpact_tape.poison import poison, poison_of
+from graphpact_tape.poison import poison
+from graphpact_tape.preparation import PreparationWatch
 from graphpact_tape.recorder import (
     Place,
-    RecordedCall,
     Recorder,
     Recording,
     place_in_memory,
 )
-from graphpact_tape.tasks import TaskTable
+from graphpact_tape.task_table import TaskTable
 from graphpact_tape.trees import tensors_of
 from graphpact_tape.writes import write
 
 __tracebackhide__ = True
-
-
-class _External:
-    """A weak reference to an external tensor, with the address and size of its storage at capture."""
-
-    def __init__(self, tensor: torch.Tensor, name: str | None, first_use: str) -> None:
-        storage = tensor.untyped_storage()
-        self.address, self.nbytes = storage.data_ptr(), storage.nbytes()
-        self.tensor = WeakTensor(tensor)
-        self.name = name or f"a tensor of {tensor.dtype} {tuple(tensor.shape)}"
-        self.first_use = first_use
-
-    def revive(self) -> torch.Tensor:
-        """Return the tensor.
-
-        Raises:
-            ReplayError: Its memory was freed, moved or shrank.
-        """
-        tensor = self.tensor.revive()
-        if tensor is None:
-            raise self.gone("was freed")
-        storage = tensor.untyped_storage()
-        if storage.nbytes() < self.nbytes:
-            raise self.gone(f"shrank from {self.nbytes} to {storage.nbytes()} bytes")
-        if storage.data_ptr() != self.address:
-            raise self.gone(f"moved from {self.address:#x} to {storage.data_ptr():#x}")
-        return tensor
-
-    def gone(self, how: str, error: type[ContractError] = ReplayError) -> ContractError:
-        """Return the error for memory that the graph uses and that ``how``, such as "was freed"."""
-        return error(
-            f"{self.name} {how}, but the graph uses its captured address: {self.first_use}",
-            hint="keep the tensor for as long as the graph, allocate it at its largest size before capture,"
-            " and copy into it",
-            rule="GP14",
-        )
-
-
-class _Rebound(_External):
-    """A weak reference to a tensor that an update rebound, used until the replay."""
-
-    def gone(self, how: str, error: type[ContractError] = ReplayError) -> ContractError:
-        """Return the error for memory that the replay reads. ``how`` says what happened to it."""
-        return error(
-            f"{self.name} {how}, but the replay reads its address: {self.first_use}",
-            hint="keep the tensor until the replay has run, for instance until the next update, and update"
-            " the task with a tensor that stays in place",
-            rule="GP14",
-        )
-
-
-def hold_weakly(what: str, tensor: torch.Tensor) -> _Rebound:
-    """Return a weak reference to a rebound tensor of a task, as a graph has for its memory."""
-    return _Rebound(tensor, what, f"the update at {Line()} gave it")
-
-
-@dataclass(frozen=True, slots=True)
-class _Borrowed:
-    """A placeholder in the record for an external tensor, to which only a weak reference exists."""
-
-    which: int  # index of the external tensor
-
-
-@dataclass(slots=True)
-class _StrictNode:
-    """A call that a replay makes. The replay inserts its external tensors."""
-
-    op: Callable[..., Any]
-    leaves: list[Any]
-    spec: pytree.TreeSpec
-    borrowed: list[tuple[int, int]]  # pairs of index among the leaves and index of the external tensor
-    what: str
-    line: Line
-
-    @classmethod
-    def of(cls, call: RecordedCall) -> "_StrictNode":
-        """Return the node that runs ``call`` again."""
-        op, args, kwargs = make_node(call)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        borrowed = [(at, leaf.which) for at, leaf in enumerate(leaves) if isinstance(leaf, _Borrowed)]
-        return cls(op, leaves, spec, borrowed, str(call.op), call.line)
-
-    def run(self, external: list[torch.Tensor]) -> None:
-        leaves = self.leaves.copy()
-        for at, which in self.borrowed:
-            leaves[at] = external[which]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
-        try:
-            self.op(*args, **kwargs)
-        except ContractError:
-            raise
-        except Exception as error:
-            raise PoisonError(
-                f"{self.what}, recorded at {self.line}, fails at replay: {error}",
-                hint=(
-                    "at capture its tensors had other contents; poison is NaN, or a number near "
-                    f"{poison_of(torch.int32)}"
-                ),
-            ) from error
 
 
 class StrictRecorder(Recorder):
@@ -173,7 +64,7 @@ class StrictRecorder(Recorder):
         self.shared = shared
         self.hold = shared.hold
         self.memory = memory
-        self.external: list[_External] = []
+        self.external: list[External] = []
         self.changed: set[int] = set()  # indices of external tensors that the region writes
         # Indices of host tensors that `driver.copy_async` reads, and the caller's lines.
         self.copied: list[tuple[int, Line]] = []
@@ -234,7 +125,7 @@ class StrictRecorder(Recorder):
         """Return an alias of ``tensor`` for the record, or a placeholder if ``tensor`` is external."""
         if self.owns(tensor) or not tensor.numel():
             return super().held(tensor)
-        return _Borrowed(self.borrow(tensor))
+        return Borrowed(self.borrow(tensor))
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run ``fn(*args)`` outside the graph and return its result. The host may wait during the call."""
@@ -262,7 +153,7 @@ class StrictRecorder(Recorder):
         if place not in self._known:
             self._known[place] = len(self.external)
             first_use = first_use or f"{self._func} at {self.line}"
-            self.external.append(_External(tensor, self.memory.name_of(tensor), first_use))
+            self.external.append(External(tensor, self.memory.name_of(tensor), first_use))
         return self._known[place]
 
     def _hidden_writes(
@@ -332,12 +223,12 @@ class StrictTape(Graph):
         self.num_segments = len(recording.segments)
         self.num_nodes = recording.num_nodes
         self._shared = recorder.shared
-        self._nodes: list[_StrictNode | EagerCall] = []
+        self._nodes: list[StrictNode | EagerCall] = []
         for part in recording.parts:
             if isinstance(part, EagerCall):
                 self._nodes.append(part)
             else:
-                self._nodes += [_StrictNode.of(call) for call in part.calls]
+                self._nodes += [StrictNode.of(call) for call in part.calls]
         self.external = recorder.external
         self._copied = recorder.copied
         self.changed = recorder.changed
@@ -445,52 +336,6 @@ class _PoisonedEmpty(DispatchMode):
         return result
 
 
-class _PreparationWatch(Watcher):
-    """A dispatch mode for the preparation of a replay. It refuses writes to protected memory and orders work.
-
-    Args:
-        guard: The function mode that is active together with it.
-        order: The streams of the driver.
-        protected: Names of the tensors that the preparation may only read, by storage.
-    """
-
-    def __init__(
-        self,
-        guard: HostReadGuard,
-        order: Order,
-        protected: dict[int, str],
-    ) -> None:
-        super().__init__(guard)
-        self._order = order
-        self._protected = protected
-
-    def perform(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
-    ) -> Any:
-        """Run ``func`` as work of the current stream."""
-        written = written_by(func, args, kwargs)
-        self._check_writes(f"{func} writes", written)
-        self._order.carry_out()
-        contents = Contents(given if may_hide_writes(func) else (), disturb=False)
-        result = func(*args, **kwargs)
-        self.check_kinds(func, "makes", tensors_of(result))
-        changed = contents.written()
-        hidden = [t for t in given if storage_id(t) in changed]
-        self._check_writes(f"{func}, whose schema does not declare it, writes", hidden)
-        self._order.operation(func, given, [*written, *hidden], result, Line(), ReplayError)
-        return result
-
-    def _check_writes(self, what: str, written: list[torch.Tensor]) -> None:
-        for tensor in written:
-            if (name := self._protected.get(storage_id(tensor))) is not None:
-                raise self.guard.refusal(
-                    f"{what} {name}, which the preparation of a replay may only read,",
-                    "write only slots: the batch and other memory that graphs read are read-only here; a "
-                    "slot of the role constant is written once, by its contents",
-                    "GP19",
-                )
-
-
 class StrictShared:
     """The state that all strict tapes of one driver share: their pools, and the order of all work."""
 
@@ -510,22 +355,9 @@ class StrictShared:
         """Return the storages that all captures allocated."""
         return {storage for tape in self._tapes for storage in tape.pool}
 
-    def keep(self, tape: StrictTape, memory: DeclaredMemory, armed: list[torch.Tensor]) -> StrictTape:
-        """Register ``tape``, check that two replays give the same result, and return ``tape``.
-
-        Args:
-            tape: The captured graph.
-            memory: The memory that the lane declared.
-            armed: The contents of the workspaces before the first run of the region.
-
-        Raises:
-            CaptureError: The second replay differs from the first one.
-        """
+    def add(self, tape: StrictTape) -> None:
+        """Add a captured tape, whose memory later replays of other tapes poison."""
         self._tapes.add(tape)
-        if memory.refreshed:
-            _check_rearmed(tape, memory, armed, self.generator)
-        self.tasks.add(tape.tasks)
-        return tape
 
     def begin_replay(self, tape: StrictTape, external: list[torch.Tensor]) -> None:
         """Submit a replay after earlier work, and poison the pools that it may overwrite."""
@@ -574,7 +406,7 @@ class StrictShared:
         for tensor in (*memory.refreshed, *memory.workspaces):
             protected.pop(storage_id(tensor), None)
         protected |= {storage_id(t): "a tensor of the batch" for t in read_only}
-        watch = _PreparationWatch(guard, self.order, protected)
+        watch = PreparationWatch(guard, self.order, protected)
         with self.watching(guard), guard, watch:
             yield
         if guard.refused is not None:  # the hook caught the error
@@ -619,7 +451,7 @@ class StrictShared:
         with self.unwatched():
             self.tasks.update(key, updated, rebound)
 
-    def hold(self, what: str, tensor: torch.Tensor) -> "_Rebound":
+    def hold(self, what: str, tensor: torch.Tensor) -> "Rebound":
         """Return a weak reference to a rebound tensor of a task.
 
         Raises:
@@ -645,56 +477,3 @@ class StrictShared:
             yield
         finally:
             guard.paused = False
-
-
-def _check_rearmed(
-    tape: StrictTape,
-    memory: DeclaredMemory,
-    armed: list[torch.Tensor],
-    generator: torch.Generator,
-) -> None:
-    """Replay twice on the same inputs, with workspaces as before the first run, and undo both replays.
-
-    The inputs are memory that the graph writes and every step refreshes. Eager calls may write all declared
-    memory and their arguments.
-
-    Raises:
-        CaptureError: The results differ, because replays change some state and nothing resets it.
-    """
-    is_broken = tape.num_segments > 1
-    inputs = [t for t in (*memory.refreshed, *memory.caches) if is_broken or tape.writes(t)]
-    state = list(memory.workspaces)
-    kept = {storage_id(t) for t in state}
-    given = [t for t in tape.given() if storage_id(t) not in kept]
-    before = [t.clone() for t in (*inputs, *given, *state)]
-    random = generator.get_state()
-    results = []
-    try:
-        for tensor, value in zip(state, armed, strict=True):
-            write(tensor, value)
-        for _ in range(2):
-            for tensor, value in zip((*inputs, *given), before, strict=False):
-                write(tensor, value)
-            generator.set_state(random)
-            tape.rehearse()
-            results.append([t.clone() for t in (*tensors_of(tape.outputs), *inputs)])
-    finally:
-        moved = [
-            memory.name_of(t) or "a workspace"
-            for t, value in zip(state, armed, strict=True)
-            if not equal(t, value)
-        ]
-        for tensor, value in zip((*inputs, *given, *state), before, strict=True):
-            write(tensor, value)
-        generator.set_state(random)
-        tape.spoil()
-    if not all(equal(a, b) for a, b in zip(*results, strict=True)):
-        where = f"; a replay leaves changed: {', '.join(moved)}" if moved else ""
-        raise CaptureError(
-            f"a second replay on the same inputs gives another result{where}",
-            hint=(
-                "reset counters and flags inside the graph, before their first use: the host set them only "
-                "once, and a replay does not repeat host work"
-            ),
-            rule="GP18",
-        )

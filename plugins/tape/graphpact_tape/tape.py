@@ -30,15 +30,19 @@ from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_tape.code import Code
-from graphpact_tape.host import HostMemory, HostReadGuard
+from graphpact_tape.externals import hold_weakly
+from graphpact_tape.host_guard import HostReadGuard
+from graphpact_tape.host_tensors import HostMemory
 from graphpact_tape.nodes import Node, repeat
 from graphpact_tape.order import Order
+from graphpact_tape.rearmed import check_rearmed
 from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
 from graphpact_tape.reuse import in_shared_memory, private_memory
 from graphpact_tape.rewrites import memory_of, rewritten
-from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape, hold_weakly
+from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape
 from graphpact_tape.strict_observer import StrictObserver
-from graphpact_tape.tasks import RULE, TaskTable
+from graphpact_tape.task_table import TaskTable
+from graphpact_tape.tasks import RULE
 from graphpact_tape.trees import tensors_of
 
 __tracebackhide__ = True
@@ -185,7 +189,11 @@ class TapeDriver(RecordingDriver):
             strict = StrictRecorder(guard, self._shared, self.memory, traced=self.traced)
             with self._shared.watching(guard), strict.recording():
                 tape = StrictTape(strict, self.record(strict, fn))
-            return self._shared.keep(tape, self.memory, armed)
+            self._shared.add(tape)
+            if self.memory.refreshed:
+                check_rearmed(tape, self.memory, armed, self._shared.generator)
+            self._shared.tasks.add(tape.tasks)
+            return tape
 
     def task(
         self,
@@ -212,7 +220,7 @@ class TapeDriver(RecordingDriver):
         *,
         rebound: Mapping[str, torch.Tensor] = NONE_REBOUND,
     ) -> None:
-        """Set the arguments of a task for the next replay; see `graphpact_tape.tasks`."""
+        """Set the arguments of a task for the next replay; see `graphpact_tape.task_table`."""
         if self.is_capturing and self._recorder is not None:
             raise self._recorder.guard.refusal(
                 f"the task {key.layer!r} of {key.graph} is updated",

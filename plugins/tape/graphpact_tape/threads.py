@@ -25,7 +25,8 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from graphpact_tape.entrances import Entrance, replaced
-from graphpact_tape.host import READS, DispatchMode, HostReadGuard
+from graphpact_tape.host_calls import READS
+from graphpact_tape.host_guard import DispatchMode, HostReadGuard
 from graphpact_tape.trees import tensors_of
 
 __tracebackhide__ = True

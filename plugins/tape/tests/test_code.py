@@ -14,7 +14,8 @@ from graphpact.errors import CaptureError
 from graphpact.graphs.driver import TaskKey
 from graphpact.graphs.segments import EagerCall
 from graphpact_tape import code, reuse
-from graphpact_tape.host import HostMemory, HostReadGuard
+from graphpact_tape.host_guard import HostReadGuard
+from graphpact_tape.host_tensors import HostMemory
 from graphpact_tape.nodes import Node, make_node
 from graphpact_tape.recorder import Recorder
 from graphpact_tape.tape import Tape, TapeDriver

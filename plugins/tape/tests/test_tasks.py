@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from graphpact.errors import CaptureError, ContractError, ReplayError
 from graphpact.graphs import DeclaredMemory, Graph, GraphDriver, TaskKey, declare_kernel
-from graphpact_tape.host import HostMemory, HostReadGuard
+from graphpact_tape.host_guard import HostReadGuard
+from graphpact_tape.host_tensors import HostMemory
 from graphpact_tape.recorder import Recorder, RecordingDriver
 from graphpact_tape.tape import Tape, TapeDriver
 

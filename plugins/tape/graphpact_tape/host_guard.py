@@ -1,19 +1,11 @@
-"""Distinguish host tensors from device tensors on a CPU, and refuse host reads of device tensors.
+"""Refuse host reads of device tensors: `HostReadGuard` and `Watcher`.
 
-On a CPU both have the same ``device``, so torch cannot distinguish them. This module does it by origin: host
-tensors are declared, or computed only from host tensors. All others are device tensors. Reading a device
-tensor on the host is refused, because on a GPU it would stall the host or break a capture.
-
-With ``strict``, tensors that a GPU program would have on the host are host tensors too: those made without
-``device=``, from Python objects, or by numpy. Operations that mix host and device tensors are then refused,
-such as a copy from host memory, or an index on the host.
-
+Reading a device tensor on the host is refused, because on a GPU it would stall the host or break a capture.
 Most host reads reach the dispatcher (``_local_scalar_dense``), where a `TorchDispatchMode` sees them. On a
 CPU some do not, such as ``tolist`` and ``numpy``, so a `TorchFunctionMode` is needed as well.
 
-Only plain tensors are supported, which have one strided memory. Other kinds are refused: sparse, nested,
-mkldnn and quantized tensors. If a subclass dispatches operations on its parts, as a jagged tensor does, the
-parts are tracked.
+In strict host memory, operations that mix host and device tensors are refused too, such as a copy from host
+memory, or an index on the host. Tensors that are not plain are refused: sparse, nested, mkldnn and quantized.
 
 Does not: record anything, or see a read that bypasses torch (a raw pointer); see `graphpact_tape.raw`.
 """
@@ -22,261 +14,39 @@ import abc
 import contextlib
 import sys
 from collections.abc import Iterable, Iterator
-from functools import cache
 from types import FrameType
 from typing import Any
 
 import torch
 from torch._ops import HigherOrderOperator
-from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 from graphpact.errors import ContractError
 from graphpact.graphs.lines import Line
-from graphpact.tensors import extent_of, storage_id
+from graphpact.tensors import storage_id
+from graphpact_tape.host_calls import (
+    ADDRESSES,
+    COMPOSITE,
+    FROM_PYTHON,
+    INDEX_PUTS,
+    MASKED_FILLS,
+    READS,
+    call_of_pinned,
+    has_mask,
+    is_composite,
+    is_made_on_host,
+    is_placed,
+    pins,
+    reads_on_host,
+)
+from graphpact_tape.host_tensors import HostMemory, kind_of, plain_of
 from graphpact_tape.operators import python_implementation, written_by
 from graphpact_tape.trees import leaves_of, tensors_of
 
 __tracebackhide__ = True
 
 _aten = torch.ops.aten
-_functorch = torch._C._functorch  # noqa: SLF001  no public names
-
-# These functions read a tensor's memory on the host. On a CPU they do not reach the dispatcher.
-READS = {
-    torch.Tensor.tolist: "Tensor.tolist()",
-    torch.Tensor.numpy: "Tensor.numpy()",
-    torch.Tensor.__array__: "Tensor.__array__()",
-    torch.Tensor.__dlpack__: "Tensor.__dlpack__()",
-    torch.Tensor.cpu: "Tensor.cpu()",
-    torch.Tensor.__repr__: "Tensor.__repr__(), printing,",
-    torch.Tensor.__format__: "Tensor.__format__(), printing,",
-    torch.Tensor.__reduce_ex__: "Tensor.__reduce_ex__(), pickling,",
-}
-"""Functions that read a tensor on the host and dispatch nothing, with their names for messages."""
-
-# These functions return the address of a tensor's memory, or an object that contains it.
-_ADDRESSES = frozenset(
-    {
-        torch.Tensor.data_ptr,
-        torch.Tensor.untyped_storage,
-        torch.Tensor.storage,
-        vars(torch.Tensor)["__cuda_array_interface__"].__get__,
-    }
-)
-
-_COMPOSITE = torch._C.DispatchKey.CompositeImplicitAutograd  # noqa: SLF001  no public name
-
-# These reach the dispatcher, but torch has no tag for them: bool(tensor), a split by a tensor.
-_UNTAGGED_READS = frozenset({_aten.is_nonzero.default, _aten.tensor_split.tensor_indices_or_sections})
-
-# Torch declares that these only call other operations. On a CPU they also use memory themselves, to check an
-# argument or to compute.
-_WHOLE = frozenset({_aten.one_hot.default, _aten._sobol_engine_draw.default})  # noqa: SLF001  no public name
-
-_INDEX_PUTS = frozenset({_aten.index_put_.default, _aten.index_put.default})
-_MASKED_FILLS = frozenset({_aten.masked_fill_.Tensor, _aten.masked_fill.Tensor})
-
-# These functions make a tensor on the host unless ``device=`` is given.
-_FACTORIES = frozenset(
-    getattr(torch, name)
-    for name in (
-        "arange",
-        "empty",
-        "empty_strided",
-        "eye",
-        "full",
-        "linspace",
-        "logspace",
-        "ones",
-        "rand",
-        "randint",
-        "randn",
-        "randperm",
-        "tril_indices",
-        "triu_indices",
-        "zeros",
-    )
-)
-FROM_PYTHON = frozenset({torch.tensor, torch.as_tensor, torch.asarray})
-_FROM_MEMORY = frozenset({torch.from_numpy, torch.frombuffer, torch.from_file})
-
-
-def kind_of(tensor: torch.Tensor) -> str | None:
-    """Return a description of a tensor that is not plain; None if it is plain."""
-    if tensor.layout is not torch.strided:
-        return f"a tensor of the layout {tensor.layout}"
-    if tensor.is_quantized:
-        return "a quantized tensor"
-    if tensor.is_nested:
-        return "a nested tensor"
-    # Autograd makes these in forward mode.
-    return "a tensor of zeros without memory" if tensor._is_zerotensor() else None  # noqa: SLF001
-
-
-def plain_of(tensor: torch.Tensor) -> torch.Tensor | None:
-    """Return ``tensor`` without wrappers of ``torch.func``; None if that is not a plain tensor."""
-    while _functorch.is_functorch_wrapped_tensor(tensor):
-        tensor = _functorch.get_unwrapped(tensor)
-    return tensor if kind_of(tensor) is None else None
-
-
-def plain_tensors(tensors: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Return `plain_of` for each tensor, leaving out None."""
-    return [plain for plain in map(plain_of, tensors) if plain is not None]
-
-
-class WeakTensor:
-    """A weak reference to a tensor's memory, with the layout that is needed to make the tensor again."""
-
-    __slots__ = ("_device", "_dtype", "_flips", "_layout", "storage")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.storage = StorageWeakRef(tensor.untyped_storage())
-        self._dtype, self._device = tensor.dtype, tensor.device
-        self._layout = tensor.storage_offset(), tensor.shape, tensor.stride()
-        self._flips = tensor.is_conj(), tensor.is_neg()
-
-    def revive(self) -> torch.Tensor | None:
-        """Return the tensor, or None if its memory was freed."""
-        make = torch.UntypedStorage._new_with_weak_ptr  # noqa: SLF001  no public name
-        storage: torch.UntypedStorage | None = make(self.storage.cdata)
-        if storage is None:
-            return None
-        tensor = torch.empty(0, dtype=self._dtype, device=self._device)
-        tensor.set_(storage, *self._layout)
-        is_conj, is_neg = self._flips
-        tensor = tensor.conj() if is_conj else tensor
-        return tensor._neg_view() if is_neg else tensor  # noqa: SLF001  no public name
-
-
-class HostMemory:
-    """The set of host memory. A tensor is ``in`` the set if it is a host tensor.
-
-    Args:
-        declared: Tensors that are declared to be on the host.
-        strict: Whether tensors made without ``device=`` are host tensors.
-    """
-
-    def __init__(self, declared: Iterable[torch.Tensor] = (), *, strict: bool = False) -> None:
-        self.strict = strict
-        self.depth = 0  # depth of nested calls that make host tensors
-        self.call: Any = ()  # the arguments of the current call
-        # Byte ranges of storages: on a CPU, one storage may hold host and device tensors. The weak references
-        # keep a storage's id from being reused.
-        self._host: dict[int, tuple[StorageWeakRef, list[tuple[int, int]]]] = {}
-        self._pinned: dict[int, StorageWeakRef] = {}
-        self.add(declared)
-
-    def add(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Declare the memory of ``tensors`` as host memory."""
-        for tensor in plain_tensors(tensors):
-            reference = StorageWeakRef(tensor.untyped_storage())
-            _, extents = self._host.setdefault(storage_id(tensor), (reference, []))
-            extent = extent_of(tensor)
-            if extent not in extents:
-                extents.append(extent)
-
-    def pin(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Declare the memory of ``tensors`` as pinned host memory."""
-        tensors = list(tensors)
-        self.add(tensors)
-        self._pinned |= {storage_id(t): StorageWeakRef(t.untyped_storage()) for t in tensors}
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is in memory that was declared as pinned."""
-        return storage_id(tensor) in self._pinned
-
-    def prune(self) -> None:
-        """Drop storages that were freed."""
-        self._pinned = {key: known for key, known in self._pinned.items() if not known.expired()}
-        self._host = {key: known for key, known in self._host.items() if not known[0].expired()}
-
-    def holds(self, storage: torch.UntypedStorage) -> bool:
-        """Return whether ``storage`` contains host tensors."""
-        return storage._cdata in self._host  # noqa: SLF001  no public name
-
-    def __contains__(self, tensor: torch.Tensor) -> bool:
-        try:
-            known = self._host.get(storage_id(tensor))
-        except NotImplementedError:  # the tensor has no storage
-            plain = plain_of(tensor)
-            return plain is not None and plain in self
-        if known is None:
-            return False
-        begin, end = extent_of(tensor)
-        return any(first <= begin and end <= last for first, last in known[1])
-
-    def is_number(self, tensor: torch.Tensor) -> bool:
-        """Return whether ``tensor`` is a host number, which a kernel takes by value."""
-        if tensor.dim():
-            return False
-        # If it is not among the caller's arguments, torch made it from a Python number.
-        given = plain_tensors(tensors_of(self.call))
-        return tensor in self or storage_id(tensor) not in set(map(storage_id, given))
-
-
-def has_default_device() -> bool:
-    """Return whether ``with device:`` is active; that mode runs after this module's own."""
-    return any(isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
-
-
-def reads_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether ``func`` reads a tensor's contents on the host, to get a number or a shape."""
-    if func is _aten.index.Tensor:  # the length of the result depends on contents only for a mask
-        return _has_mask(args[1])
-    if func is _aten.repeat_interleave.Tensor:
-        return kwargs.get("output_size") is None
-    if func is _aten.one_hot.default:
-        return args[1:] in ((), (-1,)) and kwargs.get("num_classes", -1) == -1
-    return _always_reads(func)
-
-
-@cache
-def _always_reads(func: Any) -> bool:
-    """Return whether ``func`` reads contents on the host whatever its arguments are."""
-    return (
-        torch.Tag.data_dependent_output in func.tags
-        or torch.Tag.dynamic_output_shape in func.tags
-        or func in _UNTAGGED_READS
-    )
-
-
-def _has_mask(indices: Any) -> bool:
-    return any(t.dtype in (torch.bool, torch.uint8) for t in tensors_of(indices))
-
-
-def _is_placed(kwargs: dict[str, Any]) -> bool:
-    """Return whether the call gives a device for the tensor that it makes."""
-    return kwargs.get("device") is not None or has_default_device()
-
-
-def _is_made_on_host(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Return whether a call makes a tensor on the host without a device tensor as argument."""
-    return func in _FROM_MEMORY or (
-        (func in _FACTORIES or func in FROM_PYTHON)
-        and not _is_placed(kwargs)
-        and kwargs.get("out") is None
-        and not tensors_of(args[:1])
-    )
-
-
-def pins(func: Any, kwargs: dict[str, Any]) -> bool:
-    """Return whether a call makes pinned memory."""
-    return bool(kwargs.get("pin_memory")) or func is torch.Tensor.pin_memory
-
-
-def call_of_pinned(
-    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
-    """Return a call that `pins` in a form that works here: without an accelerator it does not pin."""
-    if torch.accelerator.is_available():
-        return func, args, kwargs
-    if func is torch.Tensor.pin_memory:
-        return torch.clone, args[:1], {}
-    return func, args, {**kwargs, "pin_memory": False}
 
 
 class HostReadGuard(TorchFunctionMode):
@@ -320,7 +90,7 @@ class HostReadGuard(TorchFunctionMode):
             return func(*args, **kwargs)
         if func in READS and args[0] not in self.host:
             raise self.host_read(READS[func])
-        if func in _ADDRESSES:
+        if func in ADDRESSES:
             self._note_address(args[0], sys._getframe(1))  # noqa: SLF001  no public way
         if func is torch.Tensor.__deepcopy__:  # replaces storages below the dispatcher
             func, args = torch.clone, args[:1]
@@ -343,11 +113,11 @@ class HostReadGuard(TorchFunctionMode):
         if func is torch.Tensor.is_pinned and host.is_pinned(args[0]):
             return True
         is_pinned = pins(func, kwargs)
-        placed = _is_placed(kwargs) and not is_pinned
+        placed = is_placed(kwargs) and not is_pinned
         if is_pinned:
             self._check_pinning(func, args)
             func, args, kwargs = call_of_pinned(func, args, kwargs)
-        made_on_host = is_pinned or _is_made_on_host(func, args, kwargs)
+        made_on_host = is_pinned or is_made_on_host(func, args, kwargs)
         if func is torch.Tensor.new_tensor or (func in FROM_PYTHON and placed and not tensors_of(args[:1])):
             raise self.refusal(
                 "copies Python numbers to the device, which makes the host wait,",
@@ -394,7 +164,7 @@ class HostReadGuard(TorchFunctionMode):
             self.addressed.setdefault(storage_id(plain), (plain.untyped_storage(), Line()))
 
     def _check_masked_write(self, key: Any, value: Any) -> None:
-        mask = _has_mask(key if isinstance(key, tuple) else (key,))
+        mask = has_mask(key if isinstance(key, tuple) else (key,))
         if mask and isinstance(value, torch.Tensor) and value not in self.host:
             raise self.host_read("an assignment by a mask")
 
@@ -483,18 +253,18 @@ class Watcher(DispatchMode, abc.ABC):
             return result
         if reads_on_host(func, args, kwargs):
             raise self.guard.host_read(str(func))
-        if _is_composite(func):
+        if is_composite(func):
             # Decompose it; the operations that it calls are dispatched here again.
             with self:
-                return func._op_dk(_COMPOSITE, *args, **kwargs)  # noqa: SLF001  no public name
+                return func._op_dk(COMPOSITE, *args, **kwargs)  # noqa: SLF001  no public name
         implementation = python_implementation(func, given)
         if implementation is not None:
             self._check_addresses(func, args, kwargs)
             with self.guard.inside(func), self:
                 return implementation(*args, **kwargs)
-        if func in _INDEX_PUTS:
+        if func in INDEX_PUTS:
             self._check_index_put(func, args)
-        elif func in _MASKED_FILLS and not self.host.is_number(args[2]):
+        elif func in MASKED_FILLS and not self.host.is_number(args[2]):
             raise self.guard.host_read(f"{func} of a tensor's value")
         if on_host:
             self._check_traffic(func, args, kwargs, len(given), on_host)
@@ -544,7 +314,7 @@ class Watcher(DispatchMode, abc.ABC):
 
     def _check_index_put(self, func: Any, args: tuple[Any, ...]) -> None:
         is_number = self.host.is_number(args[2])
-        if _has_mask(args[1]):
+        if has_mask(args[1]):
             # For a number torch runs masked_fill. For a tensor it needs the number of true elements.
             if not is_number:
                 raise self.guard.host_read(f"{func} by a mask")
@@ -592,16 +362,6 @@ class Watcher(DispatchMode, abc.ABC):
                 "make the tensor with device=, or copy it with driver.copy_async(); for a single number, use"
                 " fill_()",
             )
-
-
-@cache
-def _is_composite(func: Any) -> bool:
-    """Return whether ``func`` only calls other operations, although torch does not decompose it here."""
-    if func in _WHOLE:
-        return False
-    return not func._schema.is_mutable and torch._C._dispatch_has_kernel_for_dispatch_key(  # noqa: SLF001
-        func.name(), _COMPOSITE
-    )
 
 
 @contextlib.contextmanager
