@@ -72,22 +72,6 @@ def eagle_draft_advances_positions_once(_: Any, right: Any, forward: Forward, st
     return anew
 
 
-@exhibit("GP03", "sgl-project/sglang#26292", on="eagle_draft", lanes="draft_decode", prefix="eagle-draft")
-@exhibit(
-    "GP03",
-    "sgl-project/sglang#26292",
-    on="eagle_draft_extend",
-    lanes="draft_extend",
-    prefix="eagle-draft-extend",
-)
-@exhibit(
-    "GP03", "sgl-project/sglang#26292", on="frozen_kv_mtp", lanes="decode_frozen", prefix="frozen-kv-mtp"
-)
-def keeps_request_rows(base: type[Any]) -> type[Any]:
-    """Lengths and slots of padding rows are reset, but not their request rows."""
-    return keeps_tails(base, "req_pool_indices")
-
-
 @exhibit("GP03", "sgl-project/sglang#23037", on="eagle_draft", lanes="draft_decode_tree")
 def eagle_draft_keeps_scores(base: type[Any]) -> type[Any]:
     """Padded branches keep the scores of an earlier batch, by which the graph chooses among them."""

@@ -41,6 +41,17 @@ from graphpact_museum.exhibit import exhibit
     lanes="target_verify_tree",
     prefix="verify-runner",
 )
+@exhibit("GP03", "sgl-project/sglang#26292", on="eagle_draft", lanes="draft_decode", prefix="eagle-draft")
+@exhibit(
+    "GP03",
+    "sgl-project/sglang#26292",
+    on="eagle_draft_extend",
+    lanes="draft_extend",
+    prefix="eagle-draft-extend",
+)
+@exhibit(
+    "GP03", "sgl-project/sglang#26292", on="frozen_kv_mtp", lanes="decode_frozen", prefix="frozen-kv-mtp"
+)
 def keeps_request_rows(base: type[Any]) -> type[Any]:
     """Lengths and slots of padding rows are reset, but not their request rows."""
     return keeps_tails(base, "req_pool_indices")

@@ -134,7 +134,7 @@ class DecodeBackend(KVBackend, abc.ABC):
 
 
 @dataclass
-class Keys:
+class TableMetadata:
     """``out_cache_loc`` ``[T]``; ``lens`` ``[bs]``, the keys of each request; ``table`` ``[bs, n]``."""
 
     out_cache_loc: torch.Tensor
@@ -145,17 +145,17 @@ class Keys:
 class TableBackend(DecodeBackend):
     """A backend with a table of KV slots and the number of keys of each request."""
 
-    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Keys:
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> TableMetadata:
         """Return the slots."""
         del shape
-        return Keys(view.out_cache_loc, buffers("variant.lens"), buffers("variant.table"))
+        return TableMetadata(view.out_cache_loc, buffers("variant.lens"), buffers("variant.table"))
 
-    def fill_metadata(self, view: ForwardBatch, metadata: Keys) -> None:
+    def fill_metadata(self, view: ForwardBatch, metadata: TableMetadata) -> None:
         """Count keys, and copy rows of the page table."""
         metadata.lens.copy_(view.seq_lens + view.uncounted_keys)
         self.fill_table(view, metadata.table)
 
-    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_of(self, metadata: TableMetadata, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the table, cut by lengths; one query for each request."""
         del layer
         at = torch.arange(metadata.table.shape[1], device=metadata.table.device)

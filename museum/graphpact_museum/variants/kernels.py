@@ -16,8 +16,8 @@ from graphpact.shapes import GraphShape
 from graphpact_museum.exhibit import variant
 from graphpact_museum.variants.attention import (
     DecodeBackend,
-    Keys,
     TableBackend,
+    TableMetadata,
     attend,
     capabilities,
     lengths_slot,
@@ -65,7 +65,7 @@ def online_softmax(_: type[Any]) -> type[Any]:
 
 @dataclass
 class _Sorted:
-    """`Keys` in the order of their lengths, and ``order`` ``[bs]``: the row of each of them."""
+    """`TableMetadata` in the order of their lengths, and ``order`` ``[bs]``: the row of each of them."""
 
     out_cache_loc: torch.Tensor
     lens: torch.Tensor
@@ -183,7 +183,7 @@ class _CompilesByShape(TableBackend):
         super().__init__(context)
         self.compiled: dict[tuple[int, ...], _Kernel] = {}
 
-    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_of(self, metadata: TableMetadata, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the kernel of this size."""
         del layer
         key = tuple(metadata.table.shape)
@@ -217,7 +217,7 @@ class _FoldedConstants(TableBackend):
         self.windows = torch.tensor(windows, device=context.device)
         self.at = {layer.layer_id: at for at, layer in enumerate(context.layers)}
 
-    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_of(self, metadata: TableMetadata, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Cut by the layer's window."""
         lens = metadata.lens[:, None]
         at = torch.arange(metadata.table.shape[1], device=metadata.table.device)

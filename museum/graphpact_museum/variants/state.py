@@ -19,8 +19,8 @@ from graphpact_museum.exhibit import variant
 from graphpact_museum.variants.attention import (
     UNIFORM_MODES,
     DecodeBackend,
-    Keys,
     TableBackend,
+    TableMetadata,
     capabilities,
     lengths_slot,
     table_slot,
@@ -40,7 +40,7 @@ class _ConstantsByLimits(TableBackend):
         self.requests = torch.arange(most.max_bs + 1, device=device)
         self.causal = torch.ones(most.max_context_len, most.max_context_len, device=device).bool().tril()
 
-    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_of(self, metadata: TableMetadata, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the request of each token from the arange, and the keys that it sees from the mask."""
         del layer
         bs, tokens = len(metadata.lens), len(metadata.out_cache_loc)
@@ -200,27 +200,29 @@ class _StatePerShape(_ConstantsByLimits):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self.by_shape: dict[GraphShape, Keys] = {}
-        self.current: Keys | None = None
+        self.by_shape: dict[GraphShape, TableMetadata] = {}
+        self.current: TableMetadata | None = None
 
     @hookimpl
-    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Keys:
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> TableMetadata:
         """Make the metadata of a shape, and keep it."""
-        made: Keys = super().init_metadata_capture(view, shape)
+        made: TableMetadata = super().init_metadata_capture(view, shape)
         self.current = self.by_shape[shape] = made
         return made
 
     @hookimpl
-    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Keys) -> Keys:
+    def init_metadata_replay(
+        self, view: ForwardBatch, shape: GraphShape, captured: TableMetadata
+    ) -> TableMetadata:
         """Refresh the metadata that is kept for the shape."""
         del captured
         self.current = self.by_shape[shape]
-        found: Keys = super().init_metadata_replay(view, shape, self.current)
+        found: TableMetadata = super().init_metadata_replay(view, shape, self.current)
         return found
 
-    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Keys:
+    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> TableMetadata:
         """Make new metadata, the current one from now on."""
-        made: Keys = super().init_metadata_eager(batch, fill=fill)
+        made: TableMetadata = super().init_metadata_eager(batch, fill=fill)
         self.current = made
         return made
 
@@ -243,23 +245,25 @@ class _OneObject(_ConstantsByLimits):
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self.only: Keys | None = None
-        self.views: dict[GraphShape, Keys] = {}
+        self.only: TableMetadata | None = None
+        self.views: dict[GraphShape, TableMetadata] = {}
 
     @hookimpl
-    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Keys:
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> TableMetadata:
         """Make the views of a shape, and show them."""
         self.views[shape] = super().init_metadata_capture(view, shape)
         return self._showing(shape)
 
     @hookimpl
-    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Keys) -> Keys:
+    def init_metadata_replay(
+        self, view: ForwardBatch, shape: GraphShape, captured: TableMetadata
+    ) -> TableMetadata:
         """Show the views of a shape, and refresh them."""
         del captured
-        found: Keys = super().init_metadata_replay(view, shape, self._showing(shape))
+        found: TableMetadata = super().init_metadata_replay(view, shape, self._showing(shape))
         return found
 
-    def _showing(self, shape: GraphShape) -> Keys:
+    def _showing(self, shape: GraphShape) -> TableMetadata:
         views = self.views[shape]
         self.only = self.only or replace(views)
         vars(self.only).update(vars(views))
@@ -281,23 +285,25 @@ class _BoundAnew(_ConstantsByLimits):
         self.by_size = [torch.arange(size + 1, device=context.device) for size in sizes]
 
     @hookimpl
-    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Keys:
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> TableMetadata:
         """Bind the constant of the shape."""
         self.requests = self.by_size[shape.batch_size]
-        made: Keys = super().init_metadata_capture(view, shape)
+        made: TableMetadata = super().init_metadata_capture(view, shape)
         return made
 
     @hookimpl
-    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Keys) -> Keys:
+    def init_metadata_replay(
+        self, view: ForwardBatch, shape: GraphShape, captured: TableMetadata
+    ) -> TableMetadata:
         """Bind the constant of the shape."""
         self.requests = self.by_size[shape.batch_size]
-        found: Keys = super().init_metadata_replay(view, shape, captured)
+        found: TableMetadata = super().init_metadata_replay(view, shape, captured)
         return found
 
-    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Keys:
+    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> TableMetadata:
         """Bind the constant of the batch."""
         self.requests = self.by_size[batch.batch_size]
-        made: Keys = super().init_metadata_eager(batch, fill=fill)
+        made: TableMetadata = super().init_metadata_eager(batch, fill=fill)
         return made
 
 
@@ -316,7 +322,7 @@ class _Module(TableBackend, torch.nn.Module):
         self.index: torch.Tensor
         self.register_buffer("index", torch.arange(context.limits.max_context_len, device=context.device))
 
-    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_of(self, metadata: TableMetadata, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Compare the buffer with the lengths."""
         del layer
         return metadata.table, self.index < metadata.lens[:, None]

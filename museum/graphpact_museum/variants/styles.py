@@ -191,7 +191,7 @@ def metadata_of_narrow_types(_: type[Any]) -> type[Any]:
 
 @dataclass
 class _Expanded:
-    """`Keys`, and ``first`` ``[bs]``: one number of a slot, for every request."""
+    """`TableMetadata`, and ``first`` ``[bs]``: one number of a slot, for every request."""
 
     out_cache_loc: torch.Tensor
     lens: torch.Tensor
