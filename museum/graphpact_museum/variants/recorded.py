@@ -1,4 +1,4 @@
-"""Correct plugins with regions with other work: segments, several passes, inputs written in place.
+"""Correct runners whose regions do other work: segments, several passes, inputs written in place.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """
@@ -17,7 +17,7 @@ from graphpact_museum.exhibit import variant
 @variant(on="reference_runner", lanes=("decode", "extend"))
 @overrides("compose")
 def attention_between_segments(_: Any, __: Any, forward: Forward, step: RegionContext) -> Region:
-    """Attention is an eager call between two segments of a graph, with the metadata of each replay."""
+    """Attention is an eager call between two segments of a graph, with new metadata in each replay."""
     return broken_at_attention(forward, step)
 
 

@@ -1,4 +1,4 @@
-"""Correct backends, written from scratch, which keep constants, staging memory and state of other engines.
+"""Correct backends, written from scratch, that keep constants, staging memory and state as other engines do.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """
@@ -30,7 +30,7 @@ from graphpact_museum.variants.attention import (
 
 
 class _ConstantsByLimits(TableBackend):
-    """Keeps an arange of requests and a causal mask outside the registry, sized by the limits."""
+    """A backend with an arange of requests and a causal mask outside the registry, sized by the limits."""
 
     capabilities = capabilities(modes=UNIFORM_MODES, graph_support=GraphSupport.UNIFORM)
 
@@ -53,7 +53,7 @@ class _ConstantsByLimits(TableBackend):
 
 @variant(on="reference", lanes=("decode", "target_verify", "idle"))
 def constants_by_limits(_: type[Any]) -> type[Any]:
-    """An arange of `max_bs + 1` and a causal mask of `max_context_len` lie outside the registry."""
+    """An arange of `max_bs + 1` and a causal mask of `max_context_len` are kept outside the registry."""
     return _ConstantsByLimits
 
 
@@ -67,7 +67,7 @@ class _Pages:
 
 
 class _TransposedTable(DecodeBackend):
-    """Has a table of page ids, int32, with a column for each request."""
+    """A backend with a table of page ids, int32, with a column for each request."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return slots of lengths and of the table, which grows along its second axis."""
@@ -121,7 +121,7 @@ class _Packed:
 
 
 class _DoubleBuffered(DecodeBackend):
-    """Counts in lists on the host, and copies all numbers at once from two host buffers in turn."""
+    """A backend that counts in lists on the host, and copies all numbers at once from two buffers in turn."""
 
     capabilities = capabilities(needs_host_plan=True)
 
@@ -196,7 +196,7 @@ def double_buffered_staging(_: type[Any]) -> type[Any]:
 
 
 class _StatePerShape(_ConstantsByLimits):
-    """Keeps the metadata of every shape in a dict; `forward` reads the current one and no argument."""
+    """A backend that keeps the metadata of every shape in a dict; `forward` ignores its argument."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -221,7 +221,7 @@ class _StatePerShape(_ConstantsByLimits):
         return found
 
     def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> TableMetadata:
-        """Make new metadata, the current one from now on."""
+        """Make new metadata, and make it the current one."""
         made: TableMetadata = super().init_metadata_eager(batch, fill=fill)
         self.current = made
         return made
@@ -241,7 +241,7 @@ def state_per_shape(_: type[Any]) -> type[Any]:
 
 
 class _OneObject(_ConstantsByLimits):
-    """Has one metadata object for all shapes, whose fields are the views of the shape of the step."""
+    """A backend with one metadata object for all shapes; its fields are the views of the current shape."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -250,7 +250,7 @@ class _OneObject(_ConstantsByLimits):
 
     @hookimpl
     def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> TableMetadata:
-        """Make the views of a shape, and show them."""
+        """Make the views of a shape, and put them into the object."""
         self.views[shape] = super().init_metadata_capture(view, shape)
         return self._showing(shape)
 
@@ -258,7 +258,7 @@ class _OneObject(_ConstantsByLimits):
     def init_metadata_replay(
         self, view: ForwardBatch, shape: GraphShape, captured: TableMetadata
     ) -> TableMetadata:
-        """Show the views of a shape, and refresh them."""
+        """Put the views of a shape into the object, and refresh them."""
         del captured
         found: TableMetadata = super().init_metadata_replay(view, shape, self._showing(shape))
         return found
@@ -277,7 +277,7 @@ def one_object_for_all_shapes(_: type[Any]) -> type[Any]:
 
 
 class _BoundAnew(_ConstantsByLimits):
-    """Keeps a constant for every batch size, and binds the one of the step to an attribute."""
+    """A backend with a constant for every batch size; each step binds its constant to an attribute."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -309,12 +309,12 @@ class _BoundAnew(_ConstantsByLimits):
 
 @variant(on="reference", lanes=("decode", "target_verify"))
 def constants_bound_by_size(_: type[Any]) -> type[Any]:
-    """An attribute is bound to another constant in each step, also by eager steps; all of them are kept."""
+    """Each step, even an eager one, binds an attribute to the constant of its size; all of these are kept."""
     return _BoundAnew
 
 
 class _Module(TableBackend, torch.nn.Module):
-    """Is a module, whose constants are buffers."""
+    """A backend that is a torch module, with its constants as buffers."""
 
     def __init__(self, context: BackendContext) -> None:
         torch.nn.Module.__init__(self)
