@@ -1,4 +1,4 @@
-"""`builder_lane`: makes a lane whose backend calls builders of another engine. Also runs given reads.
+"""`builder_lane`: makes a lane whose backend calls builders of another engine. `outputs_with`: runs reads.
 
 Does not: run experiments; see `graphpact_adapters.experiments`.
 """

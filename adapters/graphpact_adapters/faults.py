@@ -41,20 +41,20 @@ from graphpact_conformance.results import Finding
 from graphpact_tape.poison import is_poison, poison
 
 HELP = {
-    "GP01": "write into the tensor of the capture: a graph reads its memory, and nothing that {replay}()"
-    " makes anew",
+    "GP01": "write into the tensor of the capture: a graph reads its memory, not that of a new tensor from"
+    " {replay}()",
     "GP02": "write it in every {replay}(), into persistent memory that the captured metadata refers to",
-    "GP03": "write the padding rows in every {replay}() too, or clear them: they keep what an earlier batch"
-    " left",
+    "GP03": "write the padding rows in every {replay}() too, or clear them: they keep the data of an earlier"
+    " batch",
     "GP04": "give padding rows numbers that the kernel accepts: no query, no key",
     "GP08": "the graph keeps this number: build captures with the largest one, or let the kernel read it from"
     " a tensor; if the engine updates it in the graph for each replay, as on an NPU, name it in tasks",
-    "GP09": "make it anew in every {replay}(), or compare all that it is made of: pages too, not only counts",
+    "GP09": "make it again in every {replay}(), or compare all of its inputs: pages too, not only counts",
     "GP10": "captures and replays must choose the same launches: decide by what is equal for all batches of"
     " a graph, not by the numbers of one batch",
     "GP13": "size it for the longest request of a step, with the drafts that a step may add",
     "GP14": "allocate it in {allocates}, for the largest step, and keep it in the {subject}: the engine"
-    " drops what a capture made, and its memory goes to other tensors",
+    " drops the tensors of a capture, and their memory goes to other tensors",
     "GP21": "update all tasks, in their order, and give each one the metadata that {replay}() made for its"
     " layer in this step",
 }

@@ -163,5 +163,5 @@ def _tried(attempt: Callable[[], object]) -> tuple[list[str], str | None]:
 
 
 def _deepest(paths: Sequence[str]) -> list[str]:
-    """Return the paths without those of objects whose attributes are among them."""
+    """Return the paths, but not those of an object if the path of one of its attributes is there too."""
     return [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]

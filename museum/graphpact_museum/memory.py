@@ -20,7 +20,7 @@ from graphpact_museum.exhibit import Make, exhibit
 
 
 def _resizes(name: str) -> Callable[[Callable[[Any, tuple[int, ...]], tuple[int, ...]]], Make]:
-    """Return a decorator that makes an edit of ``(limits, shape) -> shape``, the new shape of a slot."""
+    """Return a decorator of ``(limits, shape) -> shape`` that makes an edit: the slot gets that shape."""
 
     def decorate(resize: Callable[[Any, tuple[int, ...]], tuple[int, ...]]) -> Make:
         def declare_slots(_: Any, right: Any, limits: Any) -> list[GraphSlot]:

@@ -41,7 +41,7 @@ def fa3_skips_requests_of_the_fill_length(backend: Any, call: Attended) -> torch
     """The kernel treats a request with the length of a padding row as padding, and outputs zeros."""
     lens = call.metadata.cache_seqlens
     width = len(call.out) // len(lens)
-    more = width if width > 1 else 0  # drafts that are counted
+    more = width if width > 1 else 0  # lengths include drafts
     is_padding = lens == backend.capabilities.seq_len_fill_value + more
     return call.out.masked_fill(is_padding.repeat_interleave(width)[:, None, None], 0)
 

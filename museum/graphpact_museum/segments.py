@@ -95,7 +95,7 @@ def crossing(cross: Crossing) -> Make:
     return made_by(cross, make)
 
 
-# -- GP01: what the next segment reads ---------------------------------------------------------------
+# -- GP01: the reads of the next segment -------------------------------------------------------------
 
 
 @exhibit("GP01", "vllm-project/vllm#37361", on="breakable_cuda_graph", lanes="extend", prefix="breakable")
@@ -365,7 +365,7 @@ def with_new_results(_: Any, call: Bridged) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FullMetadata:
-    """Upgraded metadata: what the kernels of a backend read.
+    """Upgraded metadata, which the kernels of a backend can read.
 
     Args:
         of_kernels: The metadata of the backend.

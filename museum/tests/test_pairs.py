@@ -1,4 +1,4 @@
-"""Exhibits of backends below runners of plugins, and of runners whose attention leaves the graphs."""
+"""Exhibits in pairs: backends with runners of plugins, and runners with attention outside the graphs."""
 
 from collections.abc import Iterator
 from dataclasses import replace

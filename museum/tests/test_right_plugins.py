@@ -1,4 +1,4 @@
-"""Right plugins are not accused: batches stay within the limits, and held memory may have any layout.
+"""Right plugins have no findings: batches stay within the limits, and held memory may have any layout.
 
 `test_museum` runs all experiments on all variants. This module checks the kinds of false alarms that they
 guard against.

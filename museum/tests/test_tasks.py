@@ -1,4 +1,4 @@
-"""Exhibits of tasks: which experiment shows each, and what the finding says."""
+"""Exhibits of tasks: the experiment that shows each of them, and the text of the finding."""
 
 from collections import Counter
 

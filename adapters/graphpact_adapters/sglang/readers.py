@@ -7,7 +7,7 @@
               the new keys of a request follow it
 
 A kernel uses the address of a tensor and the lengths, not the shape of a view. A view that a capture made for
-a dummy batch may be shorter than what a replay writes, so readers widen such views to the end of their
+a dummy batch may be shorter than the data of a replay, so readers widen such views to the end of their
 memory.
 
 Does not: read the metadata of other kernels; their authors write a reader.

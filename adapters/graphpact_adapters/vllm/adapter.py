@@ -335,7 +335,7 @@ METHODS = {
     "reorder_batch": "before each build, in earlier releases",
     "can_run_in_cudagraph": "before each replay, in earlier releases",
 }
-"""Methods of builders that vLLM calls beside ``build``, and when."""
+"""Methods of builders that vLLM calls besides ``build``, and when it calls them."""
 
 
 def _called_in(lane: LaneUnderTest) -> set[str]:

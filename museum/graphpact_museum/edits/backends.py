@@ -32,12 +32,12 @@ def after_replay_hook(edit: Edit) -> Make:
 
 
 def not_refreshed(base: type[Any], spare: Callable[[Any], Any], *, in_graph: bool) -> type[Any]:
-    """Return a backend that refreshes a spare copy of some fields after capture.
+    """Return a backend whose replays write a spare copy of some fields instead of the captured fields.
 
     Args:
         base: The correct class.
-        spare: Returns metadata with other memory for the fields that are not refreshed.
-        in_graph: Whether the recorded body has the bug, or the replay hook.
+        spare: Returns metadata with new memory for the fields that are not refreshed.
+        in_graph: True to plant the bug in the recorded body, false for the replay hook.
     """
 
     def record_metadata(self: Any, _: Any, view: ForwardBatch, metadata: Any) -> None:
@@ -88,7 +88,7 @@ class Attended:
 
 
 Then: TypeAlias = Callable[[Any, Attended], torch.Tensor]
-"""``(backend, call) -> out``: returns the output in place of that of the call."""
+"""``(backend, call) -> out``: returns the output that replaces ``call.out``."""
 
 
 def after_attention(then: Then) -> Make:

@@ -20,7 +20,7 @@ AfterFill: TypeAlias = Callable[[Any, CudaGraphBufferRegistry, ForwardBatch, Gra
 
 
 def after_fill(edit: AfterFill) -> Make:
-    """Make an edit of runners that fill their slots, and then run ``edit``."""
+    """Make an edit of runners that run ``edit`` after they have filled their slots."""
 
     def populate(self: Any, right: Any, registry: Any, batch: ForwardBatch, shape: GraphShape) -> None:
         right(registry, batch, shape)

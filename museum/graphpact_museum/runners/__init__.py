@@ -7,7 +7,7 @@ Code outside plugins is edited in place while the exhibit runs.
     ranks           ranks that record or replay different graphs: GP17
     dummy_batches   the batch of a capture: GP11
     padding_rows    padding rows and their number: GP03 to 06
-    steps           what a runner shows, copies, returns and waits for: GP01, 02, 13 to 15, 19, 20
+    steps           views, copies, memory, outputs and waits of runners: GP01, 02, 13 to 15, 19, 20
 
 Does not: plant bugs in attention backends, except where ranks record different work.
 """

@@ -76,5 +76,5 @@ def draft_dummies_of_length_zero(_: Any, right: Any, shape: GraphShape) -> Forwa
 @exhibit("GP11", "vllm-project/vllm#53821", on="cuda_graph", lanes="decode")
 @after_fill_of_captures
 def cuda_graph_blanks_lengths_at_capture(_: Any, registry: Any, __: ForwardBatch, shape: GraphShape) -> None:
-    """At capture lengths are zeroed after the fill, to protect a kernel that does not need them."""
+    """At capture lengths are zeroed after the fill to protect a kernel, although it does not need them."""
     registry.get_slot("seq_lens").slice_for(shape.batch_size, 0).zero_()

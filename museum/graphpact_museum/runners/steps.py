@@ -1,4 +1,4 @@
-"""Exhibits of what a runner shows, copies, returns and waits for: GP01, 02, 13 to 15, 19, 20.
+"""Exhibits of the views, copies, memory, outputs and waits of runners: GP01, 02, 13 to 15, 19, 20.
 
 Does not: plant bugs in padding rows; see `graphpact_museum.runners.padding_rows`.
 """

@@ -55,7 +55,7 @@ def draft_extend_that_runs_twice(_: Any, right: Any, forward: Forward, step: Reg
 @variant(on="eagle_draft", lanes=("draft_decode", "draft_decode_tree"))
 @overrides("compose")
 def draft_that_writes_its_positions(_: Any, right: Any, forward: Forward, step: RegionContext) -> Any:
-    """A graph writes the positions of each pass into its own input, which every step fills anew."""
+    """A graph writes the positions of each pass into its own input, which every step fills again."""
     if step.is_eager:
         return right(forward, step)
     view, passes = step.view, itertools.count()
