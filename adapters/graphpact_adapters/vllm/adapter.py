@@ -215,8 +215,8 @@ class Builders:
                 f"{self.name} makes no builder with graph support: {describe_error(error)},"
                 f" at {place_of(error)}",
                 hint="it is called with (kv_cache_spec, layer_names, vllm_config, device), on the CPU; the"
-                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport,"
-                " and its cudagraph_support was one in earlier releases",
+                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport;"
+                " in earlier releases its attribute cudagraph_support is one",
             ) from error
         return builder, engine, getattr(builder, "kv_cache_spec", spec)
 

@@ -296,7 +296,9 @@ class Recorder(Watcher):
         finally:
             was_dispatched, self._task = self._task is None, None
         if not was_dispatched:
-            raise self.guard.refusal(f"{task.operator} is not dispatched as one operator", "wrap it", RULE)
+            raise self.guard.refusal(
+                f"{task.operator} is not dispatched as one operator", "wrap it in one custom operator", RULE
+            )
         with modes_left(self.guard, self):
             task.was_recorded()
         self.tasks.append(task)
