@@ -11,10 +11,6 @@ OFFERED_BY_SEVERAL = {
     "measure",  # what each measurement of the benchmarks offers to their command
     "main",  # what a process runs
 }
-TO_DO = {
-    "museum": {"Keys", "keeps_request_rows"},
-}
-"""Names of a distribution that something else has too: they still need another one."""
 
 
 def public_names(file: Path) -> Iterator[str]:
@@ -34,9 +30,4 @@ def test_no_two_public_things_have_one_name() -> None:
         for name in public_names(file):
             found[name].append(module)
     several = {name: modules for name, modules in found.items() if len(modules) > 1}
-    to_do = {name for names in TO_DO.values() for name in names}
-    assert {n: m for n, m in several.items() if n not in OFFERED_BY_SEVERAL | to_do} == {}
-    assert to_do <= set(several)
-    for distribution, names in TO_DO.items():
-        for name in names:
-            assert any(module.parts[0] == distribution for module in several[name]), name
+    assert {name: modules for name, modules in several.items() if name not in OFFERED_BY_SEVERAL} == {}

@@ -1,4 +1,4 @@
-"""`builder_lane`: a lane whose backend calls builders of another engine; and steps with given reads.
+"""`builder_lane`: makes a lane whose backend calls builders of another engine. `outputs_with`: runs reads.
 
 Does not: run experiments; see `graphpact_adapters.experiments`.
 """
@@ -59,7 +59,7 @@ def builder_lane(
         driver: Graph driver; None for the tape.
         most_tokens: The most new tokens of a request in its batches; None for no additional bound.
         kv_memory: The class of its KV cache.
-        oracle: The class whose attention is right.
+        oracle: The class that computes the right attention.
     """
     code = ForeignCode(
         classes=_classes_of,
@@ -109,7 +109,7 @@ def backend_class_of(lane: LaneUnderTest) -> type[BuilderBackend]:
 
 
 def outputs_with(rig: Rig, problem: Problem, view: ForwardBatch, built: Built) -> StepRecord:
-    """Run the model eagerly on a padded batch, whose kernels use the given reads; return the record."""
+    """Run the model eagerly on a padded batch, with given reads for its kernels, and return the record."""
     rig.load(problem)
     step = StepRecord(problem)
     try:
@@ -127,7 +127,7 @@ def outputs_with(rig: Rig, problem: Problem, view: ForwardBatch, built: Built) -
 
 
 def is_captured_with_room(lane: LaneUnderTest) -> bool:
-    """Return whether captures succeed if builders get larger numbers of requests and tokens."""
+    """Return whether captures succeed when builders get larger numbers of requests and tokens."""
     roomy = type(lane.backend.__name__, (lane.backend,), {"room": ROOM})
     try:
         replace(lane, backend=roomy).rig()

@@ -1,9 +1,10 @@
-"""`explain_replay`: why a replay is wrong, by what its kernels read.
+"""`explain_replay`: finds why a replay is wrong, by the data that its kernels read.
 
-After a wrong replay there are two sets of reads: those of the graph, which are the captured tensors as they
-stand and the captured host numbers; and those of an eager build, by new builders, on the same padded batch.
-Where the second set is right, `graphpact_adapters.faults` finds what of the first is not. Where it is wrong
-too, padding rows are at fault, or the engine's bounds, or the build itself. A draft is compared step by step.
+After a wrong replay there are two sets of reads. The reads of the graph are the captured tensors with their
+present contents, and the captured host numbers. The other set is that of an eager build, by new builders, on
+the same padded batch. If the second set is right, `graphpact_adapters.faults` finds the wrong fields of the
+first set. If the second set is wrong too, the fault is in padding rows, in the engine's bounds, or in the
+build itself. A draft is compared step by step.
 
 Does not: run experiments, or choose rules; see `graphpact_adapters.faults`.
 """
@@ -42,23 +43,23 @@ from graphpact_tape.poison import is_poison
 
 _OF_LENGTHS = (
     "no graph is involved: in decodes of different lengths the host knows only the number of tokens, and its"
-    " offsets share them evenly; take each request's tokens from the device's query_start_loc"
+    " offsets divide them evenly; take each request's tokens from the device's query_start_loc"
 )
 
 
 def explain_replay(
     lane: LaneUnderTest, rig: Rig, step: StepRecord, *, what: str = "a replay"
 ) -> Iterator[Finding]:
-    """Yield findings about a wrong replay: the field that makes it wrong, and what came of it.
+    """Yield findings about a wrong replay: the field that makes it wrong, and the effect.
 
     Args:
         lane: The lane.
-        rig: The rig of the step, as the step left it.
-        step: A step that raised, or whose outputs are wrong.
+        rig: The rig of the step, in its state after the step.
+        step: A step that raised an error, or whose outputs are wrong.
         what: The kind of step, for texts.
     """
     shape, view = step.shape, rig.observer.view
-    if isinstance(step.error, ReplayError):  # a fast tape refuses nothing else than wrong use of tasks
+    if isinstance(step.error, ReplayError):  # a fast tape raises it only for wrong use of tasks
         yield _of_tasks(lane, rig, step, step.error)
         return
     if shape is None or view is None or step.stage in ("prepare", "metadata"):
@@ -80,7 +81,7 @@ def explain_replay(
             "GP10",
             hook=hook_of_read(rig),
             field="the launches of the kernel",
-            expected="those of the capture: what an eager build on this batch returns has a reader too",
+            expected="those of the capture: the metadata of an eager build on this batch has a reader too",
             actual=message_of(unread),
             step=step,
             help=help_of(rig, "GP10"),
@@ -118,10 +119,10 @@ def _explain_draft(
     graph: DraftMetadata,
     what: str,
 ) -> Iterator[Finding]:
-    """Yield a finding about the first step of a draft in which the graph reads something else than it should.
+    """Yield a finding about the first step of a draft in which the graph reads wrong data.
 
-    Every step of a graph reads the tensors of one capture, which the steps before it have changed. So the
-    steps are done again, on this metadata and by eager builds of a new instance, and compared one by one.
+    All steps of a graph read the tensors of one capture, and earlier steps have changed them. So this repeats
+    the steps on this metadata and with eager builds of a new instance, and compares them one by one.
     """
     fresh = lane.build(capture=False)
     fresh.load(step.problem)
@@ -162,9 +163,9 @@ def _explain_draft(
 def explain_capture(lane: LaneUnderTest, refusal: KernelRefusal, problem: Problem) -> Finding | None:
     """Return a finding about a field whose negative numbers a kernel refuses in a capture.
 
-    The metadata of dummy batches is made once more, up to the first that is refused. The kernel runs on that
-    with zeros in the place of a field's negative numbers. The first field that ends the refusal is at fault;
-    None if none does.
+    This makes the metadata of dummy batches again, until the kernel refuses one. Then it replaces the
+    negative numbers of one field after another by zeros. The first field whose zeros the kernel accepts is at
+    fault. Return None if there is no such field.
 
     Args:
         lane: The lane.
@@ -201,8 +202,8 @@ def explain_capture(lane: LaneUnderTest, refusal: KernelRefusal, problem: Proble
 def _right(lane: LaneUnderTest, fresh: Rig, step: StepRecord, view: ForwardBatch, shape: GraphShape) -> Built:
     """Return the reads of an eager build on a padded batch, by builders that have built nothing before.
 
-    If they are wrong, then of builders that have captured the shape: rows that no build writes hold what was
-    in their memory before.
+    If these are wrong, return the reads of builders that have captured the shape before: rows that no build
+    writes keep the earlier contents of their memory.
 
     Raises:
         ConfigError: No reader knows the metadata of such a build.
@@ -217,7 +218,7 @@ def _right(lane: LaneUnderTest, fresh: Rig, step: StepRecord, view: ForwardBatch
 
 
 def _as_it_is(lane: LaneUnderTest, step: StepRecord, what: str) -> Finding:
-    """Return a finding without a field: what the kernel reads is right, or is not known."""
+    """Return a finding without a field, because the reads of the kernel are right or unknown."""
     if step.error is not None:
         return lane.of_error(step.error, expected=f"{what} of a declared kind of batch runs", step=step)
     rig = lane.rig()
@@ -230,13 +231,13 @@ def _as_it_is(lane: LaneUnderTest, step: StepRecord, what: str) -> Finding:
 
 
 def _of_tasks(lane: LaneUnderTest, rig: Rig, step: StepRecord, error: ReplayError) -> Finding:
-    """Return a finding about tasks that were not updated as they must be."""
+    """Return a finding about tasks that were not updated correctly."""
     return lane.finding(
         error.rule,
         hook="init_metadata_replay",
         field="the tasks of the graph",
         expected="for each replay every task is updated once, in captured order, with arguments that stay in"
-        " place until it has run",
+        " place until the replay has run",
         actual=message_of(error),
         step=step,
         help=help_of(rig, "GP21") if error.rule == "GP21" else error.hint,
@@ -252,7 +253,7 @@ def _wrong_without_a_graph(
     reads: Built,
     what: str,
 ) -> Iterator[Finding]:
-    """Yield a finding about a build that is wrong also without a graph: on padding, on bounds, or always."""
+    """Yield a finding about a build that is wrong without a graph too: by padding, by bounds, or always."""
     alone = fresh.step(step.problem, eagerly=True)
     wrong = outputs_with(fresh, step.problem, view, reads)
     said = message_of(wrong.error) if wrong.error is not None else "the outputs of live requests are wrong"
@@ -282,7 +283,7 @@ def _wrong_without_a_graph(
             step=step,
             help=_OF_LENGTHS
             if lane.foreign.most_tokens is not None
-            else f"no graph is involved: check what the {subject} makes of this batch",
+            else f"no graph is involved: check the metadata that the {subject} makes for this batch",
         )
         return
     live = step.problem.batch_size
@@ -301,7 +302,7 @@ def _wrong_without_a_graph(
 def _beside_bounds(
     lane: LaneUnderTest, rig: Rig, fresh: Rig, step: StepRecord, captured: Built, bounded: Built
 ) -> Iterator[Finding]:
-    """Yield findings about fields that a graph has otherwise than a build that is wrong by bounds alone.
+    """Yield findings about fields that are wrong in the graph, besides those that only bounds make wrong.
 
     Args:
         lane: The lane.
@@ -321,16 +322,16 @@ def _beside_bounds(
         return
     made = dict(leaves(bounded))
     for fault in faults_of(lane, fresh, step.problem, view, captured, right):
-        if not equal_leaves(fault.captured, made[fault.path]):  # otherwise the bounds are its cause
+        if not equal_leaves(fault.captured, made[fault.path]):  # otherwise the bounds are the cause
             yield finding_of(lane, rig, step, fault, backend_of(rig).returned, view, shape)
 
 
 def _padded_field(
     lane: LaneUnderTest, fresh: Rig, problem: Problem, view: ForwardBatch, shape: GraphShape, reads: Built
 ) -> str | None:
-    """Return the first tensor whose padding rows are at fault, with its index; None if no single field is.
+    """Return the first tensor whose padding rows are at fault, with their indices; None if there is none.
 
-    With other padding rows in it, all 0 or all 1 in every group, the batch is right.
+    A tensor is at fault if the batch is right with its padding rows set to 0, or to 1, in every group.
     """
     fields: dict[str, dict[str, torch.Tensor]] = {}
     for path, value in leaves(reads):

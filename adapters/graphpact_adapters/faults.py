@@ -1,16 +1,19 @@
-"""`faults_of`: the fields that make a graph wrong, by trial, and the rule that each breaks.
+"""`faults_of`: finds the fields that make a graph wrong, by trial. `finding_of`: the rule that each breaks.
 
-The model of the kernel runs with what the graph reads, and with single values of an eager build in place of
-its own. The first value that makes the outputs right is at fault. Its memory, and whether a build writes it,
-decide the rule:
+The model of the kernel runs on the reads of the graph, with single values replaced by those of an eager
+build. The first value whose replacement makes the outputs right is at fault. Its memory, and whether a build
+writes it, decide the rule:
 
-    GP01   a tensor whose memory the last build did not return: the graph reads another one
-    GP02   live rows of a tensor; GP09 that a build writes after some batches alone
-    GP03   padding rows, and the end of a plan, that no build writes; GP04 padding rows with wrong values
-    GP08   a host number; GP10 another number of launches, or a tensor that one of both has not
+    GP01   a tensor that the graph reads in other memory than the last build returned
+    GP02   live rows of a tensor
+    GP03   padding rows, or the end of a plan, that no build writes
+    GP04   padding rows with wrong values
+    GP08   a host number
+    GP09   live rows of a tensor that a build writes only after some batches
+    GP10   another number of launches, or a tensor that is missing in the graph or in the eager build
     GP13   a buffer that is too small
     GP14   a tensor that neither builder nor engine keeps, or that the builder replaced after the capture
-    GP21   an argument of a task, to which the engine's update gives another value
+    GP21   an argument of a task to which the engine's update gives another value
 
 Does not: know why an eager build is wrong; see `graphpact_adapters.diagnosis`.
 """
@@ -38,24 +41,24 @@ from graphpact_conformance.results import Finding
 from graphpact_tape.poison import is_poison, poison
 
 HELP = {
-    "GP01": "write into the tensor of the capture: a graph reads its memory, and nothing that {replay}()"
-    " makes anew",
+    "GP01": "write into the tensor of the capture: a graph reads its memory, not that of a new tensor from"
+    " {replay}()",
     "GP02": "write it in every {replay}(), into persistent memory that the captured metadata refers to",
-    "GP03": "write the padding rows in every {replay}() too, or clear them: they keep what an earlier batch"
-    " left",
+    "GP03": "write the padding rows in every {replay}() too, or clear them: they keep the data of an earlier"
+    " batch",
     "GP04": "give padding rows numbers that the kernel accepts: no query, no key",
     "GP08": "the graph keeps this number: build captures with the largest one, or let the kernel read it from"
     " a tensor; if the engine updates it in the graph for each replay, as on an NPU, name it in tasks",
-    "GP09": "make it anew in every {replay}(), or compare all that it is made of: pages too, not only counts",
+    "GP09": "make it again in every {replay}(), or compare all of its inputs: pages too, not only counts",
     "GP10": "captures and replays must choose the same launches: decide by what is equal for all batches of"
     " a graph, not by the numbers of one batch",
     "GP13": "size it for the longest request of a step, with the drafts that a step may add",
     "GP14": "allocate it in {allocates}, for the largest step, and keep it in the {subject}: the engine"
-    " drops what a capture made, and its memory goes to other tensors",
+    " drops the tensors of a capture, and their memory goes to other tensors",
     "GP21": "update all tasks, in their order, and give each one the metadata that {replay}() made for its"
     " layer in this step",
 }
-"""The next action, by rule, with the names of the engine left open; see `help_of`."""
+"""The next action, by rule, with placeholders for the engine's names; see `help_of`."""
 
 
 def help_of(rig: Rig, rule: str) -> str:
@@ -82,7 +85,7 @@ class FieldFault:
 
 
 def other_launches(captured: Built, right: Built) -> tuple[str, str] | None:
-    """Return what differs in the structure of two reads, in words; None if nothing does."""
+    """Return a description of each of two reads where their structure differs; None if it does not."""
     for mine, theirs in zip(captured.reads, right.reads, strict=True):
         a, b = dict(leaves(mine)), dict(leaves(theirs))
         paths = [path for path in {**a, **b} if _form(a, path) is not _form(b, path)]
@@ -117,7 +120,7 @@ def faults_of(
     captured: Built,
     right: Built,
 ) -> list[FieldFault]:
-    """Return the fields whose right values make the outputs right: one if one suffices, else a least set."""
+    """Return the fields whose right values make the outputs right: one if it suffices, else a minimal set."""
     theirs = dict(leaves(right))
     by_field: dict[str, list[str]] = {}
     for path, mine in leaves(captured):
@@ -130,7 +133,7 @@ def faults_of(
         return ended_right(lane, fresh, outputs_with(fresh, problem, view, built))
 
     if right_with([]):
-        return []  # the kernel is right with what the graph reads now
+        return []  # the kernel is right with the present reads of the graph
     for each in differing:
         if right_with([each]):
             return [_fault(fresh, captured, right, each)]
@@ -187,7 +190,7 @@ def finding_of(
         rig: The rig of the step.
         step: The wrong step.
         fault: The field at fault.
-        returned: What kernels would read of the last build's result; None if it is not known.
+        returned: The reads of kernels from the result of the last build; None if they are unknown.
         view: The padded batch.
         shape: The replayed shape.
     """
@@ -255,9 +258,9 @@ def finding_of(
 
 
 def _overlap(mine: torch.Tensor, theirs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Return the rows and columns that both tensors have: a buffer may be longer than the batch needs.
+    """Return the rows and columns that both tensors have, or None for different numbers of dimensions.
 
-    None for tensors of different dimensions.
+    A buffer may be longer than the batch needs.
     """
     if mine.dim() != theirs.dim():
         return None
@@ -275,7 +278,7 @@ def _rule_of(
     shape: GraphShape,
     differs: torch.Tensor,
 ) -> tuple[str, str]:
-    """Return the rule that a tensor with wrong contents breaks, and how, in words."""
+    """Return the rule that a tensor with wrong contents breaks, and a description of the fault."""
     backend, captured = backend_of(rig), rig.lane.captured[shape]
     tensor = dict(leaves(backend.captured(shape)))[fault.path]
     call = f"{backend.call_of(_split(fault.path)[0])}()"
@@ -284,7 +287,7 @@ def _rule_of(
     before = tensor.clone()
     poison(tensor)
     backend.init_metadata_replay(view, shape, captured.context.metadata)
-    with contextlib.suppress(Exception):  # of kernels that read poison; a builder's own nodes come first
+    with contextlib.suppress(Exception):  # kernels may refuse poison; nodes of the builder run before them
         captured.graph.replay()
     unwritten = is_poison(tensor[tuple(map(slice, differs.shape))]).to(differs.device)
     tensor.copy_(before)
@@ -299,7 +302,7 @@ def _rule_of_memory(
     returned: Built | None,
     shape: GraphShape,
 ) -> tuple[str, str] | None:
-    """Return the rule that a tensor's memory breaks, and how, in words; None if its contents are at fault."""
+    """Return the rule that a tensor's memory breaks, and a description; None if its contents are at fault."""
     backend, graph = backend_of(rig), rig.lane.captured[shape].graph
     if storage_id(tensor) not in {storage_id(each) for each in graph.external_tensors() or ()}:
         return "GP02", ", computed in the graph"
@@ -323,7 +326,7 @@ def _rule_of_contents(
     unwritten: torch.Tensor,
     call: str,
 ) -> tuple[str, str]:
-    """Return the rule of a tensor that ``call`` wrote in the right memory, and how it is broken, in words."""
+    """Return the rule that a tensor in the right memory breaks, and a description with ``call``."""
     is_unwritten = bool((unwritten & differs).any())
     first, tail = _first_of_tail(step, shape, unwritten)
     if not bool(differs[:first].any()):
@@ -340,7 +343,7 @@ def _rule_of_contents(
 
 
 def _returns_it_again(lane: LaneUnderTest, path: str, shape: GraphShape) -> bool:
-    """Return whether a build on the dummy itself returns the memory of the capture."""
+    """Return whether a build on the dummy batch returns the memory of the capture again."""
     rig = lane.build()
     backend, captured = backend_of(rig), rig.lane.captured[shape].context
     backend.init_metadata_replay(captured.view, shape, captured.metadata)
@@ -350,9 +353,10 @@ def _returns_it_again(lane: LaneUnderTest, path: str, shape: GraphShape) -> bool
 
 
 def _first_of_tail(step: StepRecord, shape: GraphShape, unwritten: torch.Tensor) -> tuple[int, str]:
-    """Return the first row of a tensor's tail, and what the tail is, in words.
+    """Return the first row of a tensor's tail, and a description of the tail.
 
-    A tensor with rows of requests or tokens ends with their padding; any other ends where a build stops.
+    The tail of a tensor with rows of requests or tokens is their padding. The tail of any other tensor begins
+    where a build stops writing.
     """
     live, rows = step.problem.batch_size, len(unwritten)
     if rows in (shape.batch_size, shape.batch_size + 1):
@@ -364,6 +368,6 @@ def _first_of_tail(step: StepRecord, shape: GraphShape, unwritten: torch.Tensor)
 
 
 def hook_of_read(rig: Rig, path: str = "reads[0].") -> str:
-    """Return what prepared a leaf that a graph read: in a replay, or before the first one in a capture."""
+    """Return the hook that prepared a leaf: a call of the last replay, or the capture before any replay."""
     backend = backend_of(rig)
     return "init_metadata_capture" if backend.returned is None else backend.call_of(_split(path)[0])

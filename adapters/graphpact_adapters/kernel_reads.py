@@ -1,7 +1,7 @@
-"""What a recorded attention kernel reads from a builder's metadata, and models of such kernels.
+"""The data that a recorded attention kernel reads from a builder's metadata, and models of such kernels.
 
-Each engine has metadata objects with other fields. A graph keeps the tensors of the captured object by their
-addresses, and its host numbers by value. A reader takes the kernel's arguments from the object. A model of
+Metadata objects of different engines have different fields. A graph keeps the tensors of the captured object
+by address, and its host numbers by value. A reader takes the kernel's arguments from the object. A model of
 the kernel then computes on a CPU what the real kernel computes, from the same arguments.
 
     PagedReads       requests over pages of a KV cache, in one launch or several (`Part`)
@@ -35,7 +35,7 @@ from graphpact_kernels import (
 
 
 class Reads(Protocol):
-    """What a kernel reads: a dataclass with tensors, host numbers, and tuples of such dataclasses."""
+    """The reads of a kernel: a dataclass with tensors, host numbers, and tuples of such dataclasses."""
 
     def attend(
         self,
@@ -55,11 +55,11 @@ class Part:
     """One launch of a paged attention kernel, for requests that follow each other in the batch.
 
     Args:
-        seq_lens: ``[n]`` int32: keys of each request, those of this step included; 0 for a padding row. Host
-            numbers where a launch for each request is recorded with them.
+        seq_lens: ``[n]`` int32: keys of each request, those of this step included; 0 for a padding row. A
+            tuple of host numbers if each request has its own recorded launch.
         block_table: ``[n, blocks]`` int32: block ids, read for ``seq_lens`` keys.
         query_start_loc: ``[n + 1]`` int32: where each request's queries begin, relative to the first query of
-            the part. None if every request has ``query_len`` queries. Host numbers as above.
+            the part. None if every request has ``query_len`` queries. A tuple of host numbers as above.
         query_len: Queries of each request, with ``query_start_loc=None``.
         first_token: The index of the part's first query in the batch.
         num_tokens: The number of its queries, those of padding rows included.
@@ -87,11 +87,11 @@ class Part:
 @named_options
 @dataclass(frozen=True)
 class PagedReads:
-    """What paged attention reads in a step.
+    """The reads of paged attention in a step.
 
     Args:
         parts: The launches, in the order of their tokens.
-        slot_mapping: ``[T]`` int64: the KV slot that each token writes; -1 writes none.
+        slot_mapping: ``[T]`` int64: the KV slot that each token writes; -1 for no write.
         num_tokens: The number of tokens that are written and attended, padding tokens included.
     """
 
@@ -108,7 +108,7 @@ class PagedReads:
         cache: KVBuffers,
         page_size: int,
     ) -> torch.Tensor:
-        """Write keys and values to ``slot_mapping``, and attend part by part; rows of no part are zero.
+        """Write keys and values to ``slot_mapping``, and attend part by part. Rows of no part are zero.
 
         Raises:
             KernelRefusal: The index tensors contradict each other or the bounds of a launch.
@@ -134,7 +134,7 @@ class PagedReads:
 @named_options
 @dataclass(frozen=True)
 class IndexedReads:
-    """What attention over a list of KV slots reads in a step.
+    """The reads of attention over a list of KV slots in a step.
 
     Args:
         kv_indptr: ``[n + 1]``: where the slots of each request begin in ``kv_indices``.
@@ -166,7 +166,7 @@ class IndexedReads:
         cache: KVBuffers,
         page_size: int,
     ) -> torch.Tensor:
-        """Write keys and values to ``slot_mapping``, and attend; rows of no request are zero.
+        """Write keys and values to ``slot_mapping``, and attend. Rows of no request are zero.
 
         Raises:
             KernelRefusal: The index tensors contradict each other or the bound of the launch.
@@ -196,7 +196,7 @@ def _write_new(
     num_tokens: int,
     caches: tuple[torch.Tensor, torch.Tensor],
 ) -> None:
-    """Write the new keys and values of a layer, if any. The values of latents are part of the keys."""
+    """Write the new keys and values of a layer, if it has any. The values of latents are part of the keys."""
     new = new_kv(k, v, layer)
     if new is not None:
         latent = layer.kv_lora_rank is not None
@@ -271,7 +271,7 @@ def write_slots(
     Args:
         k: ``[T, heads, width]``.
         v: ``[T, heads, width]``; width 0 for latents, whose values are part of the keys.
-        slot_mapping: ``[T]``: the slot of each token; -1 writes none.
+        slot_mapping: ``[T]``: the slot of each token; -1 for no write.
         num_tokens: The number of tokens to write.
         k_cache: ``[slots, heads, width]``, written.
         v_cache: The same for values; for latents it may be ``k_cache``.
@@ -398,7 +398,7 @@ _indexed = define_kernel(
 )
 
 
-# -- the leaves of what a kernel reads --------------------------------------------------------------------
+# -- the leaves of reads ----------------------------------------------------------------------------------
 
 
 def leaves(reads: Any, path: str = "") -> Iterator[tuple[str, Any]]:
@@ -459,13 +459,13 @@ def copied(reads: Any) -> Any:
 
 
 class Reader(Protocol):
-    """A function that returns what the kernel of a layer reads from a builder's metadata."""
+    """A function that returns the reads of a layer's kernel from a builder's metadata."""
 
     def __call__(self, metadata: Any, slot_mapping: torch.Tensor) -> Reads:
         """Return the reads of a metadata object.
 
         Args:
-            metadata: What the builder returned.
+            metadata: The metadata that the builder returned.
             slot_mapping: ``[T]`` int64: the runner's tensor, which kernels get separately from the metadata.
         """
 

@@ -1,10 +1,11 @@
-"""What an author's code reads of the plain values that it is given, and the adapter lacks: `needs_of`.
+"""`needs_of`: finds the values that an author's code reads and the adapter does not have.
 
-An adapter gives strict objects: a name that one of them lacks raises `NeedsValueError`, and the run ends.
-To find all names, the code runs once for each: those found before are assumed, as `Assumed`. What the code
-asks with a default, by ``getattr`` or ``hasattr``, raises as well, is caught there, and is no need.
+An adapter passes strict objects to the code: a missing name raises `NeedsValueError`, which ends the run. To
+find all missing names, the code runs again after each one, with an `Assumed` value for every name found
+before. A name that the code reads with a default, by ``getattr`` or ``hasattr``, raises too, but the code
+catches this error, so the name is not needed.
 
-Does not: judge the code. With assumed values it computes nothing that counts.
+Does not: judge the code, because its results with assumed values mean nothing.
 """
 
 from collections.abc import Callable, Collection, Iterator, Sequence
@@ -25,22 +26,22 @@ _assumed: ContextVar[Collection[str]] = ContextVar("_assumed", default=())
 
 
 class Assumed(int):
-    """A value in the place of a missing one: the number 1, false, empty, callable, without attributes.
+    """A stand-in for a missing value: the number 1, false, empty, callable, without attributes.
 
     Args:
-        path: The missing value.
+        path: The path of the missing value.
     """
 
     path: str
 
     def __new__(cls, path: str) -> Self:
-        """Return the value of a path."""
+        """Return the stand-in for a path."""
         made = super().__new__(cls, 1)
         made.path = path
         return made
 
     def __bool__(self) -> bool:
-        return False  # a feature that nobody configured is off
+        return False  # a feature that is not configured is off
 
     def __call__(self, *_: Any, **__: Any) -> Self:
         """Return itself."""
@@ -70,17 +71,17 @@ class _NotAssumedError(NeedsValueError, AttributeError):
 def assume_missing(
     owner: str, name: str, message: str, *, hint: str, error: type[NeedsValueError]
 ) -> Assumed:
-    """Return an assumed value for a missing name; raise where it is not assumed.
+    """Return an assumed value for a missing name, or raise an error if no value is assumed for it.
 
     Args:
         owner: The path of the object that lacks the name.
         name: The name.
-        message: Of the error.
-        hint: Of the error.
+        message: The message of the error.
+        hint: The hint of the error.
         error: The class of the error.
 
     Raises:
-        NeedsValueError: It is ``error``; nothing is assumed for the path.
+        NeedsValueError: No value is assumed for the path. The class is ``error``.
     """
     path = f"{owner}.{name}"
     if path in _assumed.get():
@@ -102,15 +103,15 @@ def needs_of(
     options: Options,
     ask: Callable[[PlannedLane], object] = str,
 ) -> Iterator[Needs]:
-    """Yield what the author's code reads and the adapter lacks, for each kind of step that lacks something.
+    """Yield the values that the author's code reads and the adapter does not have, by kind of step.
 
     In the first lane of each kind of step every shape is captured, and one batch runs in a graph and without
-    one.
+    one. A kind of step that lacks nothing is left out.
 
     Args:
         plan: Returns the lanes of options, with an adapter that has not called the author's code before.
         options: Options of the run.
-        ask: Asks the author's code what it declares of a lane, which is run then.
+        ask: Asks the author's code for its declarations about a lane, before the lane runs.
     """
 
     def lanes() -> dict[str, PlannedLane]:
@@ -127,7 +128,7 @@ def needs_of(
     kinds: list[str] = []
     of_plan, stopped = _tried(lambda: kinds.extend(lanes()))
     found = [Needs(kind, *_tried(partial(run, kind))) for kind in dict.fromkeys(kinds)]
-    if of_plan:  # without these there are no lanes
+    if of_plan:  # without these values there are no lanes
         paths = [path for each in found for path in each.paths]
         ends = [stopped, *(each.stopped for each in found)]
         yield Needs(None, list(dict.fromkeys([*of_plan, *paths])), next(filter(None, ends), None))
@@ -146,7 +147,7 @@ def _run(lane: LaneUnderTest) -> None:
 
 
 def _tried(attempt: Callable[[], object]) -> tuple[list[str], str | None]:
-    """Return the missing values that an attempt reads, and the error that then ends it; None if none does."""
+    """Return the missing values that an attempt reads, and the error that still ends it, or None."""
     paths: list[str] = []
     while True:
         try:
@@ -162,5 +163,5 @@ def _tried(attempt: Callable[[], object]) -> tuple[list[str], str | None]:
 
 
 def _deepest(paths: Sequence[str]) -> list[str]:
-    """Return the paths without those of objects whose attributes are among them."""
+    """Return the paths, but not those of an object if the path of one of its attributes is there too."""
     return [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]

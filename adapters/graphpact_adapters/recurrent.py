@@ -1,4 +1,4 @@
-"""`RecurrentReads`: what a recorded kernel of a recurrent layer reads from metadata, and its model.
+"""`RecurrentReads`: the data that a kernel of a recurrent layer reads from metadata, and its model.
 
 A layer of the Mamba family reads no cached keys. A request has a state after each token of its last step, in
 rows of a state memory. A step starts from the state after the last accepted token, and writes the state after
@@ -6,7 +6,7 @@ each of its new tokens into the rows of the request. The model of such kernels i
 
     S_t = S_{t-1} + k_t v_t^T            out_t = scaling * q_t^T S_t
 
-so the right output follows from only the keys and values of a request
+so the right output depends only on the keys and values of a request
 (`graphpact_adapters.recurrent_states`). The model treats its arguments as the kernels of vLLM 0.33 do: a row
 without queries reads nothing, a skipped index is neither read nor written, and everything else has to be in
 bounds.
@@ -28,12 +28,12 @@ from graphpact_kernels import define_kernel
 @named_options
 @dataclass(frozen=True)
 class RecurrentReads:
-    """What a recurrent kernel reads in a decode step, or in a step that verifies drafts.
+    """The reads of a recurrent kernel in a decode step, or in a step that verifies drafts.
 
     Args:
         state_indices: ``[n]`` or ``[n, columns]`` int32: the state rows of each request. Column ``j`` is for
             the state after token ``j`` of a step.
-        slot_mapping: ``[T]`` int64: the KV slot that each token writes; -1 writes none.
+        slot_mapping: ``[T]`` int64: the KV slot that each token writes; -1 for no write.
         num_tokens: The number of tokens that are computed, padding tokens included.
         num_requests: The number of rows of the launch; None to derive it from ``query_start_loc`` or
             ``num_tokens``.
@@ -41,10 +41,10 @@ class RecurrentReads:
             ``query_len`` queries.
         query_len: Queries of each request, with ``query_start_loc=None``.
         num_accepted_tokens: ``[n]`` int32: tokens of the last step that were accepted, the first one
-            included. A step starts from the state in column ``num_accepted_tokens - 1``, or with None in
-            column 0.
-        skipped: State indices that the kernel neither reads nor writes. Without a skipped index, padding uses
-            row 0, scratch.
+            included. A step starts from the state in column ``num_accepted_tokens - 1``, or in column 0 with
+            None.
+        skipped: State indices that the kernel neither reads nor writes. If there are none, padding uses row
+            0, which is scratch.
     """
 
     state_indices: torch.Tensor
@@ -67,10 +67,8 @@ class RecurrentReads:
     ) -> torch.Tensor:
         """Write keys and values to ``slot_mapping``, advance the states, and return the output.
 
-        The output is ``[T, heads, v_head_dim]``.
-
-        Output rows that belong to no request are zero. Kernels of this kind do not read the keys in the KV
-        cache; they are written because the suite compares them.
+        The output is ``[T, heads, v_head_dim]``; rows that belong to no request are zero. Kernels of this
+        kind do not read keys in the KV cache; they are written only because the suite compares them.
 
         Raises:
             ConfigError: The lane has no states, or writes no keys.

@@ -2,7 +2,7 @@
 
     before a step   the rows of each live request hold sums over its cached keys and values: the right sum in
                     the column of its last accepted token, sums of fewer or more tokens in other columns.
-                    Rows of no request hold `UNOWNED`, because NaN would hide what a kernel adds to them.
+                    Rows of no request hold `UNOWNED`, because NaN would hide numbers that a kernel adds.
                     Row 0 is scratch and belongs to no request
     right outputs   linear attention in float64 over the cached and new tokens of a request, from the lists
                     of the problem

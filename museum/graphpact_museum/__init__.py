@@ -10,20 +10,21 @@
     drivers    graph drivers, fast and strict: GP01, 07, 08, 10, 14 to 16, 19 to 21
     life       recaptures, several lanes, rewritten batches and weights: GP02, 09, 10, 14 to 16, 19
     requests   requests that look like padding, and batches of other kinds: GP04, 06, 12
-    segments   graphs that attention leaves: GP01 to 03, 05, 08, 10, 15, and their correct plugins
+    segments   graphs with attention outside: GP01 to 03, 05, 08, 10, 15, and correct plugins of this kind
     scale      bugs that only unusual values of scale expose
     fields     optional fields of batches: GP02, 04, 05
     tasks      updates of tasks: GP21
     variants   correct plugins in other styles
     right_drivers   correct graph drivers in other styles
 
-`exhibit` declares exhibits and variants, `edits` has the ways to edit a plugin, `collection` lists all of
-them, `gallery` runs the suite on them.
+`exhibit` declares exhibits and variants. `edits` contains the functions that edit plugins. `collection`
+lists all exhibits and variants, and `gallery` runs the suite on them.
 
 The suite must catch every exhibit under its own rule, and pass every variant. A rule without an exhibit is
 not trusted.
 
-Does not: check plugins; the museum checks the suite. Nor import a room, so that the command's help is quick.
+Does not: check plugins, because the museum checks the suite; or import a room, so that the command's help
+is fast.
 """
 
 ROOMS = (

@@ -148,7 +148,7 @@ def reference_branches_of_capture(base: type[Any]) -> type[Any]:
     return not_refreshed(base, with_spare("drafts"), in_graph=False)
 
 
-# -- GP07: laid out otherwise ------------------------------------------------------------------------
+# -- GP07: another layout ----------------------------------------------------------------------------
 
 
 def _pack(view: ForwardBatch, out: torch.Tensor) -> None:

@@ -144,7 +144,7 @@ def print_matrix(visits: Sequence["Visit"]) -> None:
 
 
 def _choose(names: Sequence[str], rules: set[str], rooms: Sequence[str]) -> list["Exhibit | Variant"]:
-    from graphpact_museum.collection import EXHIBITS, VARIANTS  # noqa: PLC0415  all the suite needs
+    from graphpact_museum.collection import EXHIBITS, VARIANTS  # noqa: PLC0415  imports the whole suite
 
     for room in rooms:
         if room not in ROOMS:
@@ -173,7 +173,7 @@ def _choose(names: Sequence[str], rules: set[str], rooms: Sequence[str]) -> list
 def _run(
     pieces: Sequence["Exhibit | Variant"], workers: int | None, *, quick: bool, quiet: bool
 ) -> list["Visit"]:
-    from graphpact_museum.gallery import visit_all  # noqa: PLC0415  all that the suite needs
+    from graphpact_museum.gallery import visit_all  # noqa: PLC0415  imports the whole suite
 
     shown = talk() if not quiet and sys.stderr.isatty() else None
     done = 0

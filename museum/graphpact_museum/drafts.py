@@ -1,8 +1,8 @@
 """Exhibits of the runners that draft, whose graphs run a draft model several times: GP01 to GP03, GP06.
 
-No output of such a bug is invalid: the drafts are worse, and fewer are accepted.
+Such a bug makes no invalid output. The drafts are worse, and fewer are accepted.
 
-Does not: plant bugs that eager steps have too; no rule is about those, and the suite finds them as well.
+Does not: plant bugs that eager steps have too, because no rule covers them; the suite finds these as well.
 """
 
 from dataclasses import replace
@@ -41,7 +41,7 @@ def keeps_hidden_states(_: Any, right: Any) -> list[GraphSlot]:
 def eagle_draft_extend_shows_the_batchs_hidden_states(
     _: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
 ) -> ForwardBatch:
-    """A batch without padding is not copied: its view has the batch's own hidden states."""
+    """A batch without padding is not copied: its view refers to the hidden states of the batch."""
     view: ForwardBatch = right(registry, batch, shape)
     if batch.num_tokens != view.num_tokens:
         return view
@@ -51,8 +51,8 @@ def eagle_draft_extend_shows_the_batchs_hidden_states(
 @exhibit("GP01", "huggingface/candle#3728", on="eagle_draft", lanes="draft_decode")
 @overrides("compose")
 def eagle_draft_advances_positions_once(_: Any, right: Any, forward: Forward, step: RegionContext) -> Any:
-    """Positions of the later passes are made before the region is recorded, so that a graph reads those of
-    its dummy.
+    """Positions of the later passes are computed before the region is recorded, so that a graph reads those
+    of its dummy batch.
     """
     ahead = [step.view.positions + i for i in range(step.view.num_draft_steps)]
     passes = 0
@@ -72,22 +72,6 @@ def eagle_draft_advances_positions_once(_: Any, right: Any, forward: Forward, st
     return anew
 
 
-@exhibit("GP03", "sgl-project/sglang#26292", on="eagle_draft", lanes="draft_decode", prefix="eagle-draft")
-@exhibit(
-    "GP03",
-    "sgl-project/sglang#26292",
-    on="eagle_draft_extend",
-    lanes="draft_extend",
-    prefix="eagle-draft-extend",
-)
-@exhibit(
-    "GP03", "sgl-project/sglang#26292", on="frozen_kv_mtp", lanes="decode_frozen", prefix="frozen-kv-mtp"
-)
-def keeps_request_rows(base: type[Any]) -> type[Any]:
-    """Lengths and slots of padding rows are reset, but not their request rows."""
-    return keeps_tails(base, "req_pool_indices")
-
-
 @exhibit("GP03", "sgl-project/sglang#23037", on="eagle_draft", lanes="draft_decode_tree")
 def eagle_draft_keeps_scores(base: type[Any]) -> type[Any]:
     """Padded branches keep the scores of an earlier batch, by which the graph chooses among them."""
@@ -96,7 +80,7 @@ def eagle_draft_keeps_scores(base: type[Any]) -> type[Any]:
 
 @exhibit("GP02", "sgl-project/sglang#39088", on="frozen_kv_mtp", lanes="decode_frozen_tree")
 def frozen_kv_mtp_misses_hidden_states(base: type[Any]) -> type[Any]:
-    """Hidden states are copied at capture only."""
+    """Hidden states are copied only at capture."""
     return keeps(base, HIDDEN_STATES)
 
 
@@ -105,5 +89,5 @@ def frozen_kv_mtp_misses_hidden_states(base: type[Any]) -> type[Any]:
 def eagle_draft_hands_padded_drafts_to_the_verifier(
     _: Any, right: Any, forward: Forward, step: RegionContext
 ) -> Region:
-    """compose() declares no axis for drafts and parents, so that they have padding rows."""
+    """compose() declares no axis for drafts and parents, so that they are returned with padding rows."""
     return without_axis(right(forward, step))

@@ -49,7 +49,7 @@ def driver_reruns_the_region(_: Any, right: Any, fn: RecordedRegion, **more: Any
 @exhibit("GP01", "vllm-project/vllm#13353", on="tape", lanes="fast")
 @edits_graphs
 def driver_moves_outputs(_: Any, graph: Any) -> None:
-    """Every replay gives its outputs as new tensors."""
+    """Every replay returns its outputs as new tensors."""
     recorded, replay, release = [graph.outputs], graph.replay, graph.release
 
     def replays() -> None:
@@ -81,7 +81,7 @@ def driver_repeats_random_numbers(_: Any, graph: Any) -> None:
 @exhibit("GP14", "ggml-org/llama.cpp#26771", on="tape", lanes="fast")
 @edits_graphs
 def driver_hides_what_it_reads(_: Any, graph: Any) -> None:
-    """The list of external tensors, which their owner keeps in place, has half of them."""
+    """external_tensors() returns only half of the tensors that their owners have to keep in place."""
     whole = graph.external_tensors
     graph.external_tensors = lambda: whole()[: (len(whole()) + 1) // 2]
 
@@ -105,7 +105,7 @@ def driver_replays_what_was_released(_: Any, graph: Any) -> None:
 @exhibit("GP08", "Dao-AILab/flash-attention#1164", on="tape", lanes=("fast", "strict"))
 @overrides("record")
 def driver_rereads_host_numbers(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
-    """A host number in a tensor is recorded by reference: each replay reads it anew."""
+    """A host number in a tensor is recorded by reference: each replay reads it again."""
     recorder.kept = lambda tensor: tensor
     return right(recorder, fn)
 
@@ -127,7 +127,7 @@ def driver_copies_strided_inputs(_: Any, right: Any, recorder: Any, fn: Recorded
 @exhibit("GP10", "sgl-project/sglang#26742", on="tape", lanes="fast")
 @overrides("record")
 def driver_calls_eagerly_once(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
-    """An eager call between two segments runs at capture; replays use its result of then."""
+    """An eager call between two segments runs only at capture; replays use that result."""
     recording = right(recorder, fn)
     for call in _eager_calls(recording):
         call.fn = lambda *_, result=call.result: result
@@ -173,8 +173,8 @@ def strict_driver_lets_the_host_read(base: type[Any]) -> type[Any]:
 @exhibit("GP10", "thu-ml/SageAttention#371", on="tape", lanes=("fast", "strict"))
 @overrides("record")
 def driver_believes_every_schema(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
-    """A call that returns nothing, and whose schema marks no write, is no part of the graph: what it wrote at
-    the capture is left.
+    """A call that returns nothing, and whose schema declares no write, is not part of the graph: the data
+    that it wrote at capture stays.
     """
     recording = right(recorder, fn)
     for segment in recording.segments:
@@ -189,8 +189,8 @@ def driver_believes_every_schema(_: Any, right: Any, recorder: Any, fn: Recorded
 @exhibit("GP10", "vllm-project/vllm#44868", on="tape", lanes=("fast", "strict"))
 @overrides("record")
 def driver_keeps_the_python_of_operators(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
-    """An operator that Python implements is one node: each replay runs its Python again, on the current
-    step.
+    """An operator with a Python implementation is recorded as one node: each replay runs its Python again,
+    for the current step.
     """
     with patch("graphpact_tape.host_guard.python_implementation", lambda *_: None):
         return right(recorder, fn)
@@ -199,7 +199,7 @@ def driver_keeps_the_python_of_operators(_: Any, right: Any, recorder: Any, fn: 
 @exhibit("GP19", "microsoft/onnxruntime#32243", on="tape", lanes="strict")
 @overrides("record")
 def strict_driver_keeps_its_writes(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
-    """The strict mode does not undo the writes of a capture, which a GPU does not run."""
+    """The strict mode does not undo the writes of a capture, although a GPU does not run captured work."""
     recording = right(recorder, fn)
     recorder._undo.clear()  # noqa: SLF001  the museum edits insides
     return recording
@@ -266,12 +266,12 @@ def driver_runs_side_streams_last(base: type[Any]) -> type[Any]:
 
 
 def _delays_copies(base: type[Any], *, at_replay: bool) -> type[Any]:
-    """Return a driver with asynchronous copies that something does not wait for.
+    """Return a driver that delays asynchronous copies, and lacks one of two waits for them.
 
     Args:
         base: The correct class.
-        at_replay: Whether a replay does the copies, and no event waits for them. Otherwise waits of the host
-            do them, and a replay does not wait.
+        at_replay: If true, a replay waits for the copies and the wait for an event does not. If false, the
+            wait for an event does and a replay does not.
     """
 
     def init(self: Any, right: Any, device: torch.device, *, strict: bool = False) -> None:
@@ -326,7 +326,7 @@ def driver_events_wait_for_nothing(base: type[Any]) -> type[Any]:
 @exhibit("GP16", "vllm-project/vllm#24527", on="tape", lanes="strict")
 @overrides("__init__")
 def strict_driver_checks_no_waits(self: Any, right: Any, *args: Any, **more: Any) -> None:
-    """The strict mode accepts work of two streams on one memory without a wait between them."""
+    """The strict mode accepts work of two streams on the same memory without a wait between them."""
     right(*args, **more)
     if self._shared is not None:
         self._shared.order.operation = lambda *_: None
@@ -335,7 +335,7 @@ def strict_driver_checks_no_waits(self: Any, right: Any, *args: Any, **more: Any
 @exhibit("GP14", "flashinfer-ai/flashinfer#4399", on="tape", lanes="strict")
 @edits_graphs
 def strict_driver_holds_freed_memory(_: Any, graph: Any) -> None:
-    """The strict mode keeps every input alive, so that it cannot see that its owner freed it."""
+    """The strict mode keeps every input alive, so that it cannot detect that an owner freed one."""
     copied = {at for at, _ in graph._copied}  # noqa: SLF001  the museum edits insides
     graph.held = [t for at, t in enumerate(graph.external_tensors()) if at not in copied]
 
@@ -370,7 +370,7 @@ def strict_driver_spares_other_outputs(driver: Any, graph: Any) -> None:
 @exhibit("GP21", "vllm-project/vllm-ascend#13058", on="tape", lanes="fast")
 @overrides("update_task")
 def driver_updates_no_task(_: Any, right: Any, key: TaskKey, updated: Mapping[str, Any], **more: Any) -> None:
-    """An update of a task leaves the arguments of the capture."""
+    """An update of a task leaves the arguments of the capture in place."""
     weights = {"weights": [1, 1]} if len(updated.get("weights", ())) > 1 else updated
     right(key, weights, **more)
 
@@ -387,7 +387,7 @@ def driver_ignores_unknown_tasks(
 
 @exhibit("GP21", "vllm-project/vllm-ascend#16798", on="tape", lanes="fast")
 def driver_keeps_rebound_tensors(base: type[Any]) -> type[Any]:
-    """An update replaces the numbers of a task, and not the address of its table."""
+    """An update replaces the numbers of a task, but not the address of its table."""
 
     def init(self: Any, right: Any, *args: Any, **options: Any) -> None:
         right(*args, **options)
@@ -416,8 +416,8 @@ def driver_keeps_rebound_tensors(base: type[Any]) -> type[Any]:
 def driver_does_not_wait_for_updates(
     _: Any, right: Any, *args: Any, waits: bool = False, **more: Any
 ) -> None:
-    """A replay runs at its launch, with the arguments of the step before: the update comes from a thread
-    beside it.
+    """A replay runs at its launch, with the arguments of the previous step: it does not wait for the update,
+    which another thread makes.
     """
     del waits
     right(*args, **more)

@@ -1,8 +1,8 @@
 """`exhibit` declares a real bug, planted by an edit of a correct plugin; `variant` declares a correct plugin.
 
 Both decorate a function. Its name is the name of the exhibit or variant, and its docstring says what is
-planted, or what the style is. It takes the correct class and returns the edited one, or is an edit that a
-second decorator makes such a function of; see `graphpact_museum.edits`.
+planted, or what the style is. The function takes the correct class and returns the edited one. A second
+decorator can make such a function from an edit; see `graphpact_museum.edits`.
 
 Does not: run the suite; see `graphpact_museum.gallery`.
 """
@@ -29,19 +29,19 @@ class Exhibit:
     """One real bug.
 
     Args:
-        name: Unique name with hyphens: the place and the bug.
+        name: Unique name with hyphens. It names the edited part and the bug.
         rule: Id of the rule under which the suite must catch it.
         thread: The public thread: ``owner/repository#number``.
         planted: The edit, in one sentence.
         base: Name of the edited plugin, an attention backend, a runner or a graph driver; ``reference`` for
             the suite's own backend, ``reference_runner`` for its runner.
-        lanes: Names of the kinds of step that expose it, as printed by `Case`, of
-            `graphpact_conformance.draws.lanes`; of a driver, names of its lanes.
+        lanes: Names of the kinds of step that expose it, as `graphpact_conformance.draws.cases.Case` prints
+            them. For a driver, the names of its lanes.
         make: Returns the broken class for the correct one.
-        around: Makes a context in which the lanes are built and run: for edits outside plugins, such as the
-            registry, the capture sizes, or the batches of the scheduler.
-        values: Unusual values of scale without which the lanes do not expose it, as in names of lanes; see
-            `graphpact_conformance.draws.choice.valued`.
+        around: Makes a context in which the lanes are built and run. It is for edits outside plugins, such as
+            the registry, the capture sizes, or the batches of the scheduler.
+        values: The unusual values of scale that the lanes need to expose it, spelled as in names of lanes;
+            see `graphpact_conformance.draws.choice.valued`.
         site: The edited part: ``backend``, ``runner``, ``driver``, ``registry``, ``capture sizes`` or
             ``batch``.
         module: The module that declares it.
@@ -104,7 +104,7 @@ def exhibit(
 ) -> Callable[[_Edit], _Edit]:
     """Return a decorator that declares an `Exhibit`, and returns the function as it is.
 
-    A function may be decorated several times: the same bug in several plugins.
+    A function may be decorated several times, to plant the same bug in several plugins.
 
     Args:
         rule: See `Exhibit`.
@@ -112,8 +112,8 @@ def exhibit(
         on: The name of the edited plugin: ``base`` of the `Exhibit`.
         lanes: The name of one lane, or of several.
         values: See `Exhibit`.
-        site: The edited part, where that is no plugin. The function then is ``around`` of the `Exhibit`.
-        prefix: What the name of the exhibit has before the name of the function.
+        site: The edited part, if it is not a plugin. The function is then the ``around`` of the `Exhibit`.
+        prefix: The part of the exhibit's name before the name of the function; None for no prefix.
     """
 
     def declare(edit: _Edit) -> _Edit:

@@ -1,8 +1,6 @@
-"""Exhibits of optional fields: each is right in lanes without them, except those of ranks that gather.
+"""Exhibits of optional fields: multimodal positions, encoder lengths, recurrent states, counts of tokens.
 
-Multimodal positions, encoder lengths, indices of recurrent states, and counts of tokens.
-
-Does not: run exhibits.
+Each is right in lanes without these fields, except for the one about ranks that gather.
 """
 
 from dataclasses import replace
@@ -42,7 +40,7 @@ from graphpact_museum.exhibit import exhibit
 def misses_multimodal_positions(
     runner: Any, registry: CudaGraphBufferRegistry, _: ForwardBatch, shape: GraphShape
 ) -> None:
-    """Multimodal positions of a decode are those of the capture."""
+    """Multimodal positions of a decode stay those of the capture."""
     if not registry.has_slot(MROPE):
         return
     whole = registry.get_slot(MROPE).slice_for(shape.batch_size, shape.num_tokens)
@@ -86,7 +84,7 @@ def runner_pads_by_the_last_recurrent_state(
 @exhibit("GP05", "vllm-project/vllm#25906", on="reference_runner", lanes="decode")
 @overrides("slots")
 def runner_gathers_live_tokens(_: Any, right: Any) -> list[GraphSlot]:
-    """The counts of gathered tokens are those of live tokens, and ranks gather padded ones."""
+    """The counts of gathered tokens count only live tokens, but ranks gather padding tokens too."""
 
     def post_fill(buffer: torch.Tensor, _: ForwardBatch, context: FillContext) -> None:
         buffer.fill_(context.raw_num_tokens)
@@ -97,7 +95,7 @@ def runner_gathers_live_tokens(_: Any, right: Any) -> list[GraphSlot]:
 @exhibit("GP05", "sgl-project/sglang#35588", on="cuda_graph", lanes="decode", values=("fields",))
 @overrides("slots")
 def cuda_graph_counts_tokens_where_ranks_gather(self: Any, right: Any) -> list[GraphSlot]:
-    """The count of live tokens has a slot only where ranks gather, and layers need it elsewhere."""
+    """The count of live tokens has a slot only where ranks gather, but layers need it elsewhere too."""
     gathers = self.context.require_gathered_buffer
     return [slot for slot in right() if slot.name != COUNT or gathers]
 
@@ -107,7 +105,7 @@ def cuda_graph_counts_tokens_where_ranks_gather(self: Any, right: Any) -> list[G
 def cuda_graph_shares_a_count_that_is_not_gathered(
     _: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
 ) -> None:
-    """The count of live tokens is a rank's share, also where each rank has all tokens."""
+    """The count of live tokens is the share of a rank, even where each rank has all tokens."""
     if registry.has_slot(COUNT) and batch.num_token_non_padded_cpu is not None:
         share = local_num_token_non_padded(batch.num_token_non_padded_cpu, shape.num_tokens)
         registry.get_slot(COUNT).slice_for(0, 0).fill_(share)

@@ -1,4 +1,4 @@
-"""`visit`: run the suite on exhibits and variants.
+"""`visit`: runs the suite on exhibits and variants.
 
 Does not: contain an exhibit.
 """
@@ -40,8 +40,8 @@ class Visit:
         piece: The exhibit or variant.
         findings: The finding with the best evidence of each rule; the key is None for those without a rule.
         lanes: The lanes that were checked.
-        missing: The reason if its plugin is not installed.
-        errors: Errors of the suite.
+        missing: Why its plugin is missing; None if it is installed.
+        errors: The errors of the suite itself.
     """
 
     piece: Exhibit | Variant
@@ -92,7 +92,7 @@ def _found_first(plans: Sequence[PlannedLane], options: Options, wanted: str | N
     """Return the results of all lanes; with a ``wanted`` rule, those up to its first finding."""
     results: list[Result] = []
     for plan in plans:
-        one_by_one = wanted is not None and plan.has_all  # in light lanes some follow a finding of another
+        one_by_one = wanted is not None and plan.has_all  # in light lanes some need a finding of another
         for experiments in [[e] for e in EXPERIMENTS] if one_by_one else [EXPERIMENTS]:
             results += examine_lane(plan, options, experiments=experiments)
             if any(wanted == finding.rule for result in results for finding in result.findings):
@@ -112,9 +112,10 @@ def _of_driver(
 def planted(
     piece: Exhibit | Variant, base: type[Any], options: Options = OPTIONS
 ) -> Iterator[list[PlannedLane]]:
-    """Yield the lanes of an exhibit or variant, the plain ones with all experiments; they run inside it.
+    """Yield the lanes of an exhibit or variant; run them inside this context.
 
-    An exhibit has the lanes that expose it. A variant has all lanes of a run, of its kinds of step.
+    An exhibit has the lanes that expose it, with all experiments. A variant has these, and all other lanes
+    that a run has for its kinds of step.
 
     Args:
         piece: The exhibit or variant.
@@ -190,7 +191,7 @@ class _VisitTask(Task):
         return self.visit.piece.name, self._quick
 
     def hears(self, found: dict[str, Any]) -> None:
-        """Keep what was found."""
+        """Keep the result that the child process sent."""
         self.visit = replace(self.visit, **found)
 
     def ends(self, ending: Ending) -> bool:
@@ -203,8 +204,8 @@ class _VisitTask(Task):
 
 
 def send_visit(parent: Parent, name: str, quick: bool) -> None:  # noqa: FBT001  arguments of a task
-    """Visit a piece and send what was found: the work of a child process."""
-    from graphpact_museum.collection import EXHIBITS, VARIANTS  # noqa: PLC0415  they import us
+    """Visit a piece and send the result to the parent process. A child process runs this."""
+    from graphpact_museum.collection import EXHIBITS, VARIANTS  # noqa: PLC0415  imports this module
 
     torch.set_num_threads(1)
     gc.freeze()
@@ -217,7 +218,7 @@ def send_visit(parent: Parent, name: str, quick: bool) -> None:  # noqa: FBT001 
 
 @cache
 def right_class(name: str) -> type[Any]:
-    """Return the correct class of that name.
+    """Return the correct class by its name.
 
     Raises:
         PluginError: The plugin is not installed.

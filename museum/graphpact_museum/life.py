@@ -1,9 +1,7 @@
-"""Exhibits of the life of a lane: captured again, beside other lanes, on memory that the engine rewrites.
+"""Exhibits of the life of a lane: it is captured again, or runs beside other lanes or on rewritten memory.
 
-GP02, GP09, GP10, GP14, GP15, GP16, GP19. A lane that is built, captured once and stepped without others
-shows none of them.
-
-Does not: run exhibits.
+The rules are GP02, GP09, GP10, GP14, GP15, GP16 and GP19. A lane that is captured once and runs without
+other lanes shows none of these bugs.
 """
 
 from collections import OrderedDict
@@ -50,7 +48,7 @@ def trtllm_returns_tensors_of_the_first_capture(base: type[Any]) -> type[Any]:
 
 @exhibit("GP10", "microsoft/onnxruntime#32239", on="trtllm_mla", lanes="target_verify")
 def trtllm_capacity_of_the_step_before_capture(base: type[Any]) -> type[Any]:
-    """A capture takes the longest sequence of the step before it as the capacity of its kernels."""
+    """A capture uses the longest sequence of the previous step as the capacity of its kernels."""
 
     def declare_slots(_: Any, right: Any, limits: Any) -> Any:
         capacity = workspace("capacity", 1, value=limits.max_context_len, dtype=torch.int32)
@@ -116,7 +114,7 @@ def flashinfer_sinks_cast_at_capture(base: type[Any]) -> type[Any]:
 
 
 def _evicts_above(base: type[Any], most: int) -> type[Any]:
-    """Return a backend that scales by a tensor of each size, of which ``most`` are kept."""
+    """Return a backend that scales its output by a tensor for each size, and keeps ``most`` of them."""
 
     def init(self: Any, right: Any, context: Any) -> None:
         right(context)
@@ -141,13 +139,13 @@ def _evicts_above(base: type[Any], most: int) -> type[Any]:
 
 @exhibit("GP14", "intel/llm-scaler#505", on="flashinfer", lanes="decode")
 def flashinfer_keeps_sixteen_sizes(base: type[Any]) -> type[Any]:
-    """A dictionary has a buffer for each number of tokens, and drops the oldest of more than 16."""
+    """A dictionary holds a buffer for each number of tokens, and above 16 buffers it drops the oldest."""
     return _evicts_above(base, 16)
 
 
 @exhibit("GP14", "ROCm/aiter#5393", on="fa3", lanes="target_verify")
 def fa3_keeps_twelve_sizes(base: type[Any]) -> type[Any]:
-    """A cache of 12 sizes of a verified draft evicts the one that a graph reads."""
+    """A cache for 12 sizes of verify steps evicts a buffer that a graph reads."""
     return _evicts_above(base, 12)
 
 
@@ -156,8 +154,8 @@ def fa3_keeps_twelve_sizes(base: type[Any]) -> type[Any]:
 
 @exhibit("GP10", "sgl-project/sglang#31198", on="trtllm_mla", lanes="target_verify")
 def trtllm_falls_back_after_a_prefill_capture(base: type[Any]) -> type[Any]:
-    """The capture of a prefill lane leaves a flag on the class, and lanes captured later record its fallback
-    kernel.
+    """The capture of a prefill lane sets a flag of the class, so that lanes that are captured later record a
+    fallback kernel.
     """
 
     def init_metadata_capture(self: Any, right: Any, view: ForwardBatch, shape: GraphShape) -> Any:
@@ -175,7 +173,7 @@ def trtllm_falls_back_after_a_prefill_capture(base: type[Any]) -> type[Any]:
 
 
 def _workspace_of_the_class(base: type[Any], when: str) -> type[Any]:
-    """Return a backend whose class has one workspace, which prefill overwrites.
+    """Return a backend whose lanes share one workspace of the class, which prefill overwrites.
 
     Args:
         base: The correct class.
@@ -218,7 +216,7 @@ def flashinfer_prefill_step_writes_the_class(base: type[Any]) -> type[Any]:
 
 @exhibit("GP09", "alibaba/rtp-llm#1084", on="flashinfer", lanes="decode")
 def flashinfer_plans_once_for_all_lanes(base: type[Any]) -> type[Any]:
-    """The class notes what was planned last, so a lane skips its plan after another lane of equal lengths."""
+    """The class remembers the last plan, so a lane skips its plan after another lane with equal lengths."""
 
     def plan_metadata(self: Any, right: Any, view: ForwardBatch, metadata: Any) -> None:
         is_captured = self.driver is not None and self.driver.is_capturing
@@ -251,8 +249,8 @@ def flashinfer_plans_once_for_all_lanes(base: type[Any]) -> type[Any]:
 def decode_runner_fills_once_for_all_lanes(
     runner: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
 ) -> None:
-    """The class notes which lengths it copied last, so a lane keeps its own after another lane of equal
-    lengths.
+    """The class remembers the lengths that it copied last, so a lane does not copy them after another lane
+    with equal lengths.
     """
     slots = [registry.get_slot(name) for name in ("seq_lens", "seq_lens_cpu")]
     wholes = [slot.slice_for(shape.batch_size, shape.num_tokens) for slot in slots]
@@ -310,7 +308,7 @@ def decode_runner_returns_a_slot(_: Any, right: Any, forward: Forward, step: Reg
 
 
 def _keeps_equal_tensors(base: type[Any], *names: str) -> type[Any]:
-    """Return a runner that leaves slots as they are where the batch has the same tensors."""
+    """Return a runner that does not copy a slot again if the batch has the same tensor object."""
 
     def populate(self: Any, right: Any, registry: Any, batch: Any, shape: GraphShape) -> None:
         known = vars(self).setdefault("filled_from", {})
@@ -323,20 +321,20 @@ def _keeps_equal_tensors(base: type[Any], *names: str) -> type[Any]:
         for whole, before in kept.values():
             whole.copy_(before)
         known.update({name: (shape, id(getattr(batch, name))) for name in names})
-        self.last_batch = batch  # keeps its tensors, so that no other has their identity
+        self.last_batch = batch  # keeps its tensors alive, so that no other tensor gets their ids
 
     return override(base, populate)
 
 
 @exhibit("GP16", "vllm-project/vllm#24527", on="cuda_graph", lanes="decode")
 def decode_runner_compares_tensors_by_identity(base: type[Any]) -> type[Any]:
-    """Lengths are copied only from other tensors than those of the last step, and an engine rewrites its
-    tensors.
+    """Lengths are copied only if their tensors are not those of the last step, but an engine rewrites its
+    tensors in place.
     """
     return _keeps_equal_tensors(base, "seq_lens", "seq_lens_cpu")
 
 
 @exhibit("GP16", "vllm-project/vllm#47644", on="cuda_graph", lanes="target_verify")
 def verify_runner_keeps_rows_of_the_same_tensor(base: type[Any]) -> type[Any]:
-    """Request rows are copied once from each tensor, and an engine reuses its tensors."""
+    """Request rows are copied only once from each tensor, but an engine reuses its tensors."""
     return _keeps_equal_tensors(base, "req_pool_indices")

@@ -1,9 +1,7 @@
-"""Exhibits of memory: size, lifetime, owner and remaining contents: GP13, GP14, GP15, GP18, GP19.
+"""Exhibits of the size, lifetime, owner and old contents of memory: GP13, GP14, GP15, GP18, GP19.
 
-Each is one edit of a correct attention backend. Factors that an edit adds are ones, so that outputs stay
-right until their memory is lost.
-
-Does not: run exhibits.
+Each is one edit of a correct attention backend. Edits multiply outputs by tensors of ones, so that outputs
+stay right until the memory of the ones is lost.
 """
 
 import functools
@@ -22,7 +20,7 @@ from graphpact_museum.exhibit import Make, exhibit
 
 
 def _resizes(name: str) -> Callable[[Callable[[Any, tuple[int, ...]], tuple[int, ...]]], Make]:
-    """Return a decorator of ``(limits, shape) -> shape``, which gives another shape of a slot."""
+    """Return a decorator of ``(limits, shape) -> shape`` that makes an edit: the slot gets that shape."""
 
     def decorate(resize: Callable[[Any, tuple[int, ...]], tuple[int, ...]]) -> Make:
         def declare_slots(_: Any, right: Any, limits: Any) -> list[GraphSlot]:
@@ -39,7 +37,7 @@ def _resizes(name: str) -> Callable[[Callable[[Any, tuple[int, ...]], tuple[int,
 @exhibit("GP13", "sgl-project/sglang#19016", on="fa3", lanes="target_verify")
 @_resizes("fa3.page_table")
 def fa3_page_table_without_draft_tokens(limits: Any, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The page table has columns for whole pages of a sequence without its drafts."""
+    """The page table has columns only for the whole pages of a sequence without its drafts."""
     return shape[0], (limits.max_context_len - limits.draft.num_draft_tokens) // limits.page_size
 
 
@@ -76,7 +74,7 @@ def trtllm_key_lengths_are_clamped(self: Any, right: Any, view: Any, metadata: A
 @exhibit("GP13", "ModelTC/LightLLM#1583", on="fa3", lanes="draft_extend")
 @after_attention
 def fa3_workspace_lacks_a_draft_token(backend: Any, call: Attended) -> torch.Tensor:
-    """A workspace has one row less per request, and indices past its end are clamped to the last row."""
+    """A workspace lacks one row per request, and indices past its end are clamped to the last row."""
     limits = backend.context.limits
     rows = limits.max_bs * (limits.draft.num_draft_tokens - 1)
     at = torch.arange(len(call.out), device=call.out.device).clamp_(max=rows - 1)
@@ -91,7 +89,7 @@ def reference_table_without_the_last_column(self: Any, right: Any, view: Any, me
     metadata.last.clamp_(max=self.context.limits.max_context_len - 2)
 
 
-# -- GP14: gone --------------------------------------------------------------------------------------
+# -- GP14: freed memory ------------------------------------------------------------------------------
 
 
 def _ones(backend: Any, rows: int) -> torch.Tensor:
@@ -102,7 +100,7 @@ def _for_all_keys(scale: Then) -> Make:
     """Make an edit of backends with a workspace of one element per key.
 
     Args:
-        scale: Scales by ``backend.workspace``, of at least ``backend.needed`` ones.
+        scale: Scales the output by ``backend.workspace``, which needs at least ``backend.needed`` ones.
     """
 
     def allocate_metadata(self: Any, right: Any, view: Any, shape: Any, buffers: Any) -> Any:
@@ -116,7 +114,7 @@ def _for_all_keys(scale: Then) -> Make:
 @exhibit("GP14", "intel/llm-scaler#505", on="fa3", lanes="target_verify")
 @after_attention
 def fa3_buffers_by_size_are_flushed(backend: Any, call: Attended) -> torch.Tensor:
-    """A cache has one buffer per number of tokens, and drops all when it has too many."""
+    """A cache holds one buffer per number of tokens, and drops all of them when there are too many."""
     known = vars(backend).setdefault("sized", {})
     if len(call.out) not in known and not getattr(backend.driver, "is_capturing", False):
         if len(known) >= 2:
@@ -134,7 +132,7 @@ def trtllm_lru_cache_of_tensors(base: type[Any]) -> type[Any]:
     def scale_of(rows: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.ones(rows, 1, 1, dtype=dtype)
 
-    class Cached(base):  # type: ignore[misc]  # in no `override`: the suite looks for caches in methods
+    class Cached(base):  # type: ignore[misc]  # no `override`, because the suite looks for caches in methods
         """A backend with a cache in the closure of a method."""
 
         def forward(self, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
@@ -146,7 +144,7 @@ def trtllm_lru_cache_of_tensors(base: type[Any]) -> type[Any]:
 
 @exhibit("GP14", "vllm-project/vllm-ascend#13902", on="flashinfer", lanes="target_verify_tree")
 def flashinfer_weights_are_laid_out_again(base: type[Any]) -> type[Any]:
-    """An eager step makes self.weight = weight.contiguous() again, in new memory."""
+    """An eager step runs self.weight = weight.contiguous() again, which allocates new memory."""
 
     def init(self: Any, right: Any, context: Any) -> None:
         right(context)
@@ -196,7 +194,7 @@ def trtllm_workspace_is_resized(backend: Any, call: Attended) -> torch.Tensor:
     return call.out * workspace[0]
 
 
-# -- GP15: another graph's ---------------------------------------------------------------------------
+# -- GP15: memory of another graph -------------------------------------------------------------------
 
 
 @exhibit("GP15", "ROCm/aiter#5393", on="flashinfer", lanes="decode")
@@ -263,7 +261,7 @@ def _semaphore(backend: Any) -> Sequence[GraphSlot]:
 @with_slots(_semaphore)
 @after_attention
 def trtllm_semaphore_is_not_re_armed(backend: Any, call: Attended) -> torch.Tensor:
-    """A counter that a kernel expects at zero is zeroed on the host, and by no graph."""
+    """A counter that a kernel expects to be zero is zeroed by the host, but not by a graph."""
     counter = there(backend, "semaphore")
     if not getattr(backend.driver, "is_capturing", False):
         counter.zero_()
@@ -303,7 +301,7 @@ def _accumulates(backend: Any, call: Attended) -> torch.Tensor:
 
 @exhibit("GP18", "ROCm/aiter#4916", on="fa3", lanes="draft_extend")
 def fa3_sums_are_zeroed_by_the_host(base: type[Any]) -> type[Any]:
-    """Partial results are added to sums that the capture hook zeroes and the replay hook does not."""
+    """Partial results are added to sums that the capture hook zeroes, but not the replay hook."""
 
     def _make_metadata(self: Any, right: Any, *arguments: Any) -> Any:
         there(self, "sums").zero_()
@@ -352,7 +350,7 @@ def _state(backend: Any) -> Sequence[GraphSlot]:
 @with_slots(_state)
 @after_attention
 def flashinfer_state_advances_in_captures(backend: Any, call: Attended) -> torch.Tensor:
-    """A recurrent state is advanced in place by warm-up and capture, and not put back."""
+    """Warm-up and capture advance a recurrent state in place, and it is not restored."""
     state = there(backend, "state")
     state.mul_(0.5).add_(call.k.float().mean(dim=(0, 1)))
     return call.out

@@ -1,9 +1,7 @@
 """Exhibits of the contents, the number and the effects of padding rows: GP03 to GP06.
 
-Each is one edit of a correct attention backend. An edit finds live rows by the means of a real engine:
-request row 0, which is reserved, or the lengths on the host.
-
-Does not: run exhibits.
+Each is one edit of a correct attention backend. An edit finds live rows as a real engine does: by request
+row 0, which is reserved for padding, or by the lengths on the host.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,13 +17,13 @@ from graphpact_museum.exhibit import exhibit
 
 
 def _live(view: Any, rows: int) -> torch.Tensor:
-    """Return ``[rows]`` bool: which rows, of requests or of tokens, are a request's that is there."""
+    """Return ``[rows]`` bool: whether each row, of a request or of a token, belongs to a live request."""
     live: torch.Tensor = view.req_pool_indices > 0
     return live.repeat_interleave(rows // max(len(live), 1), output_size=rows)
 
 
 def _on_rows(mask: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
-    """Return a mask of rows in as many axes as ``like`` has."""
+    """Return a mask of rows with as many dimensions as ``like``."""
     return mask.view(-1, *[1] * (like.dim() - 1))
 
 
@@ -70,7 +68,7 @@ def _copies_the_head(base: type[Any], *names: str) -> type[Any]:
 @exhibit("GP03", "SJTU-DENG-Lab/Diffulex#44", on="flashinfer", lanes="mixed")
 @overrides("fill_metadata")
 def flashinfer_kv_indices_keep_their_tail(_: Any, right: Any, view: Any, metadata: Any) -> None:
-    """kv_indices is not cleared after the live pages, at the pages of the fake request."""
+    """kv_indices is not cleared after the live pages, where the pages of the fake request are."""
     sets = [metadata, *metadata.windows.values()] if view.batch_size else []
     before = [each.kv_indices.clone() for each in sets]
     right(view, metadata)
@@ -83,7 +81,7 @@ def flashinfer_kv_indices_keep_their_tail(_: Any, right: Any, view: Any, metadat
 @exhibit("GP03", "sgl-project/sglang#23037", on="reference", lanes="extend")
 @overrides("fill_request")
 def reference_owners_of_padded_tokens_are_kept(_: Any, right: Any, view: Any, request: torch.Tensor) -> None:
-    """The request index of a padding token is left from an earlier batch."""
+    """Padding tokens keep the request index of an earlier batch."""
     before = request.clone()
     right(view, request)
     at = torch.arange(len(request), device=request.device)
@@ -104,7 +102,7 @@ def fa3_replay_hook_copies_as_many_rows_as_requests(base: type[Any]) -> type[Any
 
 @exhibit("GP03", "sgl-project/sglang#25512", on="fa3", lanes="draft_decode_tree")
 def fa3_tree_rows_skip_padded_tokens(base: type[Any]) -> type[Any]:
-    """The drafts' page table keeps, for padded tokens, the slots of an earlier batch's drafts."""
+    """Rows of padded tokens in the drafts' page table keep the slots of the drafts of an earlier batch."""
     return _skips_padded(base, "page_table", part=lambda m: m.tree.drafts)
 
 
@@ -196,13 +194,13 @@ def fa3_padded_tokens_write_the_last_slot(base: type[Any]) -> type[Any]:
 
 @exhibit("GP04", "m0at/rvllm#32", on="flashinfer", lanes="target_verify")
 def flashinfer_padded_tokens_write_a_live_slot(base: type[Any]) -> type[Any]:
-    """Padded tokens write where the first token of the batch does."""
+    """Padded tokens write to the KV slot of the first token of the batch."""
     return _writes(base, _slot_of_the_first_token)
 
 
 @exhibit("GP04", "sgl-project/sglang#38997", on="trtllm_mla", lanes="extend")
 def trtllm_padded_tokens_write_a_live_slot(base: type[Any]) -> type[Any]:
-    """Padded tokens of a prefill write where the first token of the batch does."""
+    """Padded tokens of a prefill write to the KV slot of the first token of the batch."""
     return _writes(base, _slot_of_the_first_token)
 
 
@@ -226,7 +224,7 @@ def fa3_idle_rank_gathers_row_minus_one(base: type[Any]) -> type[Any]:
 
 @exhibit("GP04", "NVIDIA/TensorRT-LLM#9873", on="fa3", lanes="draft_extend")
 def fa3_padded_requests_repeat_the_first(base: type[Any]) -> type[Any]:
-    """The page table of padded requests is the first request's."""
+    """Padded requests have the page table of the first request."""
     return _reads(base, _row_of_the_first_request, "page_table")
 
 
@@ -242,7 +240,7 @@ def reference_padded_requests_gather_row_minus_one(base: type[Any]) -> type[Any]
 @exhibit("GP05", "sgl-project/sglang#21452", on="flashinfer", lanes="extend")
 @overrides("_fill_ragged_queries")
 def flashinfer_extend_without_the_fake_request(_: Any, right: Any, view: Any, metadata: Any) -> Any:
-    """qo_indptr[-1] counts real tokens, while q has a row for each padded one too."""
+    """qo_indptr[-1] counts only real tokens, but q has rows for padded tokens too."""
     num_q: torch.Tensor = right(view, metadata)
     metadata.qo_indptr[-1:].copy_(metadata.qo_indptr[-2:-1])
     return torch.cat([num_q[:-1], torch.zeros_like(num_q[-1:])])
@@ -251,7 +249,7 @@ def flashinfer_extend_without_the_fake_request(_: Any, right: Any, view: Any, me
 @exhibit("GP05", "sgl-project/sglang#21452", on="flashinfer", lanes="mixed")
 @overrides("_fill_ragged_queries")
 def flashinfer_fake_request_has_queries_and_no_keys(_: Any, right: Any, view: Any, metadata: Any) -> Any:
-    """The fake request is counted in qo_indptr, and has no page in kv_indptr."""
+    """The fake request is counted in qo_indptr, but has no page in kv_indptr."""
     num_q: torch.Tensor = right(view, metadata)
     return torch.cat([num_q[:-1], torch.zeros_like(num_q[-1:])])
 
@@ -259,7 +257,7 @@ def flashinfer_fake_request_has_queries_and_no_keys(_: Any, right: Any, view: An
 @exhibit("GP05", "ROCm/ATOM#1595", on="flashinfer", lanes="target_verify")
 @overrides("init_metadata_replay", fill_is_device_only=False)
 def flashinfer_verify_counts_live_queries(_: Any, right: Any, view: Any, shape: Any, captured: Any) -> Any:
-    """qo_indptr counts the queries of live requests, while q has those of padded ones too."""
+    """qo_indptr counts only the queries of live requests, but q has queries of padded requests too."""
     fresh = right(view, shape, captured)
     real = (view.req_pool_indices > 0).sum() * view.tokens_per_request
     fresh.qo_indptr.clamp_(max=real)
@@ -289,20 +287,20 @@ def reference_positions_count_from_the_last_row(_: Any, right: Any, view: Any, r
 
 @exhibit("GP05", "vllm-project/vllm#28202", on="fa3", lanes="mixed")
 def fa3_offsets_cut_by_real_requests(base: type[Any]) -> type[Any]:
-    """The replay hook returns cu_seqlens_q for the real requests, the graph has padded ones."""
+    """The replay hook returns cu_seqlens_q only for the real requests, but the graph has padded ones too."""
     return _cut_by_the_batch(base, "cu_seqlens_q", 1)
 
 
 @exhibit("GP05", "vllm-project/vllm#25265", on="trtllm_mla", lanes="extend")
 def trtllm_key_lengths_cut_by_real_requests(base: type[Any]) -> type[Any]:
-    """The replay hook returns seq_lens_k for the real requests, the graph has padded ones."""
+    """The replay hook returns seq_lens_k only for the real requests, but the graph has padded ones too."""
     return _cut_by_the_batch(base, "seq_lens_k")
 
 
 @exhibit("GP05", "vllm-project/vllm-ascend#7460", on="trtllm_mla", lanes="mixed")
 @overrides("fill_metadata")
 def trtllm_padded_tokens_are_the_last_request_s(_: Any, right: Any, view: Any, metadata: Any) -> None:
-    """cu_seqlens_q ends at the padded count, so that the last request has all padded tokens."""
+    """cu_seqlens_q ends at the padded count, so that all padded tokens belong to the last request."""
     right(view, metadata)
     metadata.cu_seqlens_q[-1:].fill_(view.num_tokens)
 
@@ -311,7 +309,7 @@ def trtllm_padded_tokens_are_the_last_request_s(_: Any, right: Any, view: Any, m
 
 
 def _quantized_by_the_largest(out: torch.Tensor) -> torch.Tensor:
-    """Return rows that went through the scale of all of them, as a per-tensor quantization does."""
+    """Return the rows divided and multiplied by their largest value, as per-tensor quantization does."""
     scale = out.abs().amax()
     return (out / scale) * scale
 
@@ -319,7 +317,7 @@ def _quantized_by_the_largest(out: torch.Tensor) -> torch.Tensor:
 @exhibit("GP06", "vllm-project/vllm#37442", on="fa3", lanes="decode")
 @after_attention
 def fa3_empty_output_and_one_scale(_: Any, call: Attended) -> torch.Tensor:
-    """The output is allocated by empty, not written for padding rows, and scaled by its maximum."""
+    """The output is allocated by empty(), not written in padding rows, and scaled by its maximum."""
     written = _tokens_of(call.metadata.page_table[:, 0] > 0, call)
     return _quantized_by_the_largest(_written_where(written, call.out))
 
@@ -327,8 +325,8 @@ def fa3_empty_output_and_one_scale(_: Any, call: Attended) -> torch.Tensor:
 @exhibit("GP06", "vllm-project/vllm#37442", on="fa3", lanes=("decode", "target_verify"))
 @after_attention
 def fa3_output_of_padding_is_unwritten(_: Any, call: Attended) -> torch.Tensor:
-    """The kernel does not write the rows of padding requests; a model that takes one scale of all rows reads
-    them.
+    """The kernel does not write the rows of padding requests, but a model that computes one scale of all rows
+    reads them.
     """
     return _written_where(_tokens_of(call.metadata.page_table[:, 0] > 0, call), call.out)
 
@@ -344,7 +342,7 @@ def fa3_rows_past_the_last_offset_are_unwritten(_: Any, call: Attended) -> torch
 
 
 def _tokens_of(requests: torch.Tensor, call: Attended) -> torch.Tensor:
-    """Return for each token what ``requests`` says of its request, where all bring as many."""
+    """Return the value of ``requests`` for each token; all requests have equally many tokens."""
     rows = len(call.out)
     return requests.repeat_interleave(rows // len(requests), output_size=rows)
 
@@ -356,7 +354,7 @@ def _written_where(mask: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
 
 
 def _an_output(backend: Any) -> Sequence[GraphSlot]:
-    """Return a buffer that is zero from the start and never again."""
+    """Return the slot of an output buffer, which is zeroed only at the start."""
     layer, most = backend.context.layers[0], backend.context.limits.max_num_tokens
     shape = (most, layer.num_q_heads, layer.v_head_dim)
     return [workspace("output", *shape, dtype=backend.context.dtype)]

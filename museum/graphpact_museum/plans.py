@@ -43,7 +43,7 @@ def flashinfer_window_not_planned(base: type[Any]) -> type[Any]:
 @exhibit("GP09", "NVIDIA/TensorRT-LLM#15556", on="flashinfer", lanes="target_verify")
 @overrides("plan_metadata", key=None)
 def flashinfer_planned_by_pages(self: Any, right: Any, view: ForwardBatch, metadata: Any) -> None:
-    """A plan is reused while its key is equal; the key has pages and no lengths."""
+    """A plan is reused while its key is equal; the key contains page counts, but no lengths."""
     pages = (view.seq_lens_cpu // self.context.limits.page_size).tolist()
     key = id(metadata), pages
     if key != self.key:
@@ -54,7 +54,7 @@ def flashinfer_planned_by_pages(self: Any, right: Any, view: ForwardBatch, metad
 @exhibit("GP09", "ModelTC/LightLLM#1367", on="flashinfer", lanes="decode")
 @overrides("plan_metadata", key=None)
 def flashinfer_planned_by_sorted_lengths(self: Any, right: Any, view: ForwardBatch, metadata: Any) -> None:
-    """The key by which a plan is skipped has the lengths of all requests without their order."""
+    """A plan is skipped by a key that contains the lengths of all requests, but not their order."""
     key = id(metadata), sorted(view.seq_lens_cpu.tolist())
     if key != self.key:
         right(view, metadata)
@@ -89,7 +89,7 @@ def flashinfer_planned_one_step_late(self: Any, right: Any, view: ForwardBatch, 
 @exhibit("GP09", "sgl-project/sglang#21161", on="flashinfer", lanes="target_verify")
 @overrides("plan_metadata")
 def flashinfer_planned_without_drafts(_: Any, right: Any, view: ForwardBatch, metadata: Any) -> None:
-    """Every plan, also of eager steps, is made for fewer keys than the kernel gets."""
+    """Every plan, even in eager steps, is made for fewer keys than the kernel gets."""
     lens = (view.seq_lens_cpu - 2 * view.tokens_per_request).clamp_(min=1)
     right(replace(view, seq_lens_cpu=lens), metadata)
 
@@ -119,7 +119,7 @@ def _staged(name: str) -> Callable[[_Copy], Make]:
     """Return a decorator of an edit that copies lengths from host memory at replay.
 
     Args:
-        name: The field of the metadata that has the lengths.
+        name: The field of the metadata that holds the lengths.
     """
 
     def declare_slots(_: Any, right: Any, limits: Limits) -> Any:
@@ -164,7 +164,7 @@ def fa3_lengths_overwritten(
         backend.copied.synchronize()
     staging.copy_(lens)
     backend.driver.copy_async(target, staging)
-    staging.fill_(1)  # the next phase's
+    staging.fill_(1)  # for the next phase
     backend.copied = backend.driver.event()
     backend.copied.record()
 
@@ -252,7 +252,7 @@ def trtllm_mla_side_stream_not_forked(base: type[Any]) -> type[Any]:
     return _on_a_side_stream(base, forks=False, joins=True)
 
 
-# -- GP20: what no graph holds -----------------------------------------------------------------------
+# -- GP20: work that no graph can hold ---------------------------------------------------------------
 
 
 @exhibit("GP20", "vllm-project/vllm#22758", on="fa3", lanes="extend")
@@ -260,7 +260,7 @@ def trtllm_mla_side_stream_not_forked(base: type[Any]) -> type[Any]:
 def fa3_assert_on_the_device(_: Any, right: Any, *args: Any) -> Any:
     """Every layer asserts on the host that no length on the device is negative."""
     if not args[-1].cache_seqlens.min() >= 0:
-        raise ValueError("a request has fewer than no keys")
+        raise ValueError("a request has a negative number of keys")
     return right(*args)
 
 

@@ -17,12 +17,12 @@ from graphpact_museum.exhibit import Make, exhibit
 
 
 def _longest(view: ForwardBatch) -> int:
-    """Return the most keys of a request of this batch, from the host."""
+    """Return the number of keys of the longest request in this batch, from host memory."""
     return int(max(view.seq_lens_cpu.tolist(), default=1)) + view.uncounted_keys
 
 
 def _own_bound(base: type[Any], field: str) -> type[Any]:
-    """Return a backend whose bound of the keys is that of the batch at hand."""
+    """Return a backend that bounds the keys by the longest request of the bound batch."""
 
     def allocate_metadata(_: Any, right: Any, view: ForwardBatch, *args: Any) -> Any:
         metadata = right(view, *args)
@@ -33,10 +33,11 @@ def _own_bound(base: type[Any], field: str) -> type[Any]:
 
 
 def _by_kept_longest(edit: Callable[[Any, int], Any]) -> Make:
-    """Make an edit of backends that attend by a host number of the batch that was bound.
+    """Make an edit of backends whose kernels depend on a host number of the batch that was bound.
 
     Args:
-        edit: Returns what the kernels are given, for the metadata and the most keys of a request.
+        edit: ``(metadata, longest) -> metadata``: returns the metadata that the kernels get. ``longest`` is
+            the number of keys of the longest request.
     """
 
     def allocate_metadata(self: Any, right: Any, view: ForwardBatch, *args: Any) -> Any:
@@ -61,7 +62,7 @@ def fa3_narrowed_table(metadata: Any, longest: int) -> Any:
 @exhibit("GP08", "microsoft/onnxruntime#32239", on="flashinfer", lanes="target_verify")
 @_by_kept_longest
 def flashinfer_short_path(metadata: Any, longest: int) -> Any:
-    """A threshold on the longest request selects at capture the indices of sliding-window layers."""
+    """At capture a threshold on the longest request selects the indices of sliding-window layers."""
     if longest > min(metadata.windows):
         return metadata
     full = {name: getattr(metadata, name) for name in ("kv_indptr", "kv_indices", "plan")}
@@ -86,17 +87,17 @@ def reference_context_of_capture(base: type[Any]) -> type[Any]:
 
 @exhibit("GP08", "Dao-AILab/flash-attention#1164", on="flashinfer", lanes="decode")
 def flashinfer_longest_of_capture(base: type[Any]) -> type[Any]:
-    """The kernel's bound of the keys is the longest request of the dummy batch."""
+    """The kernel's bound on keys is the length of the longest request in the dummy batch."""
     return _own_bound(base, "max_kv_len")
 
 
 @exhibit("GP08", "Dao-AILab/flash-attention#1164", on="trtllm_mla", lanes="draft_decode")
 def trtllm_mla_longest_of_capture(base: type[Any]) -> type[Any]:
-    """max_seq_len_k is the longest request of the dummy batch, in every step of a draft."""
+    """In every step of a draft, max_seq_len_k is the length of the longest request in the dummy batch."""
     return _own_bound(base, "max_seq_len_k")
 
 
-# -- GP10: recorded otherwise ------------------------------------------------------------------------
+# -- GP10: other work is recorded --------------------------------------------------------------------
 
 
 @exhibit("GP10", "sgl-project/sglang#26742", on="flashinfer", lanes="extend")
@@ -135,7 +136,7 @@ def fa3_kept_from_eager(base: type[Any]) -> type[Any]:
 
 @exhibit("GP10", "sgl-project/sglang#31198", on="trtllm_mla", lanes="target_verify")
 def trtllm_mla_fallback_left(base: type[Any]) -> type[Any]:
-    """An eager step leaves a fallback switched on, and a later capture records it."""
+    """An eager step leaves a fallback switched on, so that a later capture records it."""
 
     def init_metadata_eager(self: Any, right: Any, batch: ForwardBatch, *, fill: int | None = None) -> Any:
         self.fallback = right(batch, fill=fill)
@@ -159,7 +160,7 @@ def trtllm_mla_first_step_recorded(self: Any, _: Any, view: ForwardBatch, metada
 
 @exhibit("GP10", "sgl-project/sglang#38994", on="fa3", lanes="mixed")
 def fa3_made_in_the_warm_up(base: type[Any]) -> type[Any]:
-    """Index tensors are computed on first use, which is in the warm-up and not in the recorded run."""
+    """Index tensors are computed on first use, which is in the warm-up, not in the recorded run."""
 
     def init(self: Any, right: Any, context: Any) -> None:
         right(context)
@@ -176,7 +177,7 @@ def fa3_made_in_the_warm_up(base: type[Any]) -> type[Any]:
 @exhibit("GP10", "vllm-project/vllm#25743", on="flashinfer", lanes="decode")
 @overrides("record_metadata")
 def flashinfer_branches_on_contents(self: Any, _: Any, view: ForwardBatch, metadata: Any) -> None:
-    """A branch on lengths skips work for the dummy batch, which is then not recorded."""
+    """A branch on lengths skips work for the dummy batch, so that this work is not recorded."""
     for at, part in each_step(view, metadata) if self.records_metadata else ():
         needs = _longest(at) > max(part.windows)
         self.fill_metadata(at, part if needs else replace(part, windows={}))

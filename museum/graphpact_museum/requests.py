@@ -1,6 +1,6 @@
-"""Exhibits of requests: fresh ones, those that look like padding, and other kinds and sizes of batches.
+"""Exhibits of fresh requests, requests that look like padding, and batches of other kinds and sizes.
 
-GP02, GP04, GP06, GP12.
+The rules are GP02, GP04, GP06 and GP12.
 
 Does not: plant a bug in the memory of a graph; see `graphpact_museum.life`.
 """
@@ -26,7 +26,7 @@ from graphpact_museum.exhibit import exhibit
 def extend_runner_takes_no_rows_of_fresh_prompts(
     _: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
 ) -> None:
-    """Where no request has cached keys, request rows are taken for unused, and zeroed."""
+    """If no request has cached keys, request rows count as unused and are zeroed."""
     new = batch.extend_seq_lens_cpu
     if batch.batch_size and new is not None and torch.equal(batch.seq_lens_cpu, new):
         registry.get_slot("req_pool_indices").slice_for(shape.batch_size, shape.num_tokens).zero_()
@@ -38,10 +38,10 @@ def extend_runner_takes_no_rows_of_fresh_prompts(
 @exhibit("GP04", "vllm-project/vllm#35969", on="fa3", lanes="decode")
 @after_attention
 def fa3_skips_requests_of_the_fill_length(backend: Any, call: Attended) -> torch.Tensor:
-    """The kernel takes a request of the length of a padding row for padding, and leaves zeros."""
+    """The kernel treats a request with the length of a padding row as padding, and outputs zeros."""
     lens = call.metadata.cache_seqlens
     width = len(call.out) // len(lens)
-    more = width if width > 1 else 0  # drafts that are counted
+    more = width if width > 1 else 0  # lengths include drafts
     is_padding = lens == backend.capabilities.seq_len_fill_value + more
     return call.out.masked_fill(is_padding.repeat_interleave(width)[:, None, None], 0)
 
@@ -70,7 +70,7 @@ def decode_runner_masks_token_0_at_position_0(
 @exhibit("GP06", "vllm-project/vllm#56922", on="reference", lanes="decode")
 @after_attention
 def reference_prefetches_scratch_in_full_batches(backend: Any, call: Attended) -> torch.Tensor:
-    """A kernel loads the tile after the last row; in a batch without padding it is scratch, times 0."""
+    """A kernel loads the tile after the last row too, times 0; in a batch without padding it is scratch."""
     tail = backend.context.kv_cache.k[call.layer.cache_layer][0].flatten()[:1]
     is_last_live = call.metadata.out_cache_loc[-1:] >= backend.context.limits.page_size
     return call.out + torch.where(is_last_live, tail * 0, 0)[:, None, None]
@@ -79,7 +79,7 @@ def reference_prefetches_scratch_in_full_batches(backend: Any, call: Attended) -
 @exhibit("GP06", "vllm-project/vllm#37442", on="reference", lanes="target_verify")
 @after_attention
 def reference_scales_by_scratch_in_full_batches(backend: Any, call: Attended) -> torch.Tensor:
-    """A scale of the whole batch includes scratch where no row is padding."""
+    """The scale of the whole batch includes scratch if no row is padding."""
     keys = backend.context.kv_cache.k[call.layer.cache_layer][:1]
     is_full = (call.metadata.out_cache_loc >= backend.context.limits.page_size).all()
     amax = torch.where(is_full, keys.abs().amax(), 1)
@@ -90,7 +90,7 @@ def reference_scales_by_scratch_in_full_batches(backend: Any, call: Attended) ->
 
 
 def _takes_chunks(base: type[Any], mode: ForwardMode) -> type[Any]:
-    """Return a runner that takes chunks of a prompt for batches of ``mode`` by their length."""
+    """Return a runner that takes prompt chunks of one width for batches of ``mode``."""
 
     def fit(self: Any, right: Any, batch: ForwardBatch) -> Any:
         chunks = batch.extend_seq_lens_cpu
@@ -107,7 +107,7 @@ def _takes_chunks(base: type[Any], mode: ForwardMode) -> type[Any]:
 @exhibit("GP12", "vllm-project/vllm#54933", on="cuda_graph", lanes="decode")
 @overrides("default_batch_sizes")
 def decode_runner_lacks_one_more_than_a_multiple(_: Any, right: Any) -> list[int]:
-    """The default capture sizes end at a multiple of 8 where max_bs is one more."""
+    """The default capture sizes end at a multiple of 8, although max_bs is one more."""
     sizes: list[int] = right()
     largest = sizes[-1]
     return sizes[:-1] if largest > 8 and largest % 8 == 1 else sizes
@@ -116,7 +116,7 @@ def decode_runner_lacks_one_more_than_a_multiple(_: Any, right: Any) -> list[int
 @exhibit("GP12", "vllm-project/vllm#36165", on="cuda_graph", lanes="decode")
 @overrides("fit")
 def decode_runner_takes_one_size_more_above_8(runner: Any, right: Any, batch: ForwardBatch) -> Fit:
-    """A batch of more than 8 requests that fills a shape takes the next larger one."""
+    """A batch of more than 8 requests that fills a shape exactly takes the next larger shape."""
     fit: Fit = right(batch)
     if isinstance(fit, EagerReason) or batch.batch_size <= 8 or batch.batch_size != fit.batch_size:
         return fit
@@ -128,11 +128,11 @@ def decode_runner_takes_one_size_more_above_8(runner: Any, right: Any, batch: Fo
 
 @exhibit("GP12", "vllm-project/vllm#53407", on="cuda_graph", lanes="decode")
 def decode_runner_takes_chunks_of_one_token(base: type[Any]) -> type[Any]:
-    """fit() takes a prompt in chunks of one token for a decode."""
+    """fit() treats a prompt in chunks of one token as a decode."""
     return _takes_chunks(base, ForwardMode.DECODE)
 
 
 @exhibit("GP12", "vllm-project/vllm#28739", on="cuda_graph", lanes="target_verify")
 def verify_runner_takes_chunks_of_its_width(base: type[Any]) -> type[Any]:
-    """fit() takes a prompt in chunks of as many tokens as a draft for a target verify."""
+    """fit() treats a prompt in chunks with as many tokens as a draft as a target verify."""
     return _takes_chunks(base, ForwardMode.TARGET_VERIFY)

@@ -23,7 +23,7 @@ RecordedRegion: TypeAlias = Callable[[], Any]
 
 
 class _DelegatedGraph(Graph):
-    """A graph that has another one instead of being derived from it."""
+    """A graph that wraps a graph of the tape instead of deriving from its class."""
 
     def __init__(self, graph: Graph) -> None:
         self._graph = graph
@@ -31,17 +31,17 @@ class _DelegatedGraph(Graph):
 
     @property
     def outputs(self) -> Any:
-        """The outputs of the other graph."""
+        """The outputs of the wrapped graph."""
         return self._graph.outputs
 
     @property
     def outputs_stand(self) -> bool:  # type: ignore[override]
-        """Whether they are those of the last replay."""
+        """Whether the outputs are those of the last replay."""
         return self._graph.outputs_stand
 
     @property
     def pool_nbytes(self) -> int:  # type: ignore[override]
-        """The memory of the other graph."""
+        """The size of the wrapped graph's memory, in bytes."""
         return self._graph.pool_nbytes
 
     def replay(self) -> None:
@@ -58,7 +58,7 @@ class _DelegatedGraph(Graph):
 
 
 class _Delegates(GraphDriver):
-    """A driver that has a tape driver, of the class ``base``, and derives from none."""
+    """A driver that wraps a tape driver of the class ``base`` instead of deriving from it."""
 
     name: ClassVar[str] = "delegates"
     has_strict_mode: ClassVar[bool] = True
@@ -71,7 +71,7 @@ class _Delegates(GraphDriver):
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:
-        """Return None where the tape does."""
+        """Return why the tape is unavailable, or None."""
         return cls.base.unavailable(device)
 
     @property
@@ -151,7 +151,7 @@ class _Delegates(GraphDriver):
 
 @variant(on="tape", lanes=("fast", "strict"))
 def driver_by_delegation(base: type[Any]) -> type[Any]:
-    """The driver has a tape and derives from none; it passes every call on."""
+    """The driver wraps a tape instead of deriving from it, and passes every call on."""
     return type("Delegates", (_Delegates,), {"base": base})
 
 
@@ -182,7 +182,7 @@ def driver_with_outputs_of_its_own(_: Any, graph: Any) -> None:
 @variant(on="tape", lanes="fast")
 @overrides("record")
 def driver_that_undoes_its_captures(_: Any, right: Any, recorder: Any, fn: RecordedRegion) -> Any:
-    """What the recorded run wrote is restored: a capture records and does not run, as on a GPU."""
+    """The memory that the recorded run wrote is restored: a capture has no effects, as on a GPU."""
     perform = recorder.perform
     before: dict[int, tuple[torch.UntypedStorage, Any]] = {}
 
@@ -215,7 +215,7 @@ def driver_with_a_worker_thread(base: type[Any]) -> type[Any]:
 @variant(on="tape", lanes="strict")
 @edits_graphs
 def strict_driver_with_other_poison(_: Any, graph: Any) -> None:
-    """The strict mode poisons floating point memory by a number, not by NaN."""
+    """The strict mode poisons floating point memory with a number, not with NaN."""
     spoil = graph.spoil
 
     def spoils() -> None:

@@ -1,9 +1,7 @@
-"""Exhibits of scale: each is right in plain lanes, and wrong in lanes with one unusual value.
+"""Exhibits of scale: each is right in plain lanes, and wrong in lanes with unusual values.
 
-Tall ladders, long contexts, steps of more tokens than a context, mixed layers, wide drafts, high KV slots,
-three ranks and more, pages of one slot.
-
-Does not: run exhibits.
+The values are tall ladders, long contexts, steps with more tokens than a context, mixed layers, wide drafts,
+high KV slots, three or more ranks, and pages of one slot.
 """
 
 from collections import OrderedDict
@@ -69,7 +67,7 @@ _FEW_KEYS = 256
 
 @exhibit("GP13", "predibase/lorax#363", on="reference", lanes="decode", values=("tall", "long"))
 def reference_table_of_256_keys(base: type[Any]) -> type[Any]:
-    """The table has columns for 256 keys, and keys after them are not read."""
+    """The table has columns for 256 keys, and later keys are not read."""
 
     def declare_slots(_: Any, right: Any, limits: Any) -> Any:
         return [
@@ -90,7 +88,7 @@ def reference_table_of_256_keys(base: type[Any]) -> type[Any]:
 
 @exhibit("GP10", "paiml/aprender#2030", on="reference", lanes="decode", values=("long",))
 def reference_kernel_of_short_sequences_recorded(base: type[Any]) -> type[Any]:
-    """Lengths of the capture choose a kernel that reads 256 keys, for all replays."""
+    """The lengths of the capture select a kernel that reads 256 keys, and all replays run it."""
 
     def allocate_metadata(self: Any, right: Any, view: Any, shape: Any, buffers: Any) -> Any:
         metadata = right(view, shape, buffers)
@@ -108,7 +106,7 @@ def reference_kernel_of_short_sequences_recorded(base: type[Any]) -> type[Any]:
 @exhibit("GP11", "vllm-project/vllm#53658", on="reference_runner", lanes="extend", values=("tall",))
 @overrides("dummy")
 def runner_dummy_longer_than_a_sequence(runner: Any, right: Any, shape: GraphShape) -> ForwardBatch:
-    """A dummy's first request has all tokens of the shape, more than a sequence may have."""
+    """The first request of a dummy batch has all spare tokens of the shape, more than a sequence may have."""
     batch: ForwardBatch = right(shape)
     assert batch.extend_seq_lens is not None  # noqa: S101  of a ragged mode
     extend = torch.ones_like(batch.extend_seq_lens)
@@ -126,7 +124,7 @@ def runner_dummy_longer_than_a_sequence(runner: Any, right: Any, shape: GraphSha
 @exhibit("GP13", "sgl-project/sglang#31012", on="reference", lanes="extend", values=("tall",))
 @after_attention
 def reference_rows_of_one_context(backend: Any, call: Attended) -> torch.Tensor:
-    """A workspace has a row for each token of a sequence, and steps have more tokens."""
+    """A workspace has a row for each token of a sequence, but steps have more tokens."""
     rows = backend.context.limits.max_context_len
     return call.out[torch.arange(len(call.out), device=call.out.device).clamp_(max=rows - 1)]
 
@@ -137,14 +135,14 @@ def reference_rows_of_one_context(backend: Any, call: Attended) -> torch.Tensor:
 @exhibit("GP02", "sgl-project/sglang#14654", on="reference", lanes="decode", values=("high",))
 @after_replay_hook
 def reference_slots_in_16_bits(_: Any, __: ForwardBatch, metadata: Any) -> None:
-    """The replay hook keeps KV slots in 16 bits, the capture hook in 64."""
+    """The replay hook stores KV slots in 16 bits, and the capture hook in 64."""
     metadata.table.copy_(metadata.table.to(torch.int16))
 
 
 @exhibit("GP02", "sgl-project/sglang#14654", on="reference", lanes="decode", values=("high",))
 @after_replay_hook
 def reference_offsets_in_32_bits(backend: Any, _: ForwardBatch, metadata: Any) -> None:
-    """The replay hook computes offsets of elements in 32 bits, the capture hook in 64."""
+    """The replay hook computes offsets of elements in 32 bits, and the capture hook in 64."""
     layer = backend.context.layers[0]
     width = layer.num_kv_heads * layer.head_dim
     metadata.table.copy_((metadata.table * width).to(torch.int32) // width)
@@ -154,14 +152,14 @@ def reference_offsets_in_32_bits(backend: Any, _: ForwardBatch, metadata: Any) -
 
 
 def _number_of_each_layer(base: type[Any], name: str) -> type[Any]:
-    """Return a backend with a number of each layer in a slot, where replays write another one.
+    """Return a backend with a number for each layer in a slot; replays write a wrong number.
 
-    Outputs are scaled by the number in the slot, divided by the layer's own: by 1 if the slot is right.
-    Replays write the number of the first layer that has one.
+    Outputs are scaled by the number in the slot divided by the number of the layer, which is 1 if the slot is
+    right. Replays write the number of the first layer that has one.
 
     Args:
         base: The correct class.
-        name: Name of the attribute of layers.
+        name: The attribute of layers that holds the number.
     """
 
     def number(layer: Any) -> float:
@@ -213,7 +211,7 @@ def reference_scale_of_the_first_layer(base: type[Any]) -> type[Any]:
 
 @exhibit("GP02", "NVIDIA/TensorRT-LLM#18769", on="reference", lanes="decode", values=("mixed",))
 def reference_window_of_the_first_layer(base: type[Any]) -> type[Any]:
-    """A replay refreshes the window of every layer that has one with the first of them."""
+    """A replay refreshes every sliding window with the window of the first layer that has one."""
     return _number_of_each_layer(base, "sliding_window")
 
 
@@ -235,7 +233,7 @@ def runner_mask_of_32_drafts(
 @exhibit("GP13", "ModelTC/LightLLM#1583", on="reference", lanes="draft_decode_tree", values=("wide",))
 @after_attention
 def reference_as_many_branches_as_steps(backend: Any, call: Attended) -> torch.Tensor:
-    """A workspace has a row for each draft step of all requests, and drafts have more branches."""
+    """A workspace has a row for each draft step of all requests, but drafts have more branches."""
     if call.metadata.staging is None:  # an eager step
         return call.out
     limits = backend.context.limits
@@ -248,7 +246,7 @@ def reference_as_many_branches_as_steps(backend: Any, call: Attended) -> torch.T
 def runner_accepts_no_more_than_steps(
     runner: Any, registry: CudaGraphBufferRegistry, _: ForwardBatch, __: GraphShape
 ) -> None:
-    """Accepted drafts are cut to the number of steps, and a verify has more tokens."""
+    """The count of accepted drafts is limited to the number of steps, but a verify has more tokens."""
     buffer = registry.get_slot("num_correct_drafts").buffer
     if buffer is not None:
         buffer.clamp_(max=runner.context.limits.draft.num_steps)
@@ -276,7 +274,7 @@ def reference_drafts_of_one_step_not_refreshed(backend: Any, view: Any, metadata
 def runner_counts_for_two_ranks(
     _: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
 ) -> None:
-    """A rank's count of live tokens is that of one of two ranks, however many there are."""
+    """A rank's share of the live tokens is computed for two ranks, however many there are."""
     count, parallel = batch.num_token_non_padded_cpu, get_parallel()
     if count is None or parallel.attn_tp_size == 1:
         return
@@ -288,7 +286,7 @@ def runner_counts_for_two_ranks(
 @exhibit("GP17", "vllm-project/vllm#25906", on="reference_runner", lanes="extend")
 @overrides("shapes")
 def runner_third_rank_captures_less(_: Any, right: Any) -> Any:
-    """From the third rank on the smallest shape is not captured."""
+    """The third and later ranks do not capture the smallest shape."""
     shapes: Sequence[GraphShape] = right()
     return shapes[1:] if get_parallel().attn_tp_rank >= 2 else shapes
 
@@ -307,11 +305,11 @@ def _own_slot_for_each_padding_row(
 
 @exhibit("GP04", "m0at/rvllm#32", on="reference_runner", lanes="decode", values=("page1",))
 def runner_padding_beyond_a_page_of_one_slot(base: type[Any]) -> type[Any]:
-    """Each padding row has a KV slot of its own, from 0 up, and a page has one."""
+    """Each padding row has its own KV slot, from 0 up, but a page has only one slot."""
     return _own_slot_for_each_padding_row(base)
 
 
 @exhibit("GP04", "m0at/rvllm#32", on="reference_runner", lanes="target_verify", values=("tall", "wide"))
 def runner_more_padding_rows_than_a_page(base: type[Any]) -> type[Any]:
-    """Each padding row has a KV slot of its own, from 0 up, and there are more than a page has."""
+    """Each padding row has its own KV slot, from 0 up, and there are more rows than a page has slots."""
     return _own_slot_for_each_padding_row(base)

@@ -1,8 +1,8 @@
-"""Exhibits and variants of graphs that attention leaves: eager calls, and metadata made in each step.
+"""Exhibits and variants of graphs with attention outside: eager calls, and metadata made in each step.
 
-GP01 to GP03, GP05, GP08, GP10, GP15. In runners the bug is in the bridge, which both prefill runners call
-between two segments. In backends it is in `init_metadata_eager`, which makes metadata for the live requests
-and, where a backend declares ``eager_rows="padded"``, for the padding tokens of the shape.
+The rules are GP01 to GP03, GP05, GP08, GP10 and GP15. In runners the bug is in the bridge, which both prefill
+runners call between two segments. In backends it is in `init_metadata_eager`, which makes metadata for the
+live requests and, if a backend declares ``eager_rows="padded"``, for the padding tokens of the shape.
 
 Does not: plant bugs that eager steps have too.
 """
@@ -24,7 +24,7 @@ from graphpact_museum.exhibit import Make, exhibit, variant
 
 
 def _kept(owner: Any, name: str) -> dict[Any, Any]:
-    """Return a dictionary that a plugin keeps as an attribute, empty at first."""
+    """Return a dictionary that a plugin keeps as an attribute; it is empty at first."""
     kept: dict[Any, Any] = vars(owner).setdefault(name, {})
     return kept
 
@@ -34,13 +34,13 @@ def _kept(owner: Any, name: str) -> dict[Any, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Bridged:
-    """One attention call of a region that is captured: what the segment before it hands over.
+    """One attention call of a captured region, with the tensors from the segment before it.
 
     Args:
-        step: The step of the region.
-        q: Queries, in their workspace.
-        k: Keys, in theirs.
-        v: Values, in theirs.
+        step: The context of the region.
+        q: Queries, in a workspace.
+        k: Keys, in a workspace.
+        v: Values, in a workspace.
         layer: The layer.
         out: The workspace of the result.
     """
@@ -53,7 +53,7 @@ class Bridged:
     out: torch.Tensor
 
     def attend(self, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Return the result of an eager call that attends, in ``out`` if given."""
+        """Attend in an eager call, and return the result, in ``out`` if given."""
         given = self.q, self.k, self.v, self.layer, out
         return self.step.driver.eager_call(self.step.attend, *given)
 
@@ -63,7 +63,7 @@ Crossing: TypeAlias = Callable[[Any, Bridged], torch.Tensor]
 
 
 def crossing(cross: Crossing) -> Make:
-    """Make an edit of runners whose captures cross from segment to segment by ``cross``."""
+    """Make an edit of runners that call ``cross`` for attention between two captured segments."""
 
     def make(base: type[Any]) -> type[Any]:
         module = sys.modules[next(c.__module__ for c in base.__mro__ if "compose" in vars(c))]
@@ -95,15 +95,15 @@ def crossing(cross: Crossing) -> Make:
     return made_by(cross, make)
 
 
-# -- GP01: what the next segment reads ---------------------------------------------------------------
+# -- GP01: the reads of the next segment -------------------------------------------------------------
 
 
 @exhibit("GP01", "vllm-project/vllm#37361", on="breakable_cuda_graph", lanes="extend", prefix="breakable")
 @exhibit("GP01", "vllm-project/vllm#37361", on="piecewise_cuda_graph", lanes="extend", prefix="piecewise")
 @crossing
 def hands_results_on_in_a_list(_: Any, call: Bridged) -> torch.Tensor:
-    """An eager call puts its result, a new tensor in every step, into a list; the next segment reads that of
-    the capture.
+    """An eager call puts its result, a new tensor in every step, into a list; the next segment reads the
+    tensor of the capture.
     """
     held: list[torch.Tensor] = []
 
@@ -131,7 +131,7 @@ def breakable_keeps_the_results_of_all_steps(_: Any, call: Bridged) -> torch.Ten
 
 
 def _cut(call: Bridged, count: Callable[[], int]) -> torch.Tensor:
-    """Attend for as many tokens as ``count`` says in each step."""
+    """Attend in each step for the first ``count()`` tokens, and zero the other rows."""
     step = call.step
 
     def attend(out: torch.Tensor) -> torch.Tensor:
@@ -157,7 +157,7 @@ def cuts_rows_as_captured(_: Any, call: Bridged) -> torch.Tensor:
 
 @exhibit("GP02", "sgl-project/sglang#21452", on="breakable_cuda_graph", lanes="extend")
 def breakable_cuts_rows_as_in_the_step_before(base: type[Any]) -> type[Any]:
-    """Eager calls cut padding tokens off by the count of live tokens of the step before."""
+    """Eager calls cut padding tokens off by the count of live tokens of the previous step."""
 
     def cross(runner: Any, call: Bridged) -> torch.Tensor:
         return _cut(call, lambda: runner.live[call.step.shape])
@@ -174,25 +174,25 @@ def breakable_cuts_rows_as_in_the_step_before(base: type[Any]) -> type[Any]:
 @exhibit("GP05", "vllm-project/vllm#25265", on="breakable_cuda_graph", lanes="mixed")
 @crossing
 def breakable_cuts_rows_for_every_backend(_: Any, call: Bridged) -> torch.Tensor:
-    """Eager calls cut padding tokens off, also for a backend whose metadata counts them."""
+    """Eager calls cut padding tokens off, even for a backend whose metadata counts them."""
     return _cut(call, lambda: call.step.live.num_tokens)
 
 
-# -- GP15: where a result lies -----------------------------------------------------------------------
+# -- GP15: the memory of a result --------------------------------------------------------------------
 
 
 @exhibit("GP15", "sgl-project/sglang#22218", on="breakable_cuda_graph", lanes="extend", prefix="breakable")
 @exhibit("GP15", "sgl-project/sglang#22218", on="piecewise_cuda_graph", lanes="extend", prefix="piecewise")
 @crossing
 def leaves_results_in_the_workspace(_: Any, call: Bridged) -> torch.Tensor:
-    """The result of attention stays in the workspace of all layers, where the next layer's overwrites it."""
+    """The result of attention stays in a workspace of all layers, where the next result overwrites it."""
     return call.attend(call.out)
 
 
 @exhibit("GP15", "sgl-project/sglang#22218", on="breakable_cuda_graph", lanes="extend")
 @crossing
 def breakable_has_one_output_for_all_layers(runner: Any, call: Bridged) -> torch.Tensor:
-    """Eager calls of all layers write one output, which no segment copies."""
+    """Eager calls of all layers write to one output tensor, which no segment copies."""
     outputs = _kept(runner, "outputs")
     out = outputs.setdefault(call.step.shape, torch.zeros_like(call.out))
     return call.attend(out)
@@ -219,7 +219,7 @@ def keeps_embeddings(_: Any, right: Any) -> list[GraphSlot]:
 def breakable_misses_multimodal_positions(
     self: Any, right: Any, registry: Any, batch: ForwardBatch, shape: Any
 ) -> None:
-    """Multimodal positions are copied at capture only."""
+    """Multimodal positions are copied only at capture."""
     slot = registry.get_slot("mrope_positions").slice_for(shape.batch_size, shape.num_tokens)
     kept = slot.clone()
     right(registry=registry, batch=batch, shape=shape)
@@ -233,7 +233,7 @@ def breakable_misses_multimodal_positions(
 
 @exhibit("GP05", "ROCm/ATOM#1595", on="flashinfer", lanes="extend_segments")
 def flashinfer_eager_calls_without_the_fake_request(base: type[Any]) -> type[Any]:
-    """Metadata of eager calls leaves padding tokens to no request; that of graphs does not."""
+    """Metadata of eager calls assigns padding tokens to no request, unlike metadata of graphs."""
 
     def init_metadata_eager(self: Any, right: Any, batch: ForwardBatch, **more: Any) -> Any:
         self.is_eager = True
@@ -265,7 +265,7 @@ class RawMetadata:
 
 @exhibit("GP10", "sgl-project/sglang#26742", on="reference", lanes="extend_segments")
 def reference_upgrades_metadata_at_capture(base: type[Any]) -> type[Any]:
-    """Raw metadata is upgraded at capture only, so that replays have raw metadata."""
+    """Raw metadata is upgraded only at capture, so that replays have raw metadata."""
 
     def init_metadata_eager(self: Any, right: Any, batch: ForwardBatch, **more: Any) -> Any:
         known = _kept(self, "upgraded")
@@ -279,7 +279,7 @@ def reference_upgrades_metadata_at_capture(base: type[Any]) -> type[Any]:
 
 @exhibit("GP08", "sgl-project/sglang#26742", on="reference", lanes="extend_segments")
 def reference_pads_metadata_as_captured(base: type[Any]) -> type[Any]:
-    """Raw metadata is upgraded by the number of padding tokens at capture, which is 0."""
+    """Raw metadata is upgraded for the number of padding tokens at capture, which is 0."""
 
     def init_metadata_eager(self: Any, right: Any, batch: ForwardBatch, **more: Any) -> Any:
         known = _kept(self, "padding")
@@ -298,7 +298,7 @@ def reference_pads_metadata_as_captured(base: type[Any]) -> type[Any]:
 
 @exhibit("GP08", "sgl-project/sglang#26742", on="reference", lanes="extend_segments")
 def reference_upgrades_metadata_once(base: type[Any]) -> type[Any]:
-    """Metadata is upgraded by the first attention call and kept, so that replays use that of the capture."""
+    """The first attention call upgrades metadata and keeps it, so that replays use that of the capture."""
 
     def init_metadata_eager(_: Any, right: Any, batch: ForwardBatch, **more: Any) -> Any:
         return right(batch, **more) if more else RawMetadata(batch)
@@ -325,7 +325,7 @@ def _mlp(x: torch.Tensor) -> torch.Tensor:
 @variant(on="breakable_cuda_graph", lanes="extend", prefix="breakable")
 @variant(on="piecewise_cuda_graph", lanes="extend", prefix="piecewise")
 def with_an_mlp_between_segments(base: type[Any]) -> type[Any]:
-    """Graphs break at an MLP too, an eager call that writes its input."""
+    """Graphs break at an MLP too, which is an eager call that writes its input."""
 
     def run(x: torch.Tensor) -> torch.Tensor:
         return x.copy_(_mlp(x))
@@ -349,7 +349,7 @@ def with_an_mlp_between_segments(base: type[Any]) -> type[Any]:
 @variant(on="piecewise_cuda_graph", lanes="mixed", prefix="piecewise")
 @crossing
 def with_an_output_for_each_layer(runner: Any, call: Bridged) -> torch.Tensor:
-    """Each layer has an output of its own, and no segment copies it."""
+    """Each layer has its own output tensor, and no segment copies it."""
     outputs = _kept(runner, "outputs")
     at = call.step.shape, call.layer.layer_id
     return call.attend(outputs.setdefault(at, torch.zeros_like(call.out)))
@@ -365,11 +365,11 @@ def with_new_results(_: Any, call: Bridged) -> torch.Tensor:
 
 @dataclass(frozen=True, slots=True)
 class FullMetadata:
-    """Upgraded metadata: what the kernels of a backend read.
+    """Upgraded metadata, which the kernels of a backend can read.
 
     Args:
         of_kernels: The metadata of the backend.
-        num_tokens: Tokens of the batch, with padding tokens where the backend takes them.
+        num_tokens: Tokens of the batch, including padding tokens if the backend takes them.
         num_padding: Padding tokens among them.
     """
 
@@ -388,7 +388,7 @@ def _upgrades_in_every_step(base: type[Any], rows: Any) -> type[Any]:
     def forward(_: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
         if isinstance(metadata, FullMetadata):
             if len(q) != metadata.num_tokens:
-                raise ValueError(f"{len(q)} queries, and metadata for {metadata.num_tokens}")
+                raise ValueError(f"got {len(q)} queries, but metadata for {metadata.num_tokens} tokens")
             metadata = metadata.of_kernels
         return right(q, k, v, layer, metadata)
 
@@ -404,5 +404,5 @@ def upgraded_metadata_of_padded_tokens(base: type[Any]) -> type[Any]:
 
 @variant(on="reference", lanes="extend_segments")
 def upgraded_metadata_of_live_tokens(base: type[Any]) -> type[Any]:
-    """Raw metadata is upgraded in every step, for the live tokens alone."""
+    """Raw metadata is upgraded in every step, only for the live tokens."""
     return _upgrades_in_every_step(base, "live")

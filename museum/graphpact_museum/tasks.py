@@ -15,14 +15,14 @@ from graphpact_museum.variants.tasks import TaskBackend, TaskMetadata
 @exhibit("GP21", "vllm-project/vllm-ascend#11408", on="reference", lanes="decode")
 @overrides("update_tasks", of=TaskBackend)
 def tasks_missed(self: Any, _: Any, metadata: TaskMetadata) -> None:
-    """The replay hook updates the task of the first layer, and of no other."""
+    """The replay hook updates only the task of the first layer."""
     self.update(metadata, self.context.layers[0])
 
 
 @exhibit("GP21", "vllm-project/vllm-ascend#8317", on="reference", lanes="decode")
 @overrides("update_tasks", of=TaskBackend)
 def tasks_one_step_late(self: Any, right: Any, metadata: TaskMetadata) -> None:
-    """Tasks are updated with the lengths of the step before of their shape."""
+    """Tasks are updated with the lengths of the previous step of their shape."""
     now = metadata.lens
     late = vars(self).setdefault("late", {})
     metadata.lens = late.get(metadata.shape, now)
@@ -64,7 +64,7 @@ def task_updated_twice(self: Any, right: Any, metadata: TaskMetadata) -> None:
 @exhibit("GP21", "vllm-project/vllm-ascend#8210", on="reference", lanes="decode")
 @overrides("update_tasks", of=TaskBackend)
 def tasks_out_of_order(self: Any, _: Any, metadata: TaskMetadata) -> None:
-    """Tasks are updated by kind of attention, and not in the order of the capture."""
+    """Tasks are updated by kind of attention, not in the order of the capture."""
     for layer in sorted(self.context.layers, key=lambda layer: layer.sliding_window is None):
         self.update(metadata, layer)
 
@@ -72,7 +72,7 @@ def tasks_out_of_order(self: Any, _: Any, metadata: TaskMetadata) -> None:
 @exhibit("GP21", "vllm-project/vllm-ascend#8370", on="reference", lanes="decode")
 @overrides("update_tasks", of=TaskBackend)
 def task_of_another_layer(self: Any, _: Any, metadata: TaskMetadata) -> None:
-    """One list of arguments serves two kinds of attention: a task gets those of another layer."""
+    """One list of arguments serves two kinds of attention: a task gets the arguments of another layer."""
     layers = self.context.layers
     by_kind = sorted(layers, key=lambda layer: layer.sliding_window is None)
     for layer, other in zip(layers, by_kind, strict=True):
@@ -124,7 +124,7 @@ def _on_a_stream(*, forks: bool, joins: bool) -> type[Any]:
 
 @exhibit("GP21", "vllm-project/vllm-ascend#4233", on="reference", lanes="decode")
 def tasks_updated_during_the_replay(_: type[Any]) -> type[Any]:
-    """Tasks are updated on a stream that does not wait for the replay before."""
+    """Tasks are updated on a stream that does not wait for the previous replay."""
     return _on_a_stream(forks=False, joins=True)
 
 

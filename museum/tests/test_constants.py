@@ -1,4 +1,4 @@
-"""Constants of a backend: right ones pass, a constant that a step writes or should write is caught.
+"""Constants of a backend: right ones pass, and one that a step writes or should write is caught.
 
 The right one is the museum's variant ``constant-in-a-slot``.
 """
@@ -26,7 +26,7 @@ class WritesInTheGraph(RIGHT):
     """A backend whose recorded work writes the constant."""
 
     def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Fill, and write the same values."""
+        """Fill the metadata, and write the same values again."""
         super().fill_metadata(view, metadata)
         torch.arange(len(metadata.index), out=metadata.index)
 
@@ -51,7 +51,7 @@ class WritesAtCapture(RIGHT):
 
 
 class DependsOnTheBatch(RIGHT):
-    """A backend whose kernel reads lengths from a constant, which has those of the capture."""
+    """A backend whose kernel reads lengths from a constant, which holds the lengths of the capture."""
 
     fill_is_device_only = False
 
@@ -64,7 +64,7 @@ class DependsOnTheBatch(RIGHT):
 
     @hookimpl
     def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Any) -> Any:
-        """Refresh the rest."""
+        """Refresh the metadata, but not the constant."""
         return RIGHT.init_metadata_replay(self, view=view, shape=shape, captured=captured)
 
     def forward(self, *args: Any) -> torch.Tensor:
@@ -75,7 +75,7 @@ class DependsOnTheBatch(RIGHT):
 
 
 def results_of(backend: type[Any], case: str, *rules: str) -> list[Result]:
-    """Return the results of a decode lane, or of another kind of step, for some rules or all."""
+    """Return the results of the lane of a kind of step, for some rules or for all."""
     options = replace(OPTIONS, only=frozenset(rules))
     (plan,) = [
         plan
@@ -87,28 +87,28 @@ def results_of(backend: type[Any], case: str, *rules: str) -> list[Result]:
 
 @pytest.mark.parametrize("case", ["decode", pytest.param("draft_decode", marks=pytest.mark.sweep)])
 def test_a_constant_is_no_missed_refresh(case: str) -> None:
-    """A slot of the role ``constant`` that no step writes breaks no rule of refreshes, also in drafts."""
+    """A slot of the role ``constant`` that no step writes breaks no rule about refreshes, even in drafts."""
     found = results_of(RIGHT, case, "GP02", "GP03", "GP09", "GP19")
     assert {r.outcome for r in found} == {Outcome.PASS}
 
 
 @pytest.mark.parametrize("backend", [WritesInTheGraph, WritesInTheHook])
 def test_a_write_to_a_constant_is_told(backend: type[Any]) -> None:
-    """Work that writes a constant, even the same values, is refused by a strict lane with the slot's name."""
+    """A strict lane refuses work that writes a constant, even with the same values, and names the slot."""
     (found,) = results_of(backend, "decode", "GP19")
     assert found.outcome is Outcome.FAIL
     assert any("writes slot 'variant.index'" in finding.actual for finding in found.findings)
 
 
 def test_a_constant_that_a_capture_writes_is_told() -> None:
-    """A capture that changes a constant is refused by a strict lane, with the slot and what to do."""
+    """A strict lane refuses a capture that changes a constant, and names the slot."""
     (found,) = results_of(WritesAtCapture, "decode", "GP19")
     assert found.outcome is Outcome.FAIL
     assert any("wrote slot 'variant.index'" in finding.actual for finding in found.findings)
 
 
 def test_a_constant_that_depends_on_the_batch_is_a_missed_refresh() -> None:
-    """A constant with values of one batch is GP02, with the slot; the help says what a constant is."""
+    """A constant with values of one batch is a finding of GP02 with the slot; the help defines constants."""
     (found,) = results_of(DependsOnTheBatch, "decode", "GP02")
     assert found.outcome is Outcome.FAIL
     (finding,) = [f for f in found.findings if "slot 'variant.index'" in str(f.field)]
@@ -129,7 +129,7 @@ class OwnHook(ReferenceBackend):
 
 
 class OwnBody(ReferenceBackend):
-    """The same with a second body."""
+    """A backend whose second body does not write the request of each token."""
 
     fill_is_device_only = False
 
@@ -139,23 +139,23 @@ class OwnBody(ReferenceBackend):
 
 
 class OneBody(ReferenceBackend):
-    """The same with one body, which writes the tensor at the captures of two shapes and not later."""
+    """A backend with one body, which writes the request of each token only at the captures of two shapes."""
 
     fill_is_device_only = False
     calls = 0
 
     def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Fill, all but one tensor after the captures."""
+        """Fill the metadata, but after the captures not the request of each token."""
         self.calls += 1
         spare = replace(metadata, request=metadata.request.clone())
         super().fill_metadata(view, spare if self.calls > 2 else metadata)
 
 
 class RecordedBody(ReferenceBackend):
-    """A backend whose graphs record a body without the request, and whose second body is right."""
+    """A backend whose recorded body does not write the request of each token; its second body is right."""
 
     def fill_metadata(self, view: ForwardBatch, metadata: Any) -> None:
-        """Fill, all but one tensor where it is recorded."""
+        """Fill the metadata, but in a capture not the request of each token."""
         assert self.driver is not None
         spare = replace(metadata, request=metadata.request.clone())
         super().fill_metadata(view, spare if self.driver.is_capturing else metadata)
@@ -175,7 +175,7 @@ class RecordedBody(ReferenceBackend):
     ],
 )
 def test_the_help_of_a_missed_refresh_names_the_body_and_the_role(backend: type[Any], body: str) -> None:
-    """The help for an entry that a replay does not write names the method that ran, and the role."""
+    """The help for an entry that a replay does not write names the method that ran and the slot's role."""
     (found,) = results_of(backend, "decode", "GP02")
     first = str(found.findings[0].help)
     assert f"write `request` in `{body}`" in first

@@ -23,7 +23,7 @@ def broken_by_the_suites_tests() -> set[str]:
 
 
 def test_every_promise_is_broken_by_a_planted_bug() -> None:
-    """Each exhibit of a fast driver breaks a check of its rule; with the suite's own tests all are broken."""
+    """Each exhibit of a fast driver breaks a check of its rule; with the suite's tests, all are broken."""
     broken = broken_by_the_suites_tests()
     for exhibit in EXHIBITS:
         if exhibit.base == "tape" and exhibit.lanes[0] == "fast":

@@ -1,4 +1,4 @@
-"""Exhibits of what an engine does in its life, and of whom it serves: the experiment that shows each."""
+"""Exhibits of the rooms `life` and `requests`, and the experiment that shows each of them."""
 
 from collections import Counter
 from dataclasses import replace
@@ -37,14 +37,14 @@ SHOWN_BY = {
         *("decode-runner-lacks-one-more-than-a-multiple", "decode-runner-takes-one-size-more-above-8"),
     ),
 }
-"""The exhibits of these rooms, by the experiment that shows each. The first of each is no sweep."""
+"""The exhibits of these rooms, by the experiment that shows them. Only the first of each is not a sweep."""
 
 
 ROOMS = tuple(e for e in EXHIBITS if room_of(e.module) in ("life", "requests"))
 
 
 def findings_of(exhibit: Exhibit, shown_by: str, *, alone: bool) -> set[str | None]:
-    """Return the rules that one experiment finds broken in an exhibit, or all others do."""
+    """Return the rules that one experiment finds broken in an exhibit, or that all other experiments do."""
     chosen = [e for e in EXPERIMENTS if (e.name == shown_by) is alone]
     with planted(exhibit, right_class(exhibit.base)) as plans:
         results = [r for plan in plans for r in examine_lane(plan, OPTIONS, experiments=chosen)]
@@ -66,7 +66,7 @@ SHOWN = [
 
 @pytest.mark.parametrize(("by", "name"), SHOWN)
 def test_an_experiment_shows_its_exhibits(by: str, name: str) -> None:
-    """The experiment alone finds the exhibit, under the exhibit's rule."""
+    """The experiment finds the exhibit without other experiments, under the exhibit's rule."""
     exhibit = named(name)
     assert exhibit.rule in findings_of(exhibit, by, alone=True)
 
@@ -76,7 +76,7 @@ SEEN_BY_OTHERS = {
     "flashinfer-plans-once-for-all-lanes",
     "decode-runner-fills-once-for-all-lanes",
 }
-"""Exhibits that other experiments see too: they step several lanes of a class, or read outputs late."""
+"""Exhibits that other experiments find too: these run several lanes of a class, or read outputs late."""
 
 
 OF_LIFE = [
@@ -96,7 +96,7 @@ def test_no_other_experiment_shows_an_exhibit_of_life(by: str, name: str) -> Non
 
 
 def test_every_exhibit_of_these_rooms_has_its_experiment() -> None:
-    """Each experiment shows two exhibits or more, and each exhibit of the rooms is shown by one."""
+    """Each experiment shows at least two exhibits, and one experiment shows each exhibit of the rooms."""
     shown = [named(name) for names in SHOWN_BY.values() for name in names]
     assert Counter(e.name for e in shown) == Counter(e.name for e in ROOMS)
     assert min(map(len, SHOWN_BY.values())) >= 2
@@ -104,7 +104,7 @@ def test_every_exhibit_of_these_rooms_has_its_experiment() -> None:
 
 
 def test_a_light_lane_names_the_rule_of_a_wrong_output() -> None:
-    """A stale plan in a lane in which only outputs are compared is told as GP09, with the field."""
+    """A stale plan in a lane that compares only outputs is reported as GP09, with the field."""
     (exhibit,) = [e for e in EXHIBITS if e.name == "flashinfer-window-not-planned"]
     with planted(exhibit, right_class(exhibit.base)) as plans:
         results = [*examine_lane(replace(plans[0], is_full=False), OPTIONS)]
@@ -114,7 +114,7 @@ def test_a_light_lane_names_the_rule_of_a_wrong_output() -> None:
 
 
 def test_a_light_lane_without_findings_runs_no_more() -> None:
-    """The experiments that name rules do not run in a light lane of a right plugin."""
+    """Experiments that find the rule of a wrong output do not run in a light lane of a right plugin."""
     (exhibit,) = [e for e in EXHIBITS if e.name == "flashinfer-window-not-planned"]
     right = replace(exhibit, make=lambda base: base)
     with planted(right, right_class(exhibit.base)) as plans:

@@ -30,7 +30,7 @@ OURS = {"flashinfer", "fa3", "trtllm_mla", "cuda_graph", "cpu_graph", "tape", *D
 
 @pytest.fixture(scope="module")
 def visits() -> dict[str, Visit]:
-    """Return all visits by name, made once in two processes; exhibits are checked for their own rule only."""
+    """Return all visits by name, made once in two processes; exhibits are checked only for their own rule."""
     seen = visit_all((*EXHIBITS, *VARIANTS), workers=2, quick=True)
     return {visit.piece.name: visit for visit in seen}
 
@@ -47,7 +47,7 @@ def test_an_exhibit_is_caught_under_its_own_rule(exhibit: Exhibit, visits: dict[
     assert found.field or found.hook
     assert found.help
     assert found.reproduce
-    assert "does not have the attribute" not in found.actual  # mock's words: nothing was planted
+    assert "does not have the attribute" not in found.actual  # an error of mock: nothing was planted
 
 
 @pytest.mark.sweep
@@ -71,7 +71,7 @@ def test_an_exhibit_of_every_site_is_caught() -> None:
     "name", ["fa3-lengths-cast", pytest.param("flashinfer-planned-by-pages", marks=pytest.mark.sweep)]
 )
 def test_the_advice_begins_with_the_metadata_at_fault(name: str) -> None:
-    """A bug whose outputs look like memory shared by graphs is told first by the hook and the field."""
+    """A bug whose outputs look like memory shared by graphs is reported first by the hook and the field."""
     (exhibit,) = [e for e in EXHIBITS if e.name == name]
     told = describe(visit_all([exhibit])[0])
     assert "GP15" in told["findings"]
@@ -79,7 +79,7 @@ def test_the_advice_begins_with_the_metadata_at_fault(name: str) -> None:
 
 
 def test_a_lost_visit_is_an_error() -> None:
-    """The end of a process without a visit is an error that says how it ended, and no verdict."""
+    """A process that ends without a visit gives an error that says how it ended, not a verdict."""
     told: list[Visit] = []
     task = gallery._VisitTask(VARIANTS[0], told.append, quick=True)
     task.limit = 0.0
@@ -90,7 +90,7 @@ def test_a_lost_visit_is_an_error() -> None:
 
 
 def test_the_collection_is_broad() -> None:
-    """There are at least 80 exhibits and two per rule; half or more are in our plugins, in every mode."""
+    """There are at least 80 exhibits, and two per rule. At least half are in our plugins, in every mode."""
     assert len(EXHIBITS) >= 80
     assert len({p.name for p in (*EXHIBITS, *VARIANTS)}) == len(EXHIBITS) + len(VARIANTS)
     assert min(Counter(e.rule for e in EXHIBITS)[rule] for rule in RULES) >= 2
@@ -103,7 +103,7 @@ def test_the_collection_is_broad() -> None:
 
 
 def test_every_exhibit_names_a_public_thread() -> None:
-    """An exhibit names a thread as repository and number, and no two exhibits plant the same bug."""
+    """Each exhibit names a thread as repository and number, and no two exhibits plant the same bug."""
     for exhibit in EXHIBITS:
         assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", exhibit.thread), exhibit.name
         assert exhibit.planted.endswith(".")
@@ -157,7 +157,7 @@ def test_the_command_shows_one_room(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_help_of_the_command_is_light() -> None:
-    """The help of the command imports no room of the museum, and not the suite."""
+    """The help of the command imports neither a room of the museum nor the suite."""
     code = """
 import sys
 from graphpact_cli import children, main
@@ -196,7 +196,7 @@ def test_an_exhibit_that_is_missed_is_status_1(
     seen.append(Visit(VARIANTS[1], alarm, lanes=("decode",)))
 
     def some_seen(pieces: Any, *args: Any, **more: Any) -> list[Visit]:
-        """Return visits in which nothing was found but a false alarm."""
+        """Return visits without a finding, except for one false alarm."""
         return [v for v in seen if v.piece in pieces]
 
     monkeypatch.setattr("graphpact_museum.gallery.visit_all", some_seen)

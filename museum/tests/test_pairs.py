@@ -1,4 +1,4 @@
-"""Exhibits of backends below runners of plugins, and of runners whose attention leaves the graphs."""
+"""Exhibits in pairs: backends with runners of plugins, and runners with attention outside the graphs."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -47,7 +47,7 @@ BELOW_BOTH = pytest.mark.parametrize(
 def test_a_bug_of_eager_metadata_is_found_below_a_prefill_runner(
     exhibit: Exhibit, runner: type[GraphRunner]
 ) -> None:
-    """What the suite finds in a backend alone it finds in the pair too, under the same rule."""
+    """The suite finds the bug in the pair too, under the same rule as in the backend."""
     options = replace(QUICK, only=frozenset({exhibit.rule}))
     backend = exhibit.make(right_class(exhibit.base))
     plan, *_ = planned_lanes(backend, runner, options, is_pair=True)
@@ -67,7 +67,7 @@ def test_a_bug_of_eager_metadata_is_found_below_a_prefill_runner(
 def test_metadata_that_is_upgraded_in_every_step_passes_below_a_prefill_runner(
     variant: Variant, runner: type[GraphRunner]
 ) -> None:
-    """A backend that makes its metadata full in each step has no finding, with live and with padded rows."""
+    """A backend that upgrades metadata in each step has no finding, with live and with padded rows."""
     backend = variant.make(right_class(variant.base))
     plan, *_ = planned_lanes(backend, runner, QUICK, is_pair=True)
     results = [*examine_lane(replace(plan, is_full=True), QUICK)]
@@ -114,7 +114,7 @@ WITHOUT_A_SWEEP = ("flashinfer-first-step-planned", "trtllm-mla-packed-queries")
     ],
 )
 def test_a_bug_of_a_backend_is_found_below_a_draft_runner(exhibit: Exhibit) -> None:
-    """A stale plan of a draft step or a packed stride is found under its rule, whatever runner records it."""
+    """A stale plan of a draft step or a packed stride is found under its rule with the draft runners too."""
     options = replace(QUICK, only=frozenset({exhibit.rule}))
     backend, runner = exhibit.make(right_class(exhibit.base)), RUNS[exhibit.lanes[0]]
     with exhibit.around():

@@ -1,6 +1,7 @@
-"""Right plugins are not accused: batches stay within the limits, and held memory may have any layout.
+"""Right plugins have no findings: batches stay within the limits, and held memory may have any layout.
 
-The museum's variants are visited whole in `test_museum`; here are the classes of false alarms that they show.
+`test_museum` runs all experiments on all variants. This module checks the kinds of false alarms that they
+guard against.
 """
 
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ BY_NAME = {variant.name: variant for variant in VARIANTS}
 
 
 def _beyond(lane: Lane, batch: ForwardBatch) -> list[str]:
-    """Return the limits of a lane that a batch exceeds, in words."""
+    """Return a description of each limit of a lane that a batch exceeds."""
     longest = max(batch.seq_lens_cpu.tolist(), default=0) + batch.drafts_in_rows
     limits = lane.backend.context.limits
     sizes = {
@@ -51,7 +52,7 @@ SIZED = ("graph_choice", "ranks_agree", "largest_step", "survives_eager_activity
 def test_every_batch_of_the_suite_is_within_the_limits_of_its_lane(
     case: str, names: Sequence[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No experiment fits or runs a batch beyond the limits, by which plugins size their memory."""
+    """No experiment fits or runs a batch beyond the limits, because plugins size their memory by them."""
     found: set[str] = set()
     fit, eager = Lane.fit, Lane.forward_eager
 
@@ -100,14 +101,14 @@ def _visit(variant: Variant, names: Sequence[str]) -> list[Result]:
     ],
 )
 def test_memory_of_any_layout_and_life_is_no_fault(name: str, experiments: Sequence[str]) -> None:
-    """A plugin passes whose memory is sized by limits, expanded, bound anew, narrow, or never written."""
+    """A plugin passes if its memory is sized by limits, expanded, bound again, narrow, or never written."""
     results = _visit(BY_NAME[name], experiments)
     assert results
     assert [(r.rule, r.reason, r.findings) for r in results if r.outcome is not Outcome.PASS] == []
 
 
 def test_a_right_backend_of_every_level_of_graph_support_is_in_the_museum() -> None:
-    """There is a backend, and a runner, of each level that capabilities and runners can declare."""
+    """There are a backend and a runner for each level that capabilities and runners can declare."""
     made = [variant.make(right_class(variant.base)) for variant in VARIANTS]
     levels = {cls.capabilities.graph_support for cls in made if hasattr(cls, "capabilities")}
     assert levels == {cls.needs for cls in made if hasattr(cls, "needs")}
@@ -124,7 +125,7 @@ def test_a_right_backend_of_every_level_of_graph_support_is_in_the_museum() -> N
     ],
 )
 def test_a_right_plugin_passes_in_every_lane(name: str, lanes: str) -> None:
-    """A variant has no finding and no error in the lanes that `--thorough` has of a kind of step."""
+    """A variant has no finding and no error in any lane of a kind of step that `--thorough` checks."""
     variant = BY_NAME[name]
     options = replace(OPTIONS, size="thorough", lanes=(lanes,))
     with planted(variant, right_class(variant.base), options) as plans:
@@ -137,7 +138,7 @@ def test_a_right_plugin_passes_in_every_lane(name: str, lanes: str) -> None:
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ["graphs-of-short-contexts", "graphs-of-whole-prompts"])
 def test_a_right_runner_that_declines_keeps_every_rule(name: str) -> None:
-    """Every rule passes, and none is left out, for a runner with a tier of lengths or of whole prompts."""
+    """Every rule passes, and none is left out, for a runner that declines long contexts or cached keys."""
     variant = BY_NAME[name]
     with planted(variant, right_class(variant.base)) as plans:
         assert plans
@@ -147,7 +148,7 @@ def test_a_right_runner_that_declines_keeps_every_rule(name: str) -> None:
 
 
 def test_host_numbers_of_a_view_that_metadata_holds_are_not_the_backends() -> None:
-    """Metadata may refer to the view: the counts of a batch in it are judged as the runner's."""
+    """Metadata may refer to the view: the counts of a batch in it count as numbers of the runner."""
     backend = BY_NAME["metadata-is-the-view"].make(ReferenceBackend)
     values = ["fields", "tall"]
     plans = planned_lanes(backend, ReferenceRunner, OPTIONS, kind="attention_backend", values=values)

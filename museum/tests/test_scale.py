@@ -15,9 +15,10 @@ ALONE = [exhibit for exhibit in EXHIBITS if exhibit.values]
 
 
 def test_each_dimension_of_scale_has_two_exhibits_of_its_own() -> None:
-    """Each unusual value exposes two exhibits or more; a page of one slot, one, beside one of many rows.
+    """Each unusual value exposes at least two exhibits, with three exceptions that expose one.
 
-    Drafts of one step and of many tokens expose one each, beside those of wide drafts.
+    These are pages of one slot (another exhibit has many padding rows), and drafts of one step or of many
+    tokens (other exhibits have wide drafts).
     """
     count = Counter(value for exhibit in ALONE for value in exhibit.values)
     assert count.keys() == {"tall", "long", "mixed", "high", "wide", "broad", "fields", "page1", "single"}

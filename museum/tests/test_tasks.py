@@ -1,4 +1,4 @@
-"""Exhibits of tasks: which experiment shows each, and what the finding says."""
+"""Exhibits of tasks: the experiment that shows each of them, and the text of the finding."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ SHOWN_BY = {
         "task-of-another-graph",
     ),
 }
-"""The exhibits by the experiment that shows each: errors of the strict tape, and values on the fast one."""
+"""The exhibits by the experiment that shows them: errors of the strict tape, or values on the fast tape."""
 SAYS = {
     "tasks-missed": ("was not updated before this replay", "task 1: ends, task 1: starts"),
     "task-updated-twice": ("for the second time", ""),
@@ -37,14 +37,14 @@ SAYS = {
     "tasks-one-step-late": ("", "task 0: ends"),
     "task-tail-overwritten": ("", "task 0: ends"),
 }
-"""What the error of the strict tape says, and the field of the finding about values."""
+"""A part of the error of the strict tape, and the field of the finding about values."""
 
 
 OF_TASKS = [exhibit for exhibit in EXHIBITS if room_of(exhibit.module) == "tasks"]
 
 
 def findings_of(exhibit: Exhibit, experiment: str) -> list[Finding]:
-    """Return the findings of GP21 of one experiment alone."""
+    """Return the findings of GP21 of one experiment."""
     chosen = [e for e in EXPERIMENTS if e.name == experiment]
     with planted(exhibit, right_class(exhibit.base)) as plans:
         results = [r for plan in plans for r in examine_lane(plan, OPTIONS, experiments=chosen)]
@@ -53,7 +53,7 @@ def findings_of(exhibit: Exhibit, experiment: str) -> list[Finding]:
 
 @pytest.mark.parametrize(("by", "name"), [(by, name) for by, names in SHOWN_BY.items() for name in names])
 def test_an_experiment_shows_its_exhibits(by: str, name: str) -> None:
-    """The experiment alone finds the exhibit under GP21, names the replay hook, and says what is wrong."""
+    """The experiment finds the exhibit under GP21, names the replay hook, and says what is wrong."""
     (exhibit,) = [e for e in OF_TASKS if e.name == name]
     found = findings_of(exhibit, by)
     assert found
@@ -68,7 +68,7 @@ def test_an_experiment_shows_its_exhibits(by: str, name: str) -> None:
 
 
 def test_every_exhibit_of_tasks_has_its_experiment() -> None:
-    """Each exhibit of the room is shown by an experiment, and drivers have exhibits of the rule too."""
+    """Each exhibit of the room is shown by an experiment, and there are exhibits of drivers for GP21 too."""
     shown = {name for names in SHOWN_BY.values() for name in names}
     assert shown == {e.name for e in OF_TASKS} == SAYS.keys()
     sites = Counter(e.site for e in EXHIBITS if e.rule == "GP21")
@@ -76,7 +76,7 @@ def test_every_exhibit_of_tasks_has_its_experiment() -> None:
 
 
 def test_arguments_of_a_capture_prove_nothing_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A right backend that captures other arguments passes; it would not if its capture counted as right."""
+    """A right backend that captures other arguments passes, because these do not count as right."""
     (variant,) = [v for v in VARIANTS if v.name == "tasks-captured-with-other-arguments"]
     chosen = [e for e in EXPERIMENTS if e.name == "replay_against_capture"]
 

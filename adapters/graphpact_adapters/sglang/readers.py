@@ -2,15 +2,15 @@
 
     pages     ``page_table``, ``cache_seqlens_int32``, ``cu_seqlens_q``: FlashAttention-3, TRT-LLM
     blocks    ``block_kv_indices``, ``seq_lens_k``: the MLA family of TRT-LLM. Without ``cu_seqlens_q`` the
-              batch has the number of queries of each request
+              number of queries of each request comes from the batch
     slots     ``kv_indptr``, ``kv_indices``: Triton. With ``qo_indptr`` the list holds only the prefix, and
               the new keys of a request follow it
 
 A kernel uses the address of a tensor and the lengths, not the shape of a view. A view that a capture made for
-a dummy batch may be shorter than what a replay writes, so readers widen such views to the end of their
+a dummy batch may be shorter than the data of a replay, so readers widen such views to the end of their
 memory.
 
-Does not: read the metadata of any other kernel; its author gives a reader.
+Does not: read the metadata of other kernels; their authors write a reader.
 """
 
 from typing import Any
@@ -60,7 +60,7 @@ def blocks(metadata: Any, batch: Any) -> PagedReads:
 
 
 def slots(metadata: Any, batch: Any) -> IndexedReads:
-    """Return the reads of a kernel with a list of KV slots, and offsets."""
+    """Return the reads of a kernel with a list of KV slots and offsets."""
     offsets = getattr(metadata, "qo_indptr", None)
     extends = offsets is not None
     return IndexedReads(
@@ -76,7 +76,7 @@ def slots(metadata: Any, batch: Any) -> IndexedReads:
 
 
 def widened(view: torch.Tensor) -> torch.Tensor:
-    """Return a list from its first number to the end of its memory, which a kernel can read."""
+    """Return a view from the first number of a list to the end of its memory, which a kernel can read."""
     size = view.untyped_storage().nbytes() // view.element_size() - view.storage_offset()
     return view.as_strided((size,), (1,))
 

@@ -1,8 +1,8 @@
-"""`Builders`: an author's factory of vLLM builders, and the lanes in which it is checked.
+"""`Builders`: an author's factory of vLLM builders, and the lanes that check it.
 
     from graphpact_adapters.vllm import Builders
 
-    checked = Builders(make_builder)            # or a class of vLLM's constructor, as it is
+    checked = Builders(make_builder)            # or a builder class with the constructor of vLLM's
 
 Does not: run anything; ``graphpact check --adapter vllm package.module:make_builder`` does.
 """
@@ -49,18 +49,18 @@ SUPPORT = {
     "PURE_DECODE_ONLY": GraphSupport.UNIFORM_DECODE,
     "NEVER": GraphSupport.NEVER,
 }
-"""Graph support by the names of vLLM's ``AttentionCGSupport``; the values had other meanings before."""
+"""Graph support by the names of vLLM's ``AttentionCGSupport``; the values have changed between releases."""
 _NAMES = {GraphSupport.ALWAYS: "ALWAYS", GraphSupport.UNIFORM: "UNIFORM_BATCH"} | {
     GraphSupport.UNIFORM_DECODE: "UNIFORM_SINGLE_TOKEN_DECODE"
 }
 """vLLM's names of graph support."""
 _EARLIER = ("cudagraph_support", "attn_cudagraph_support")
-"""The attributes in which builders of earlier releases declare it; later ones have a method."""
+"""The attributes in which builders of earlier releases declare graph support; later ones have a method."""
 _PROBED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.MIXED)
 _SUFFIXES = ("", _V1 := "-v1", _DIFFERENT_LENGTHS := "-varlen")
-"""Suffixes of lanes that follow of a plain one."""
+"""Suffixes of a plain lane and of the lanes that are derived from it."""
 _OF_V1 = (Case(ForwardMode.DECODE), Case(ForwardMode.TARGET_VERIFY))
-"""The kinds of step in which calls of model runner V1 are made too."""
+"""The kinds of step that are also checked with the calls of model runner V1."""
 VARLEN = 4
 """The most tokens of a request in lanes of decodes of different lengths."""
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
@@ -86,17 +86,17 @@ class Builders:
     Args:
         make: ``(kv_cache_spec, layer_names, vllm_config, device) -> builder``: a builder class, or a
             function. It gets plain values: see `graphpact_adapters.vllm.plain_values`.
-        read: ``(metadata, slot_mapping) -> reads``: what the kernel reads of the metadata; by default by the
-            names of its fields.
-        kind: What the KV cache holds.
-        block_sizes: The sizes of a KV-cache block that the builder serves.
-        head_sizes: The head sizes that it serves; None for any.
-        modes: The kinds of step; by default those that the kind's kernel model has.
-        pads_replays: Whether the build of a replay gets the graph's padding rows and tokens, as V2 does it.
-            False for runners of earlier releases: the builder then sees the live requests alone, and the
-            graph reads what stands in the rows behind them.
-        tasks: What of the kernels the engine updates for each replay, as on an NPU. An update gets the
-            metadata of the step by layer name. Not for recurrent states, and for no draft of several steps.
+        read: ``(metadata, slot_mapping) -> reads``: returns the data that the kernel reads. The default
+            recognizes metadata by the names of its fields.
+        kind: The kind of data in the KV cache.
+        block_sizes: The sizes of a KV-cache block that the builder supports.
+        head_sizes: The head sizes that it supports; None for any.
+        modes: The kinds of step; None for all that the kernel model of ``kind`` supports.
+        pads_replays: Whether the build of a replay gets the graph's padding rows and tokens, as in model
+            runner V2. False for runners of earlier releases: there the builder gets only the live requests,
+            and the graph reads the old contents of the rows after them.
+        tasks: The kernel arguments that the engine updates for each replay, as on an NPU. An update gets the
+            metadata of the step by layer name. Recurrent states and drafts of several steps have no tasks.
     """
 
     make: Make
@@ -109,7 +109,7 @@ class Builders:
     tasks: Tasks | None = None
 
     def __post_init__(self) -> None:
-        """Refuse tasks of a kind that has none."""
+        """Refuse tasks of recurrent states."""
         if self.tasks is not None and self.kind == "mamba":
             raise ConfigError(
                 "Builders(kind='mamba', tasks=...): recurrent states are not updated in a graph",
@@ -128,7 +128,7 @@ class Builders:
 
     @property
     def not_shown(self) -> Sequence[str]:
-        """What no lane exercises: the kernels themselves, and what stand-ins took the place of."""
+        """The code that no lane checks: the kernels themselves, and the code that stand-ins replace."""
         return (
             "the builder's own kernels, all rules: a model of them reads the metadata",
             *stand_ins.notes(),
@@ -138,13 +138,13 @@ class Builders:
 
     @property
     def _all_modes(self) -> frozenset[ForwardMode]:
-        """The kinds of step. The steps of a draft in one graph are built by no replay, so none is updated."""
+        """The kinds of step. No replay builds the steps of a draft in one graph, so these have no tasks."""
         modes = _MODES[self.kind] if self.modes is None else self.modes
         return modes if self.tasks is None else modes - {ForwardMode.DRAFT_DECODE}
 
     @cached_property
     def _capabilities(self) -> Capabilities:
-        """All that the kernel model and the lanes of this kind have; graphs are asked of the builder."""
+        """The capabilities of the kernel model and the lanes of this kind; the builder declares graphs."""
         return Capabilities(
             modes=self._all_modes,
             graph_support=GraphSupport.ALWAYS,
@@ -198,7 +198,7 @@ class Builders:
         """Return a builder for a lane, and the configuration and spec that its class methods get.
 
         Raises:
-            ConfigError: The factory makes no builder, or that does not say its graph support.
+            ConfigError: The factory makes no builder, or the builder declares no graph support.
         """
         group = 1 if self.kind == "sliding_window" else 0  # the layers of the other group have no window
         sizes = vllm_sizes(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen)
@@ -206,7 +206,7 @@ class Builders:
         try:
             with two_memories(HostMemory(), DEVICE):
                 builder: Any = self.make(spec, sizes.layer_names, engine, DEVICE)
-            stand_ins.called()  # those of imports do not count
+            stand_ins.called()  # calls in imports do not count
             declared_support(builder, engine, getattr(builder, "kv_cache_spec", spec))
         except NotGivenError:
             raise
@@ -215,8 +215,8 @@ class Builders:
                 f"{self.name} makes no builder with graph support: {describe_error(error)},"
                 f" at {place_of(error)}",
                 hint="it is called with (kv_cache_spec, layer_names, vllm_config, device), on the CPU; the"
-                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport,"
-                " and its cudagraph_support was one in earlier releases",
+                " builder's get_cudagraph_support(vllm_config, kv_cache_spec) returns an AttentionCGSupport;"
+                " in earlier releases its attribute cudagraph_support is one",
             ) from error
         return builder, engine, getattr(builder, "kv_cache_spec", spec)
 
@@ -232,14 +232,14 @@ class Builders:
         return declared_support(builder, engine, spec)
 
     def needs(self, options: Options) -> Iterator[Needs]:
-        """Yield what builders read of their configuration and batches, and the adapter lacks."""
+        """Yield the values of configurations and batches that builders read and the adapter does not have."""
         return needs_of(lambda asked: [*self._plain(asked)], options, self._declared)
 
     def lanes(self, options: Options) -> Iterator[PlannedLane]:
-        """Yield the lanes of a run, each with the graph support that is declared in it.
+        """Yield the lanes of a run, each with the graph support that its builder declares.
 
-        A lane whose builder cannot say, as it reads what the adapter lacks, has all graphs: it will read it
-        again there.
+        If a builder cannot declare it, because it reads a value that the adapter does not have, the lane gets
+        all graphs: the builder reads the value again there.
         """
         for plan in self._plain(options):
             try:
@@ -249,7 +249,7 @@ class Builders:
             yield from (each for each in found if is_asked(each, options))
 
     def _plain(self, options: Options) -> Iterator[PlannedLane]:
-        """Yield the plain lanes of a run, with all graphs: those that are asked, or one that follows."""
+        """Yield the plain lanes, with all graphs, if a run asks for them or for lanes derived from them."""
         for plan in planned_lanes(self.backend(), ReferenceRunner, replace(options, lanes=())):
             config = plan.lane.config
             if config.case.segments or config.case.frozen or config.mixed_dim is not None:
@@ -258,7 +258,7 @@ class Builders:
                 yield replace(plan, lane=self._lane(config, self.backend(config)))
 
     def _declared(self, plan: PlannedLane) -> list[PlannedLane]:
-        """Return a lane with the graph support that its builder declares, and the lanes that follow of it."""
+        """Return a lane with the graph support that its builder declares, and the lanes derived from it."""
         config = plan.lane.config
         support = self.declared(config)
         found = [replace(plan, lane=self._lane(config, self.backend(config, support)))]
@@ -272,7 +272,7 @@ class Builders:
     def _lane(
         self, config: Config, backend: type[VllmBackend], most_tokens: int | None = None
     ) -> LaneUnderTest:
-        """Return a lane of the kind."""
+        """Return a lane for the kind of KV cache."""
         is_recurrent = self.kind == "mamba"
         return builder_lane(
             config,
@@ -287,7 +287,7 @@ class Builders:
     def _is_of_v1(self, plan: PlannedLane, support: GraphSupport) -> bool:
         """Return whether model runner V1 makes other calls in the graphs of a plain lane.
 
-        It makes the metadata of a group from that of another one only where their specifications are equal.
+        V1 makes the metadata of a group from that of another group only if their specifications are equal.
         """
         config = plan.lane.config
         if not plan.is_full or config.unusual or config.case not in _OF_V1 or self.kind == "sliding_window":
@@ -308,14 +308,14 @@ class Builders:
         yield replace(plan, lane=lane, suffix=_DIFFERENT_LENGTHS)
 
     def uncalled(self, plans: Sequence[PlannedLane]) -> Iterator[Uncalled]:
-        """Yield the methods of builders that vLLM calls, and none of the lanes of a run."""
+        """Yield the methods of builders that vLLM calls, but no lane of a run."""
         lanes = [plan.lane for plan in plans]
         called = {name for lane in lanes for name in _called_in(lane)}
         builders = {type(made): made for made in (self._asked(lane.config)[0] for lane in lanes)}
         yield from uncalled(list(builders.values()), METHODS, called, base="AttentionMetadataBuilder")
 
     def probes(self, options: Options) -> Iterator[tuple[str, PlannedLane]]:
-        """Yield the plain lanes of graphs that the builder does not declare, each with the declaration."""
+        """Yield plain lanes with graphs that the builder does not declare, each with the declaration."""
         for plan in planned_lanes(self.backend(), ReferenceRunner, replace(options, size="quick")):
             config = plan.lane.config
             needs = config.case.needs
@@ -335,7 +335,7 @@ METHODS = {
     "reorder_batch": "before each build, in earlier releases",
     "can_run_in_cudagraph": "before each replay, in earlier releases",
 }
-"""Methods of builders that vLLM calls beside ``build``, and when."""
+"""Methods of builders that vLLM calls besides ``build``, and when it calls them."""
 
 
 def _called_in(lane: LaneUnderTest) -> set[str]:
@@ -354,10 +354,10 @@ def _called_in(lane: LaneUnderTest) -> set[str]:
 
 
 def declared_support(builder: Any, vllm_config: Any, kv_cache_spec: Any) -> GraphSupport:
-    """Return the graph support that a builder declares, in the way of any release.
+    """Return the graph support that a builder declares, in the form of any release.
 
     Raises:
-        ConfigError: It declares none, or one that no release has.
+        ConfigError: It declares none, or one that no release knows.
     """
     ask = getattr(builder, "get_cudagraph_support", None)
     if ask is not None:
@@ -376,7 +376,7 @@ def declared_support(builder: Any, vllm_config: Any, kv_cache_spec: Any) -> Grap
 
 @dataclass(frozen=True)
 class _OfLane:
-    """The part of a `BackendContext` that sizes are made of."""
+    """The part of a `BackendContext` that `vllm_sizes` reads."""
 
     config: Config
 

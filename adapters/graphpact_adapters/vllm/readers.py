@@ -2,17 +2,17 @@
 
     flat    one launch for all requests: ``query_start_loc``, ``seq_lens``, ``block_table`` (FlashAttention,
             Triton, the ROCm family)
-    split   decodes first, in a launch of their own: ``num_decodes``, ``num_decode_tokens``, and ``decode``
-            with ``seq_lens`` and ``block_table`` (the MLA family)
+    split   decodes first, in a separate launch: ``num_decodes``, ``num_decode_tokens``, and ``decode`` with
+            ``seq_lens`` and ``block_table`` (the MLA family)
     mamba   states by ``state_indices_tensor_d``; drafts with ``query_start_loc_d`` and
             ``num_accepted_tokens`` (Mamba1, Mamba2, the short convolution)
-    delta   states of drafts to verify by ``spec_...``, where there is a mask of them, otherwise of decodes by
-            ``non_spec_...``: the mask's contents are read by no kernel of a decode (GDN, KDA)
+    delta   states by ``spec_...`` for drafts to verify, if there is a mask of them, and by ``non_spec_...``
+            for decodes. No kernel of a decode reads the contents of the mask (GDN, KDA)
     linear  states by ``state_indices_tensor`` or ``state_indices_tensor_d``, -1 for none (Linear, Bailing)
 
-A kernel gets the slot mapping apart from the metadata, from the forward context.
+A kernel gets the slot mapping from the forward context, separately from the metadata.
 
-Does not: read metadata whose kernel does something else; its author gives a reader.
+Does not: read the metadata of other kernels; their authors write a reader.
 """
 
 from collections.abc import Callable
@@ -41,7 +41,7 @@ def flat(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
 
 
 def split(metadata: Any, slot_mapping: torch.Tensor) -> PagedReads:
-    """Return the reads of a kernel for decodes alone, whose queries are as many in each request.
+    """Return the reads of a kernel for decodes, which all have equally many queries.
 
     Raises:
         ConfigError: There are prefills, which another kernel computes.
@@ -72,9 +72,9 @@ def mamba(metadata: Any, slot_mapping: torch.Tensor) -> RecurrentReads:
     _refuse_prefills(metadata)
     if metadata.state_indices_tensor_d is None:
         raise ConfigError(
-            f"{type(metadata).__name__} has {metadata.num_decodes} decodes, and no state_indices_tensor_d",
-            hint="check decode steps alone, Builders(make, modes={ForwardMode.DECODE}), or give a reader of"
-            " your own, Builders(make, read=...)",
+            f"{type(metadata).__name__} has {metadata.num_decodes} decodes, but no state_indices_tensor_d",
+            hint="check only decode steps, Builders(make, modes={ForwardMode.DECODE}), or write a reader,"
+            " Builders(make, read=...)",
         )
     return RecurrentReads(
         metadata.state_indices_tensor_d,
@@ -86,7 +86,7 @@ def mamba(metadata: Any, slot_mapping: torch.Tensor) -> RecurrentReads:
 
 
 def delta(metadata: Any, slot_mapping: torch.Tensor) -> RecurrentReads:
-    """Return the reads of a gated delta rule, whose drafts and decodes have fields of their own.
+    """Return the reads of a gated delta rule, whose drafts and decodes have separate fields.
 
     Raises:
         ConfigError: There are prefills.
@@ -135,10 +135,10 @@ def linear(metadata: Any, slot_mapping: torch.Tensor) -> RecurrentReads:
 def _refuse_prefills(metadata: Any) -> None:
     if metadata.num_prefills:
         raise ConfigError(
-            f"{type(metadata).__name__} has {metadata.num_prefills} prefills; this reader knows the decode"
-            " kernel",
-            hint="check other steps alone, Builders(make, modes={ForwardMode.DECODE}), or give a reader of"
-            " your own, Builders(make, read=...)",
+            f"{type(metadata).__name__} has {metadata.num_prefills} prefills; this reader knows only the"
+            " decode kernel",
+            hint="check only steps without prefills, Builders(make, modes={ForwardMode.DECODE}), or write a"
+            " reader, Builders(make, read=...)",
         )
 
 
@@ -160,14 +160,14 @@ _FORMS: tuple[tuple[Callable[[Any, torch.Tensor], Reads], tuple[str, ...]], ...]
     (split, ("decode", "num_decodes", "num_decode_tokens", "num_prefills", "num_actual_tokens")),
     (flat, ("query_start_loc", "seq_lens", "block_table", "num_actual_tokens", "max_query_len", "causal")),
 )
-"""Readers, and the fields by which their metadata is known."""
+"""Readers, and the fields by which they recognize their metadata."""
 
 
 def read_vllm_metadata(metadata: Any, slot_mapping: torch.Tensor) -> Reads:
-    """Return what the kernel reads of a metadata object of vLLM, in the first form whose fields it has.
+    """Return the reads of the kernel from a metadata object of vLLM, by the first form whose fields it has.
 
     Raises:
-        ConfigError: It has the fields of no form.
+        ConfigError: The object does not have all fields of any form.
     """
     for reader, names in _FORMS:
         if all(hasattr(metadata, name) for name in names):
@@ -177,5 +177,5 @@ def read_vllm_metadata(metadata: Any, slot_mapping: torch.Tensor) -> Reads:
     lacks = "; ".join(f"{name} needs {', '.join(fields)}" for name, fields in missing.items())
     raise ConfigError(
         f"no reader for {kind.__module__}.{kind.__qualname__}: {lacks}",
-        hint="say what its kernel reads: Builders(make, read=...); docs/vllm.md has a reader",
+        hint="write a reader for its kernel: Builders(make, read=...); docs/vllm.md contains one",
     )

@@ -1,4 +1,4 @@
-"""Edits: how an exhibit or a variant changes a correct plugin, or what is no plugin.
+"""Edits: functions that change a correct plugin, or code outside plugins, for an exhibit or a variant.
 
     override    makes a subclass with other methods
     backends    edits of attention backends

@@ -1,7 +1,4 @@
-"""Edits of attention backends, which several modules use.
-
-Does not: declare an exhibit.
-"""
+"""Edits of attention backends that several modules use."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -35,12 +32,12 @@ def after_replay_hook(edit: Edit) -> Make:
 
 
 def not_refreshed(base: type[Any], spare: Callable[[Any], Any], *, in_graph: bool) -> type[Any]:
-    """Return a backend that refreshes a spare copy of some fields after capture.
+    """Return a backend whose replays write a spare copy of some fields instead of the captured fields.
 
     Args:
         base: The correct class.
-        spare: Returns metadata with other memory for the fields that are not refreshed.
-        in_graph: Whether the recorded body has the bug, or the replay hook.
+        spare: Returns metadata with new memory for the fields that are not refreshed.
+        in_graph: True to plant the bug in the recorded body, false for the replay hook.
     """
 
     def record_metadata(self: Any, _: Any, view: ForwardBatch, metadata: Any) -> None:
@@ -62,7 +59,7 @@ def not_refreshed(base: type[Any], spare: Callable[[Any], Any], *, in_graph: boo
 
 
 def with_spare(*names: str) -> Callable[[Any], Any]:
-    """Return a function that gives the named tensors of metadata other memory."""
+    """Return a function that copies metadata and gives the named tensors new memory."""
 
     def spare(metadata: Any) -> Any:
         others = {name: torch.zeros_like(getattr(metadata, name)) for name in names}
@@ -91,13 +88,13 @@ class Attended:
 
 
 Then: TypeAlias = Callable[[Any, Attended], torch.Tensor]
-"""``(backend, call) -> out``: the replaced output."""
+"""``(backend, call) -> out``: returns the output that replaces ``call.out``."""
 
 
 def after_attention(then: Then) -> Make:
-    """Make an edit of backends whose output of attention is what ``then`` makes of it.
+    """Make an edit of backends that replaces the output of attention with that of ``then``.
 
-    A batch without tokens has the right output.
+    A batch without tokens keeps the right output.
     """
 
     def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
@@ -108,7 +105,7 @@ def after_attention(then: Then) -> Make:
 
 
 def with_slots(more: Callable[[Any], Sequence[GraphSlot]]) -> Callable[[Make], Make]:
-    """Return a decorator of an edit that needs more slots than those of the backend."""
+    """Return a decorator of an edit that needs additional slots."""
 
     def declare_slots(self: Any, right: Any, limits: Any) -> Any:
         return [*right(limits), *more(self)]
@@ -123,6 +120,6 @@ def workspace(name: str, *shape: int, value: float = 0, dtype: torch.dtype = tor
 
 def there(backend: Any, name: str) -> torch.Tensor:
     """Return the memory of a workspace."""
-    slot = backend._registry.get_slot(f"museum.{name}")  # noqa: SLF001  what its buffers() do
+    slot = backend._registry.get_slot(f"museum.{name}")  # noqa: SLF001  as its buffers() do
     memory: torch.Tensor = slot.buffer
     return memory

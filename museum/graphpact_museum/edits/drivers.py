@@ -1,7 +1,4 @@
-"""Edits of graph drivers, which several modules use.
-
-Does not: declare an exhibit.
-"""
+"""Edits of graph drivers that several modules use."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -15,7 +12,7 @@ from graphpact_museum.exhibit import Make
 __tracebackhide__ = True  # these are parts of drivers: errors name the line of their caller
 
 RecordedRegion: TypeAlias = Callable[[], Any]
-"""What a driver records."""
+"""The function that a driver records."""
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""`override`: makes an edited class of a correct one. `overrides` and `replaces` do it as decorators.
+"""`override`: makes an edited class from a correct one. `overrides` and `replaces` are decorators for it.
 
 Does not: know what a backend, a runner or a driver is.
 """
@@ -24,7 +24,7 @@ def override(base: type[Any], *methods: Callable[..., Any], **members: Any) -> t
     Args:
         base: The correct class.
         methods: Functions, each in place of the method of its name.
-        members: Other attributes by name; functions are methods too.
+        members: Other attributes by name. Functions among them replace methods too.
     """
     named = {method.__name__: method for method in methods} | members
     changed = {n: _method(base, n, m) if isinstance(m, FunctionType) else m for n, m in named.items()}
@@ -40,18 +40,18 @@ def _method(base: type[Any], name: str, edit: Callable[..., Any]) -> Callable[..
         bound = None if right is None else functools.partial(right, self)
         return edit(self, bound, *args, **more)
 
-    # Wrapped, it has the signature of the method and its mark of a hook, which pluggy reads.
+    # wraps() keeps the method's signature and its mark as a hook, which pluggy reads.
     return edited if right is None else functools.wraps(right)(edited)
 
 
 def overrides(
     method: str, *, of: type[Any] | None = None, **members: Any
 ) -> Callable[[Callable[..., Any]], Make]:
-    """Return a decorator that makes a function the only other method of a class.
+    """Return a decorator that makes an edit from a function, which replaces one method of the class.
 
     Args:
         method: The name of the method.
-        of: The class to edit; default: the correct one.
+        of: The class to edit; None for the correct class.
         members: See `override`.
     """
 
@@ -67,13 +67,13 @@ def made_by(edit: Callable[..., Any], make: Make) -> Make:
 
 
 def replaces(owner: Any, name: str) -> Callable[[Callable[..., Any]], Around]:
-    """Return a decorator that makes a function the context in which it replaces what is no plugin.
+    """Return a decorator that makes a context from a function, which replaces code outside plugins there.
 
-    The function is called with what it replaces, and its arguments.
+    The function gets the function that it replaces, and the arguments of the call.
 
     Args:
         owner: A class or a module.
-        name: The name of a function, a method or a property of it.
+        name: The name of a function, a method or a property of ``owner``.
     """
 
     def decorate(edit: Callable[..., Any]) -> Around:

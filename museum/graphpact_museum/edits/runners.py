@@ -1,7 +1,4 @@
-"""Edits of runners, which several modules use: of the slots that they fill, and of their outputs.
-
-Does not: declare an exhibit.
-"""
+"""Edits of runners that several modules use: they change the slots that a runner fills, or its outputs."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -16,14 +13,14 @@ from graphpact_museum.edits.override import made_by, override
 from graphpact_museum.exhibit import Make
 
 Fit: TypeAlias = GraphShape | EagerReason
-"""What a runner answers to a batch."""
+"""The result of a runner's ``fit``: a captured shape, or the reason to run a batch eagerly."""
 LONG_CONTEXT = EagerReason("museum_long_context", "a request is longer than the captured context")
 AfterFill: TypeAlias = Callable[[Any, CudaGraphBufferRegistry, ForwardBatch, GraphShape], None]
-"""``(runner, registry, batch, shape)``: edits filled slots."""
+"""``(runner, registry, batch, shape)``: changes filled slots."""
 
 
 def after_fill(edit: AfterFill) -> Make:
-    """Make an edit of runners that fill their slots, and then run ``edit``."""
+    """Make an edit of runners that run ``edit`` after they have filled their slots."""
 
     def populate(self: Any, right: Any, registry: Any, batch: ForwardBatch, shape: GraphShape) -> None:
         right(registry, batch, shape)
@@ -33,7 +30,7 @@ def after_fill(edit: AfterFill) -> Make:
 
 
 def after_fill_of_captures(edit: AfterFill) -> Make:
-    """Make an edit of runners that run ``edit`` after the fill of a capture."""
+    """Make an edit of runners that run ``edit`` after the fill of a capture, but not of a replay."""
 
     def at_capture(runner: Any, registry: Any, batch: ForwardBatch, shape: GraphShape) -> None:
         if _is_new(runner, shape):
@@ -82,7 +79,7 @@ def keeps(base: type[Any], name: str) -> type[Any]:
 
 
 def _is_new(runner: Any, shape: GraphShape) -> bool:
-    """Return whether a runner fills for a shape for the first time: at its capture. Note the shape."""
+    """Return whether a runner fills a shape for the first time, which is at its capture; note the shape."""
     seen = vars(runner).setdefault("shapes_seen", set())
     is_new = shape not in seen
     seen.add(shape)
@@ -90,7 +87,7 @@ def _is_new(runner: Any, shape: GraphShape) -> bool:
 
 
 PadValue: TypeAlias = Callable[[Any, torch.Tensor], torch.Tensor | int]
-"""``(runner, live rows) -> value``: what padding rows have."""
+"""``(runner, live rows) -> value``: returns the value of padding rows."""
 
 
 def pads(name: str) -> Callable[[PadValue], Make]:

@@ -4,10 +4,10 @@ Bugs of runners are planted in the decode runners and in the suite's own runner,
 Code outside plugins is edited in place while the exhibit runs.
 
     graph_choice    which graph a batch takes: GP12
-    ranks           ranks that record or replay other graphs: GP17
+    ranks           ranks that record or replay different graphs: GP17
     dummy_batches   the batch of a capture: GP11
     padding_rows    padding rows and their number: GP03 to 06
-    steps           what a runner shows, copies, returns and waits for: GP01, 02, 13 to 15, 19, 20
+    steps           views, copies, memory, outputs and waits of runners: GP01, 02, 13 to 15, 19, 20
 
 Does not: plant bugs in attention backends, except where ranks record different work.
 """

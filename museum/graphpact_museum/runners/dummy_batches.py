@@ -22,7 +22,7 @@ from graphpact_museum.exhibit import exhibit
 @exhibit("GP11", "sgl-project/sglang#22404", on="reference_runner", lanes="extend", prefix="reference-runner")
 @after_fill_of_captures
 def counts_plainly_at_capture(_: Any, registry: Any, __: ForwardBatch, shape: GraphShape) -> None:
-    """The count of live tokens is that of the shape at capture, and the rank's share at replay."""
+    """The count of live tokens is that of the shape at capture, but the share of the rank at replay."""
     if registry.has_slot("num_token_non_padded"):
         registry.get_slot("num_token_non_padded").slice_for(0, 0).fill_(shape.num_tokens)
 
@@ -39,7 +39,7 @@ def cuda_graph_dummies_beyond_the_longest(runner: Any, right: Any, shape: GraphS
 @exhibit("GP11", "vllm-project/vllm#53658", on="reference_runner", lanes="target_verify")
 @overrides("dummy")
 def verify_dummies_without_room_for_drafts(runner: Any, right: Any, shape: GraphShape) -> ForwardBatch:
-    """The dummy's sequences have the maximum length, and its drafts lie after it."""
+    """The dummy's sequences have the maximum length, and its drafts come after them."""
     dummy: ForwardBatch = right(shape)
     lens = torch.full_like(dummy.seq_lens, runner.context.limits.max_context_len)
     return replace(dummy, seq_lens=lens, seq_lens_cpu=lens.cpu().clone())
@@ -48,7 +48,7 @@ def verify_dummies_without_room_for_drafts(runner: Any, right: Any, shape: Graph
 @exhibit("GP11", "NVIDIA/TensorRT-LLM#14640", on="cpu_graph", lanes="decode")
 @overrides("dummy")
 def cpu_graph_dummies_disagree_with_the_host(_: Any, right: Any, shape: GraphShape) -> ForwardBatch:
-    """The lengths on the host are 0 while those on the device are the dummy's."""
+    """The dummy's lengths are 0 on the host and right on the device."""
     dummy: ForwardBatch = right(shape)
     return replace(dummy, seq_lens_cpu=torch.zeros_like(dummy.seq_lens_cpu))
 
@@ -76,5 +76,5 @@ def draft_dummies_of_length_zero(_: Any, right: Any, shape: GraphShape) -> Forwa
 @exhibit("GP11", "vllm-project/vllm#53821", on="cuda_graph", lanes="decode")
 @after_fill_of_captures
 def cuda_graph_blanks_lengths_at_capture(_: Any, registry: Any, __: ForwardBatch, shape: GraphShape) -> None:
-    """At capture lengths are zeroed after the fill, to protect a kernel that does not need them."""
+    """At capture lengths are zeroed after the fill to protect a kernel, although it does not need them."""
     registry.get_slot("seq_lens").slice_for(shape.batch_size, 0).zero_()

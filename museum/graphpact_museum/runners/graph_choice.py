@@ -66,7 +66,7 @@ def cuda_graph_falls_back_for_padded_sizes(_: Any, right: Any, batch: ForwardBat
 @exhibit("GP12", "vllm-project/vllm#36165", on="reference_runner", lanes="draft_decode")
 @overrides("fit")
 def draft_runner_takes_the_largest_bucket(runner: Any, right: Any, batch: ForwardBatch) -> Fit:
-    """Every batch is looked up under the largest key that was registered."""
+    """Every batch is looked up under the largest registered key."""
     fit: Fit = right(batch)
     largest: GraphShape = runner.shapes()[-1]
     return largest if isinstance(fit, GraphShape) else fit
@@ -86,8 +86,8 @@ def verify_runner_compares_tokens_with_requests(runner: Any, right: Any, batch: 
 @exhibit("GP12", "vllm-project/vllm#9285", on="cuda_graph", lanes="decode")
 @overrides("fit")
 def cuda_graph_compares_lengths_with_a_batch_size(runner: Any, right: Any, batch: ForwardBatch) -> Fit:
-    """Whether a batch may replay is decided by its longest sequence, compared with the largest number of
-    requests.
+    """fit() compares the longest sequence with the largest number of requests to decide whether a batch may
+    replay.
     """
     fit: Fit = right(batch)
     longest = max(batch.seq_lens_cpu.tolist(), default=0)
@@ -109,7 +109,7 @@ def cuda_graph_leaves_long_requests_undeclared(_: Any, right: Any, batch: Forwar
 @exhibit("GP12", "vllm-project/vllm#9285", on="cuda_graph", lanes="decode")
 @overrides("fit", declines=(LONG_CONTEXT,))
 def cuda_graph_declines_by_the_last_request(_: Any, right: Any, batch: ForwardBatch) -> Fit:
-    """Long requests are left to eager steps, but only the last request of a batch is looked at."""
+    """Batches with long requests run eagerly, but only the last request of a batch is checked."""
     fit: Fit = right(batch)
     is_long = batch.batch_size and int(batch.seq_lens_cpu[-1]) > 40
     return LONG_CONTEXT if is_long or batch.global_num_tokens_cpu else fit

@@ -41,6 +41,17 @@ from graphpact_museum.exhibit import exhibit
     lanes="target_verify_tree",
     prefix="verify-runner",
 )
+@exhibit("GP03", "sgl-project/sglang#26292", on="eagle_draft", lanes="draft_decode", prefix="eagle-draft")
+@exhibit(
+    "GP03",
+    "sgl-project/sglang#26292",
+    on="eagle_draft_extend",
+    lanes="draft_extend",
+    prefix="eagle-draft-extend",
+)
+@exhibit(
+    "GP03", "sgl-project/sglang#26292", on="frozen_kv_mtp", lanes="decode_frozen", prefix="frozen-kv-mtp"
+)
 def keeps_request_rows(base: type[Any]) -> type[Any]:
     """Lengths and slots of padding rows are reset, but not their request rows."""
     return keeps_tails(base, "req_pool_indices")
@@ -102,14 +113,14 @@ def cpu_graph_pads_slots_behind_scratch(runner: Any, _: torch.Tensor) -> int:
 @exhibit("GP04", "m0at/rvllm#32", on="reference_runner", lanes="target_verify")
 @pads("out_cache_loc")
 def verify_runner_pads_with_a_live_slot(_: Any, live: torch.Tensor) -> torch.Tensor:
-    """Padded drafts write where the first real draft does."""
+    """Padded drafts write to the KV slot of the first real draft."""
     return live[:1]
 
 
 @exhibit("GP04", "sgl-project/sglang#1469", on="cuda_graph", lanes="decode")
 @pads("seq_lens")
 def cuda_graph_pads_lengths_with_zero(_: Any, __: torch.Tensor) -> int:
-    """Padding rows have length 0, but the backend declares another length for an empty row."""
+    """Padding rows have length 0, but the backend declares another length for them."""
     return 0
 
 
@@ -149,7 +160,7 @@ def registry_cuts_requests_by_tokens(
 @exhibit("GP05", "sgl-project/sglang#35588", on="reference_runner", lanes="target_verify")
 @overrides("slots")
 def verify_runner_has_no_count_of_real_tokens(runner: Any, right: Any) -> Sequence[GraphSlot]:
-    """The count of live tokens is registered only in some set-ups, although layers need it."""
+    """The count of live tokens is registered only in some configurations, although layers need it."""
     slots: list[GraphSlot] = [*right()]
     if not runner.context.require_gathered_buffer:
         return slots
@@ -170,7 +181,7 @@ def cuda_graph_counts_padding_as_real(
 @exhibit("GP05", "sgl-project/sglang#39574", on="cuda_graph", lanes="decode", prefix="cuda-graph")
 @exhibit("GP05", "sgl-project/sglang#39574", on="reference_runner", lanes="extend", prefix="extend-runner")
 def keeps_the_count_of_the_capture(base: type[Any]) -> type[Any]:
-    """The count of live tokens is written at capture only."""
+    """The count of live tokens is written only at capture."""
     return keeps(base, "num_token_non_padded")
 
 
@@ -221,7 +232,7 @@ def cuda_graph_hands_padded_rows_to_the_sampler(
 @exhibit("GP06", "NVIDIA/TensorRT-LLM#5058", on="reference_runner", lanes="draft_decode")
 @returning
 def draft_runner_returns_the_last_rows(_: Any, step: RegionContext, rows: torch.Tensor) -> torch.Tensor:
-    """The live rows are counted from the padded end of the outputs."""
+    """The live rows are taken from the padded end of the outputs."""
     if not len(rows):
         return rows
     real = (step.view.req_pool_indices > 0).sum() * step.view.tokens_per_request

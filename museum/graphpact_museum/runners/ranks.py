@@ -1,6 +1,6 @@
-"""Exhibits of ranks that record or replay other graphs than the others: GP17.
+"""Exhibits of ranks that record or replay different graphs: GP17.
 
-Does not: plant bugs that more than two ranks are needed for; see `graphpact_museum.scale`.
+Does not: plant bugs that need more than two ranks; see `graphpact_museum.scale`.
 """
 
 from collections.abc import Sequence
@@ -100,7 +100,7 @@ def trtllm_mla_gathers_other_rows_on_the_last_rank(_: Any, right: Any, *args: An
 @exhibit("GP17", "sgl-project/sglang#22404", on="cuda_graph", lanes="decode", site="registry")
 @replaces(CudaGraphBufferRegistry, "fill_from")
 def registry_splits_the_raw_tokens(right: Any, registry: Any, batch: Any, **counts: int) -> None:
-    """A rank's count of live tokens is computed from the batch's tokens, while its rows are those of the
+    """A rank's count of live tokens is computed from the tokens of the batch, but its rows are those of the
     padded shape.
     """
     right(registry, batch, **counts)

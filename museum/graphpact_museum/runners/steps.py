@@ -1,4 +1,4 @@
-"""Exhibits of what a runner shows, copies, returns and waits for: GP01, 02, 13 to 15, 19, 20.
+"""Exhibits of the views, copies, memory, outputs and waits of runners: GP01, 02, 13 to 15, 19, 20.
 
 Does not: plant bugs in padding rows; see `graphpact_museum.runners.padding_rows`.
 """
@@ -67,19 +67,19 @@ def cuda_graph_misses_positions(base: type[Any]) -> type[Any]:
 
 @exhibit("GP02", "sgl-project/sglang#39088", on="reference_runner", lanes="draft_extend")
 def draft_extend_runner_misses_num_correct_drafts(base: type[Any]) -> type[Any]:
-    """num_correct_drafts of the batch are copied for every mode but draft_extend."""
+    """The num_correct_drafts of the batch are copied for every mode but draft_extend."""
     return keeps(base, "num_correct_drafts")
 
 
 @exhibit("GP02", "sgl-project/sglang#39088", on="reference_runner", lanes="target_verify_tree")
 def verify_runner_misses_tree_mask(base: type[Any]) -> type[Any]:
-    """tree_mask of the batch are copied for every mode but target_verify_tree."""
+    """The tree_mask of the batch is copied for every mode but target_verify_tree."""
     return keeps(base, "tree_mask")
 
 
 @exhibit("GP02", "sgl-project/sglang#39088", on="reference_runner", lanes="mixed")
 def mixed_runner_misses_extend_seq_lens(base: type[Any]) -> type[Any]:
-    """extend_seq_lens of the batch are copied for every mode but mixed."""
+    """The extend_seq_lens of the batch are copied for every mode but mixed."""
     return keeps(base, "extend_seq_lens")
 
 
@@ -98,7 +98,7 @@ def verify_runner_has_no_slot_for_tree_mask(base: type[Any]) -> type[Any]:
 @exhibit("GP02", "sgl-project/sglang#22832", on="cuda_graph", lanes="decode", site="registry")
 @replaces(fills, "_getter")
 def registry_copies_the_first_batch(right: Any, names: Sequence[str]) -> Any:
-    """A fill keeps the tensors of the first batch of its counts, and copies them in all later steps."""
+    """A fill keeps the tensors of the first batch of each size, and copies them in all later steps."""
     getter = right(names)
     seen: dict[object, Any] = {}
 
@@ -114,7 +114,7 @@ def registry_copies_the_first_batch(right: Any, names: Sequence[str]) -> Any:
 @exhibit("GP13", "sgl-project/sglang#19016", on="reference_runner", lanes="target_verify", site="registry")
 @replaces(CudaGraphBufferRegistry, "__init__")
 def registry_lacks_tokens_of_a_verify(right: Any, registry: Any, *args: Any, **sizes: Any) -> None:
-    """Inputs by token are sized for drafts, without the additional token of each request."""
+    """Inputs with a row per token are sized for drafts, without the additional token of each request."""
     sizes["max_num_tokens"] -= sizes["max_bs"]
     right(registry, *args, **sizes)
 
@@ -222,7 +222,7 @@ def cuda_graph_waits_for_a_length(
 @exhibit("GP20", "vllm-project/vllm#22758", on="cpu_graph", lanes="decode")
 @overrides("fit")
 def cpu_graph_asks_the_device_whether_it_can_run(_: Any, right: Any, batch: ForwardBatch) -> Fit:
-    """fit() decides by a tensor on the device."""
+    """fit() reads a tensor on the device to decide."""
     fit: Fit = right(batch)
     has_keys = not batch.batch_size or bool(batch.seq_lens.max() > 0)
     return fit if has_keys else EagerReason.OVER_LARGEST

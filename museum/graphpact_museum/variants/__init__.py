@@ -1,18 +1,23 @@
 """Variants: correct plugins in another style, which the suite must pass.
 
+Edits of graphpact's plugins:
+
     metadata     metadata of other types
     preparation  metadata made in other ways
-    memory       memory of a backend's own
-    state        backends of their own with constants, staging memory and state of other engines
-    styles       backends of their own with metadata of other engines
-    kernels      backends of their own whose kernels do other work
-    ops          backends of their own whose kernels are custom operators
-    tasks        backends of their own whose kernels take lists of the host
-    levels       backends of their own, one of each level of graph support
-    attention    the common parts of backends of their own
+    memory       backends with additional memory
     runners      runners that pad, stage and choose in other ways
-    ladders      runners of their own, one of each level of graph support
-    recorded     regions with other work
+    recorded     regions that do other work
+
+Plugins that are written from scratch:
+
+    state        backends with constants, staging memory and state as in other engines
+    styles       backends with metadata as in other engines
+    kernels      backends whose kernels do other work
+    ops          a backend whose kernels are custom operators
+    tasks        backends whose kernels take lists in host memory
+    levels       a backend for each level of graph support
+    ladders      runners for each level of graph support
+    attention    common parts of these backends
 
 Does not: contain bugs; see the exhibits in the other rooms of the museum.
 """

@@ -1,7 +1,4 @@
-"""`attend`, `KVBackend`, `DecodeBackend`, `TableBackend`: the common parts of backends of their own.
-
-Does not: contain variants.
-"""
+"""`attend`, `KVBackend`, `DecodeBackend`, `TableBackend`: common parts of backends written from scratch."""
 
 import abc
 from collections.abc import Sequence
@@ -25,11 +22,11 @@ from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.shapes import GraphShape
 
 UNIFORM_MODES = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.IDLE})
-"""The modes of steps with one number of tokens for every request, and of idle ones."""
+"""The modes of steps with equally many tokens per request, and of idle steps."""
 
 
 def capabilities(**changes: Any) -> Capabilities:
-    """Return the capabilities of a backend for decode on a CPU, or what ``changes`` say."""
+    """Return the capabilities of a backend for decode on a CPU, with ``changes``."""
     declared: dict[str, Any] = {
         "modes": frozenset({ForwardMode.DECODE, ForwardMode.IDLE}),
         "graph_support": GraphSupport.UNIFORM_DECODE,
@@ -55,9 +52,9 @@ def attend(
         q: ``[T, num_q_heads, head_dim]``.
         k: ``[S, num_kv_heads, head_dim]``: the KV cache.
         v: ``[S, num_kv_heads, v_head_dim]``.
-        slots: ``[T, n]`` int64: KV slots of the keys; any number where not ``seen``.
+        slots: ``[T, n]`` int64: KV slots of the keys; any number where ``seen`` is false.
         seen: ``[T, n]`` bool: whether the query sees the key.
-        layer: Its heads and scale.
+        layer: The layer, for its numbers of heads and its scale.
     """
     group = layer.num_q_heads // layer.num_kv_heads
     at = torch.where(seen, slots, 0)
@@ -118,7 +115,7 @@ class DecodeBackend(KVBackend, abc.ABC):
 
     @abc.abstractmethod
     def keys_of(self, metadata: Any, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the KV slots of every query's keys, and whether it sees them: two ``[T, n]``."""
+        """Return ``[T, n]`` KV slots of the keys of each query, and ``[T, n]`` whether it sees them."""
 
     def forward(
         self,
@@ -134,7 +131,7 @@ class DecodeBackend(KVBackend, abc.ABC):
 
 
 @dataclass
-class Keys:
+class TableMetadata:
     """``out_cache_loc`` ``[T]``; ``lens`` ``[bs]``, the keys of each request; ``table`` ``[bs, n]``."""
 
     out_cache_loc: torch.Tensor
@@ -145,18 +142,18 @@ class Keys:
 class TableBackend(DecodeBackend):
     """A backend with a table of KV slots and the number of keys of each request."""
 
-    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Keys:
+    def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> TableMetadata:
         """Return the slots."""
         del shape
-        return Keys(view.out_cache_loc, buffers("variant.lens"), buffers("variant.table"))
+        return TableMetadata(view.out_cache_loc, buffers("variant.lens"), buffers("variant.table"))
 
-    def fill_metadata(self, view: ForwardBatch, metadata: Keys) -> None:
+    def fill_metadata(self, view: ForwardBatch, metadata: TableMetadata) -> None:
         """Count keys, and copy rows of the page table."""
         metadata.lens.copy_(view.seq_lens + view.uncounted_keys)
         self.fill_table(view, metadata.table)
 
-    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the table, cut by lengths; one query for each request."""
+    def keys_of(self, metadata: TableMetadata, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the table, cut by lengths, for one query per request."""
         del layer
         at = torch.arange(metadata.table.shape[1], device=metadata.table.device)
         return metadata.table, at < metadata.lens[:, None]

@@ -1,4 +1,4 @@
-"""Correct backends, written from scratch, whose kernels do other work: chunks, sorted or padded queries.
+"""Correct backends, written from scratch, whose kernels do other work, such as sorting queries.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """
@@ -16,8 +16,8 @@ from graphpact.shapes import GraphShape
 from graphpact_museum.exhibit import variant
 from graphpact_museum.variants.attention import (
     DecodeBackend,
-    Keys,
     TableBackend,
+    TableMetadata,
     attend,
     capabilities,
     lengths_slot,
@@ -25,12 +25,12 @@ from graphpact_museum.variants.attention import (
 
 
 class _OnlineSoftmax(TableBackend):
-    """Attends by chunks of 16 positions with a running maximum; the number of chunks is a bound."""
+    """A backend that attends to chunks of 16 positions with a running maximum, over the whole table."""
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
     ) -> torch.Tensor:
-        """Add chunk after chunk, each scaled by the change of the maximum."""
+        """Add up the chunks; scale the sum whenever the maximum changes."""
         self.write(k, v, layer, metadata.out_cache_loc)
         caches, group = self.caches(layer), layer.num_q_heads // layer.num_kv_heads
         slots, seen = self.keys_of(metadata, layer)
@@ -65,7 +65,7 @@ def online_softmax(_: type[Any]) -> type[Any]:
 
 @dataclass
 class _Sorted:
-    """`Keys` in the order of their lengths, and ``order`` ``[bs]``: the row of each of them."""
+    """`TableMetadata` with requests sorted by length; ``order`` ``[bs]`` is the batch row of each."""
 
     out_cache_loc: torch.Tensor
     lens: torch.Tensor
@@ -74,10 +74,10 @@ class _Sorted:
 
 
 class _SortsQueries(DecodeBackend):
-    """Sorts requests by their lengths, queries too, and puts outputs back in order."""
+    """A backend that sorts requests and queries by length, and restores the order of its outputs."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Add the order."""
+        """Add a slot for the order."""
         return [*super().declare_slots(limits), lengths_slot("variant.order")]
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> _Sorted:
@@ -87,7 +87,7 @@ class _SortsQueries(DecodeBackend):
         return _Sorted(view.out_cache_loc, *(buffers(f"variant.{name}") for name in names))
 
     def fill_metadata(self, view: ForwardBatch, metadata: _Sorted) -> None:
-        """Sort, then fill in that order."""
+        """Sort requests by length, and fill the slots in that order."""
         lens, order = view.seq_lens.sort(descending=True, stable=True)
         metadata.lens.copy_(lens)
         metadata.order.copy_(order)
@@ -102,7 +102,7 @@ class _SortsQueries(DecodeBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
     ) -> torch.Tensor:
-        """Write, sort queries, attend, and put back."""
+        """Write, sort queries, attend, and restore the order."""
         self.write(k, v, layer, metadata.out_cache_loc)
         found = attend(q[metadata.order], *self.caches(layer), *self.keys_of(metadata, layer), layer)
         return torch.empty_like(found).index_copy_(0, metadata.order, found)
@@ -110,12 +110,12 @@ class _SortsQueries(DecodeBackend):
 
 @variant(on="reference", lanes=("decode", "idle"))
 def queries_sorted_by_length(_: type[Any]) -> type[Any]:
-    """Queries are sorted by length, and outputs put back."""
+    """Queries are sorted by length, and the order of outputs is restored."""
     return _SortsQueries
 
 
 class _PadsQueries(DecodeBackend):
-    """Has a kernel that takes queries in eights: it pads them in a workspace, and cuts its outputs."""
+    """A backend that pads queries to a multiple of 8 in a workspace, and cuts its outputs."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Add the workspace."""
@@ -130,7 +130,7 @@ class _PadsQueries(DecodeBackend):
         return [*super().declare_slots(limits), work]
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> dict[str, Any]:
-        """Return a dict."""
+        """Return the slots in a dict."""
         eights = -(-shape.num_tokens // 8) * 8
         names = ("lens", "table")
         made: dict[str, Any] = {name: buffers(f"variant.{name}") for name in names}
@@ -143,7 +143,7 @@ class _PadsQueries(DecodeBackend):
         self.fill_table(view, metadata["table"])
 
     def keys_of(self, metadata: dict[str, Any], layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the table with rows for the eights, which see the first of their keys, slot 0."""
+        """Return the table with rows for the padding queries, which see only KV slot 0."""
         del layer
         table, lens = metadata["table"], metadata["lens"]
         more = len(metadata["queries"]) - len(lens)
@@ -177,14 +177,14 @@ _Kernel = Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tenso
 
 
 class _CompilesByShape(TableBackend):
-    """Makes a kernel for each size of a step when it is first needed, and keeps it."""
+    """A backend that makes a kernel for each size of a step on first use, and keeps it."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
         self.compiled: dict[tuple[int, ...], _Kernel] = {}
 
-    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Call the kernel of this size."""
+    def keys_of(self, metadata: TableMetadata, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Call the kernel for this size."""
         del layer
         key = tuple(metadata.table.shape)
         if key not in self.compiled:
@@ -206,7 +206,7 @@ def kernel_by_shape(_: type[Any]) -> type[Any]:
 
 
 class _FoldedConstants(TableBackend):
-    """Folds the windows of all layers into a tensor when it is built; casts sinks where they are read."""
+    """A backend that makes a tensor of the windows of all layers when it is built, and casts sinks on use."""
 
     capabilities = capabilities(sinks=True, sliding_window=True)
 
@@ -217,8 +217,8 @@ class _FoldedConstants(TableBackend):
         self.windows = torch.tensor(windows, device=context.device)
         self.at = {layer.layer_id: at for at, layer in enumerate(context.layers)}
 
-    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cut by the layer's window."""
+    def keys_of(self, metadata: TableMetadata, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the table, cut by lengths and by the layer's window."""
         lens = metadata.lens[:, None]
         at = torch.arange(metadata.table.shape[1], device=metadata.table.device)
         return metadata.table, (at < lens) & (at >= lens - self.windows[self.at[layer.layer_id]])
@@ -226,7 +226,7 @@ class _FoldedConstants(TableBackend):
     def forward(
         self, q: torch.Tensor, k: torch.Tensor | None, v: torch.Tensor | None, layer: LayerSpec, metadata: Any
     ) -> torch.Tensor:
-        """Attend, and give the sink its share."""
+        """Attend, and scale the output by the share that the sink leaves."""
         self.write(k, v, layer, metadata.out_cache_loc)
         slots, seen = self.keys_of(metadata, layer)
         found = attend(q, *self.caches(layer), slots, seen, layer)
@@ -241,5 +241,5 @@ class _FoldedConstants(TableBackend):
 
 @variant(on="reference", lanes=("decode", "idle"))
 def folded_constants(_: type[Any]) -> type[Any]:
-    """Windows of all layers are folded into a tensor when the backend is built; sinks are cast when read."""
+    """Windows of all layers become a tensor when the backend is built, and sinks are cast on use."""
     return _FoldedConstants

@@ -1,4 +1,4 @@
-"""Correct runners, written from scratch: one of each level of graph support, with sizes of their own.
+"""Correct runners, written from scratch, for each level of graph support; they choose their own sizes.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """
@@ -25,7 +25,7 @@ _ADAPTERS = "variant.adapters"
 
 
 class _NeverRunner(GraphRunner):
-    """Captures nothing, in any mode."""
+    """A runner of all modes that captures nothing."""
 
     modes = frozenset(ForwardMode)
     needs = GraphSupport.NEVER
@@ -45,7 +45,7 @@ def runner_that_never_captures(_: type[Any]) -> type[Any]:
 
 
 class _FibonacciRunner(GraphRunner):
-    """Captures 1, 2, 3, 5, 8 and so on requests, and searches among them by itself."""
+    """A runner that captures 1, 2, 3, 5, 8 and so on requests, and searches these sizes itself."""
 
     modes = frozenset({ForwardMode.DECODE})
     needs = GraphSupport.UNIFORM_DECODE
@@ -67,7 +67,7 @@ class _FibonacciRunner(GraphRunner):
         return [GraphShape(self.context.mode, size, size * width) for size in self.ladder]
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Search the ladder by requests; of ranks that gather, by those of the largest."""
+        """Search the ladder by the number of requests, or by that of the largest rank where ranks gather."""
         mode, width = self.context.mode, self.context.tokens_per_request or 1
         if batch.forward_mode not in (mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
@@ -88,7 +88,7 @@ def runner_of_uniform_decode(_: type[Any]) -> type[Any]:
 
 
 class _UniformRunner(_FibonacciRunner):
-    """The same for verification and draft extend, where each request has several tokens."""
+    """A `_FibonacciRunner` for verification and draft extend, where each request has several tokens."""
 
     modes = frozenset({ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND})
     needs = GraphSupport.UNIFORM
@@ -96,12 +96,12 @@ class _UniformRunner(_FibonacciRunner):
 
 @variant(on="reference_runner", lanes=("target_verify", "draft_extend"))
 def runner_of_uniform_steps(_: type[Any]) -> type[Any]:
-    """Verification and draft extend have capture sizes of the runner's own."""
+    """The runner chooses its own capture sizes for verification and draft extend."""
     return _UniformRunner
 
 
 class _TwoAxesRunner(GraphRunner):
-    """Captures prefills of few and of many requests, each with few and with many tokens."""
+    """A runner that captures prefills of few and of many requests, each with few and with many tokens."""
 
     modes = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
     needs = GraphSupport.ALWAYS
@@ -121,7 +121,7 @@ class _TwoAxesRunner(GraphRunner):
         return tuple(self.grid)
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the first shape with room for both; where ranks gather, for the most tokens of any."""
+        """Return the first shape with room for the batch, or for the largest rank where ranks gather."""
         if batch.forward_mode not in (self.context.mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
         tokens = max((batch.num_tokens, *(batch.global_num_tokens_cpu or ())))
@@ -138,7 +138,7 @@ def runner_of_two_axes(_: type[Any]) -> type[Any]:
 
 
 class _BreakableRunner(_TwoAxesRunner):
-    """The same, with attention outside the graphs."""
+    """A `_TwoAxesRunner` with attention outside the graphs."""
 
     needs = GraphSupport.NEVER
     eager_attention = True
@@ -155,10 +155,10 @@ def runner_of_segments(_: type[Any]) -> type[Any]:
 
 
 class _ConstantOutputsRunner(_FibonacciRunner):
-    """Returns two more outputs: the row of each request, a constant; and a flag, expanded."""
+    """A runner with two more outputs: a constant with the row of each request, and an expanded flag."""
 
     def compose(self, forward: Forward, step: RegionContext) -> Region:
-        """Return a forward pass and the two."""
+        """Return a forward pass with the two outputs."""
         rows = torch.arange(step.view.batch_size, device=step.view.device)
 
         def region() -> StepOutputs:
@@ -172,15 +172,15 @@ class _ConstantOutputsRunner(_FibonacciRunner):
 
 @variant(on="reference_runner", lanes="decode")
 def outputs_that_no_replay_writes(_: type[Any]) -> type[Any]:
-    """An output is a constant, another one is expanded."""
+    """One output is a constant, and another output is expanded."""
     return _ConstantOutputsRunner
 
 
 class _ChosenTokensRunner(_FibonacciRunner):
-    """Chooses tokens in the graph: returns them, whether each is even, and a number without dimensions."""
+    """A runner that returns chosen tokens, whether each is even, and a number without dimensions."""
 
     def compose(self, forward: Forward, step: RegionContext) -> Region:
-        """Return a forward pass and the three."""
+        """Return a forward pass with the three outputs."""
 
         def region() -> StepOutputs:
             outputs = forward(step.view, step.metadata, step.backend.forward)
@@ -196,14 +196,14 @@ class _ChosenTokensRunner(_FibonacciRunner):
 
 @variant(on="reference_runner", lanes="decode")
 def runner_that_chooses_tokens(_: type[Any]) -> type[Any]:
-    """A graph returns chosen tokens, a flag of each, and a number without dimensions."""
+    """A graph returns chosen tokens, a flag for each token, and a number without dimensions."""
     return _ChosenTokensRunner
 
 
 class _TwoGraphsRunner(_FibonacciRunner):
-    """Captures each size with adapters and without; a batch that carries their numbers takes the first.
+    """A runner that captures each size with and without adapters; batches with adapter ids need the first.
 
-    Ranks that gather agree without looking at their own batches: there all take the graph with adapters.
+    Ranks that gather always take the graph with adapters, so that they agree whatever their batches contain.
     """
 
     def shapes(self) -> Sequence[GraphShape]:
@@ -225,7 +225,7 @@ class _TwoGraphsRunner(_FibonacciRunner):
         return [*super().slots(), adapters]
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
-        """Return a batch with the field where the shape's graph reads it."""
+        """Return a batch, with adapter ids if the graph of the shape reads them."""
         batch = super().dummy(shape)
         if shape.variant:
             zeros = torch.zeros(shape.batch_size, dtype=torch.int64, device=batch.device)
@@ -241,14 +241,14 @@ class _TwoGraphsRunner(_FibonacciRunner):
 
 @variant(on="reference_runner", lanes="decode")
 def two_graphs_of_each_size(_: type[Any]) -> type[Any]:
-    """A batch with numbers of adapters takes another graph than one without."""
+    """A batch with adapter ids takes another graph than a batch without."""
     return _TwoGraphsRunner
 
 
 class _FrozenRunner(_FibonacciRunner):
-    """Drafts on a cache that the model only reads: two passes, the second over tokens that follow.
+    """A runner that drafts in two passes on a cache that the model only reads.
 
-    A draft of a single step has one.
+    The second pass takes the tokens that the first pass chose. A draft of a single step has only one pass.
     """
 
     frozen_kv = True
@@ -263,7 +263,7 @@ class _FrozenRunner(_FibonacciRunner):
         return [size * topk for size in sorted({1, most})]
 
     def compose(self, forward: Forward, step: RegionContext) -> Region:
-        """Return the passes, over the same keys; the outputs are those of the last."""
+        """Return the passes over the same keys; the outputs are those of the last pass."""
         is_single = self.context.limits.draft.num_steps == 1
 
         def region() -> StepOutputs:
@@ -280,5 +280,5 @@ class _FrozenRunner(_FibonacciRunner):
 
 @variant(on="reference_runner", lanes=("decode_frozen", "decode_frozen_tree"))
 def runner_on_a_frozen_cache(_: type[Any]) -> type[Any]:
-    """Two passes draft on a cache that the model only reads, one if a draft has a single step."""
+    """Drafts take two passes on a cache that the model only reads, or one pass for a single step."""
     return _FrozenRunner

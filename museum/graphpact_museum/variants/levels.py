@@ -1,7 +1,7 @@
-"""One correct backend of each level of graph support, which has kernels for its level and loops for the rest.
+"""Correct backends for each level of graph support, with a kernel for the level and a loop for the rest.
 
-The kernel of a level is device work. Batches beyond the level have a loop over requests on the host, which
-reads lengths of the device: it may never be captured, and is not.
+The kernel is device work. The loop runs on the host, over requests, and reads lengths from the device. It
+must not be captured, and it is not.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """
@@ -57,7 +57,7 @@ class _Offsets:
 
 
 class _NeverBackend(DecodeBackend):
-    """Has a loop over requests only, whatever the batch."""
+    """A backend that loops over requests on the host in all batches."""
 
     capabilities = capabilities(modes=_MODES, graph_support=GraphSupport.NEVER)
 
@@ -92,7 +92,7 @@ class _NeverBackend(DecodeBackend):
         metadata.cu_seqlens[1:].copy_(new.cumsum(0))
 
     def keys_of(self, metadata: _Offsets, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Loop over requests on the host; padding tokens have the first key of scratch."""
+        """Loop over requests on the host; padding tokens see only the first slot of scratch."""
         del layer
         tokens, device = len(metadata.out_cache_loc), metadata.table.device
         slots = torch.zeros(tokens, metadata.table.shape[1], dtype=torch.int64, device=device)
@@ -108,18 +108,18 @@ class _NeverBackend(DecodeBackend):
 
 @variant(on="reference", lanes=_LANES)
 def support_never(_: type[Any]) -> type[Any]:
-    """Attention is a loop on the host; no graph has it."""
+    """Attention is a loop on the host, which no graph contains."""
     return _NeverBackend
 
 
 class _UniformDecodeBackend(_NeverBackend):
-    """Has a kernel for one token per request."""
+    """A backend with a kernel for batches with one token per request."""
 
     capabilities = capabilities(modes=_MODES, graph_support=GraphSupport.UNIFORM_DECODE)
     widest: int | None = 1
 
     def keys_of(self, metadata: _Offsets, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compute on the device what the level covers."""
+        """Compute the keys on the device if the level covers the batch."""
         width = metadata.width
         if width is None or (self.widest is not None and width > self.widest):
             return super().keys_of(metadata, layer)
@@ -131,12 +131,12 @@ class _UniformDecodeBackend(_NeverBackend):
 
 @variant(on="reference", lanes=_LANES)
 def support_uniform_decode(_: type[Any]) -> type[Any]:
-    """Graphs hold one token per request; other batches have a loop on the host."""
+    """Graphs hold batches with one token per request; other batches need a loop on the host."""
     return _UniformDecodeBackend
 
 
 class _UniformBackend(_UniformDecodeBackend):
-    """Has a kernel for equally many tokens per request."""
+    """A backend with a kernel for batches with equally many tokens per request."""
 
     capabilities = capabilities(modes=_MODES, graph_support=GraphSupport.UNIFORM)
     widest = None
@@ -144,17 +144,17 @@ class _UniformBackend(_UniformDecodeBackend):
 
 @variant(on="reference", lanes=_LANES)
 def support_uniform(_: type[Any]) -> type[Any]:
-    """Graphs hold equally many tokens per request; ragged batches have a loop on the host."""
+    """Graphs hold batches with equally many tokens per request; ragged batches need a loop on the host."""
     return _UniformBackend
 
 
 class _AlwaysBackend(_UniformBackend):
-    """Has a kernel for batches of any kind."""
+    """A backend with a kernel for batches of every kind."""
 
     capabilities = capabilities(modes=_MODES, graph_support=GraphSupport.ALWAYS)
 
     def keys_of(self, metadata: _Offsets, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Find the request of each token; padding tokens of a ragged batch are after the last."""
+        """Find the request of each token; padding tokens of a ragged batch come after the last request."""
         if metadata.width is not None:
             return super().keys_of(metadata, layer)
         bs, device = len(metadata.lens), metadata.table.device
@@ -174,24 +174,24 @@ def support_always(_: type[Any]) -> type[Any]:
 
 
 class _PaddedRowsBackend(_NeverBackend):
-    """Takes as many queries as its shape has, and refuses any other number."""
+    """A backend that takes exactly as many queries as its shape has tokens, and refuses any other number."""
 
     capabilities = replace(_NeverBackend.capabilities, eager_rows="padded")
 
 
 @variant(on="reference", lanes=_LANES)
 def support_never_with_padded_rows(_: type[Any]) -> type[Any]:
-    """Attention is a loop on the host, over the rows of the shape."""
+    """Attention is a loop on the host over all rows of the shape."""
     return _PaddedRowsBackend
 
 
 class _PlannedBackend(_AlwaysBackend):
-    """Plans on the host how many keys a request may have: its length, rounded up to 16."""
+    """A backend with a plan from the host: the length of each request, rounded up to a multiple of 16."""
 
     capabilities = replace(_AlwaysBackend.capabilities, needs_host_plan=True)
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Add the plan."""
+        """Add a slot for the plan."""
         plan = metadata_slot("variant.plan", lambda bs, _: (bs,), torch.int64, role="plan", axis="bs")
         return [*super().declare_slots(limits), plan]
 

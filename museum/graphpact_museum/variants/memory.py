@@ -1,4 +1,4 @@
-"""Correct plugins with memory of a backend's own: workspaces, output buffers, constants.
+"""Correct backends with additional memory: workspaces, output buffers, constants.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """

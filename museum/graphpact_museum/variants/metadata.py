@@ -1,4 +1,4 @@
-"""Correct plugins with metadata of other types: plain objects, dicts, tuples, bounds.
+"""Correct backends with metadata of other types: plain objects, dicts, tuples, bounds.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """
@@ -52,7 +52,7 @@ def metadata_is_a_dict(base: type[Any]) -> type[Any]:
 
 
 class _Tuple(NamedTuple):
-    """TRT-LLM's fields."""
+    """The fields of TRT-LLM's metadata."""
 
     out_cache_loc: torch.Tensor
     block_kv_indices: torch.Tensor
@@ -84,7 +84,7 @@ def metadata_is_a_named_tuple(base: type[Any]) -> type[Any]:
 
 @dataclass
 class _Bounded:
-    """The longest sequence, and the base's metadata."""
+    """The base's metadata, and the length of the longest sequence."""
 
     inner: Any
     longest: int = bounded()
@@ -92,7 +92,7 @@ class _Bounded:
 
 @variant(on="fa3", lanes=("decode", "extend"))
 def bound_of_the_batch_at_hand(base: type[Any]) -> type[Any]:
-    """A bounded host number is captured at the limits, and has the value of the batch at replay."""
+    """A bounded host number has the value of the limits at capture, and that of the batch at replay."""
 
     def allocate_metadata(
         self: Any, right: Any, view: ForwardBatch, shape: GraphShape, buffers: Buffers

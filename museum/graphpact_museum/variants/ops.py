@@ -1,4 +1,4 @@
-"""A correct backend whose kernels are custom operators: each is one node of a graph, as a kernel launch is.
+"""A correct backend whose kernels are custom operators. Each is one node of a graph, like a kernel launch.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """
@@ -23,7 +23,7 @@ from graphpact_museum.variants.attention import (
 )
 
 CHUNK = 16
-"""Keys of a chunk, the unit of work."""
+"""The number of keys in a chunk, the unit of work."""
 
 
 @declare_kernel
@@ -31,7 +31,7 @@ CHUNK = 16
 def _write_kv(
     k_cache: torch.Tensor, v_cache: torch.Tensor, k: torch.Tensor, v: torch.Tensor, slots: torch.Tensor
 ) -> None:
-    """Write the rows whose slot is not -1."""
+    """Write keys and values, except for rows with slot -1."""
     is_live = slots >= 0
     k_cache[slots[is_live]] = k[is_live]
     v_cache[slots[is_live]] = v[is_live]
@@ -40,7 +40,7 @@ def _write_kv(
 @declare_kernel
 @torch.library.custom_op("graphpact_museum::plan", mutates_args=("work",))
 def _plan(lens: torch.Tensor, work: torch.Tensor) -> None:
-    """List the chunks of all requests, longest requests first, as pairs of request and chunk; then -1."""
+    """List the chunks of all requests as pairs of request and chunk, longest requests first; fill with -1."""
     order = sorted(range(len(lens)), key=lambda row: -int(lens[row]))
     listed = [(row, chunk) for row in order for chunk in range(-(-int(lens[row]) // CHUNK))]
     work.fill_(-1)
@@ -50,7 +50,7 @@ def _plan(lens: torch.Tensor, work: torch.Tensor) -> None:
 @declare_kernel
 @torch.library.custom_op("graphpact_museum::seen", mutates_args=("seen",))
 def _seen(lens: torch.Tensor, work: torch.Tensor, seen: torch.Tensor) -> None:
-    """Mark the keys of the listed chunks, as far as requests are long."""
+    """Mark the keys of the listed chunks, up to the length of each request."""
     seen.zero_()
     for row, chunk in work.tolist():
         if row >= 0:
@@ -75,7 +75,7 @@ class _Work:
 
 
 class _CustomOps(DecodeBackend):
-    """Skips tokens of slot -1, and reads as many chunks as a plan lists, which the device makes."""
+    """A backend that skips tokens with slot -1, and reads the chunks of a plan that the device makes."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return slots of lengths, table, slot mapping and plan."""
@@ -86,7 +86,7 @@ class _CustomOps(DecodeBackend):
         return [lengths_slot(), lengths_slot("variant.slot_mapping"), table_slot(limits), work]
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> _Work:
-        """Return the slots; of the plan as much as the shape may need."""
+        """Return the slots, and the part of the plan that the shape may need."""
         del view
         most = -(-self.context.limits.max_context_len // CHUNK)
         return _Work(
@@ -97,7 +97,7 @@ class _CustomOps(DecodeBackend):
         )
 
     def fill_metadata(self, view: ForwardBatch, metadata: _Work) -> None:
-        """Mark tokens on scratch, count, and plan."""
+        """Mark tokens on scratch, count keys, and plan."""
         is_scratch = view.out_cache_loc < self.context.limits.page_size
         metadata.slot_mapping.copy_(view.out_cache_loc.masked_fill(is_scratch, -1))
         metadata.lens.copy_(view.seq_lens)
@@ -119,7 +119,7 @@ class _CustomOps(DecodeBackend):
         layer: LayerSpec,
         metadata: _Work,
     ) -> torch.Tensor:
-        """Write, attend, and clear padding rows, whose own key is not written."""
+        """Write, attend, and clear padding rows, because their keys are not written."""
         k_cache, v_cache = self.caches(layer)
         if k is not None and v is not None:
             _write_kv(k_cache, v_cache, k, v, metadata.slot_mapping)
@@ -131,5 +131,5 @@ class _CustomOps(DecodeBackend):
 
 @variant(on="reference", lanes=("decode", "idle"))
 def kernels_that_are_custom_ops(_: type[Any]) -> type[Any]:
-    """Kernels are custom operators: one plans on the device, one skips tokens of slot -1."""
+    """Kernels are custom operators: one plans on the device, and one skips tokens with slot -1."""
     return _CustomOps

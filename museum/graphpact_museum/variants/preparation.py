@@ -1,4 +1,4 @@
-"""Correct plugins with metadata made in other ways: on the host, on streams, by two bodies, with plans.
+"""Correct backends that make metadata in other ways: on the host, on streams, by two bodies, with plans.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """
@@ -19,7 +19,7 @@ from graphpact_museum.variants.slots import CPU, own_slot
 
 @variant(on="fa3", lanes=("decode", "target_verify"))
 def two_bodies(base: type[Any]) -> type[Any]:
-    """Capture and replay have two bodies; only capture writes the data that is equal for every batch."""
+    """Capture and replay have two bodies; only capture writes the data that is the same for every batch."""
 
     def declare_slots(_: Any, right: Any, limits: Limits) -> Any:
         slots = [s for s in right(limits) if s.name != "fa3.cu_seqlens_q"]
@@ -49,7 +49,7 @@ def two_bodies(base: type[Any]) -> type[Any]:
 
 @variant(on="trtllm_mla", lanes=("decode", "draft_extend"))
 def metadata_made_on_the_host(base: type[Any]) -> type[Any]:
-    """Keys are counted with numpy in host memory, from which the driver copies asynchronously."""
+    """The host counts keys with numpy in its memory, and the driver copies the counts asynchronously."""
 
     def init(self: Any, right: Any, context: Any) -> None:
         right(context)
@@ -80,7 +80,7 @@ def metadata_made_on_the_host(base: type[Any]) -> type[Any]:
 
 @variant(on="fa3", lanes=("decode", "mixed"))
 def metadata_on_a_side_stream(base: type[Any]) -> type[Any]:
-    """Metadata is refreshed on a stream that is forked and joined."""
+    """Metadata is refreshed on a side stream that is forked and joined."""
 
     def init(self: Any, right: Any, context: Any) -> None:
         right(context)
@@ -104,7 +104,7 @@ def metadata_on_a_side_stream(base: type[Any]) -> type[Any]:
 @variant(on="trtllm_mla", lanes="decode")
 @overrides("forward")
 def attention_on_a_side_stream(self: Any, right: Any, *args: Any) -> Any:
-    """Attention runs on a stream that is forked and joined inside the graph."""
+    """Attention runs on a side stream that is forked and joined inside the graph."""
     if self.driver is None:
         return right(*args)
     main, side = self.driver.current_stream(), self.driver.stream()
@@ -126,7 +126,7 @@ def replay_hook_that_does_nothing(
 
 
 class _Plan:
-    """The state of a planner, with a tensor of a slot."""
+    """The state of a planner; ``keys`` is the tensor of a slot."""
 
     def __init__(self, keys: torch.Tensor) -> None:
         self.keys = keys
@@ -176,7 +176,7 @@ class _Indexed:
 
 @variant(on="reference", lanes=("decode", "extend", "draft_decode"))
 def constant_in_a_slot(base: type[Any]) -> type[Any]:
-    """The kernel reads an arange from a slot that is written once and is no step's work."""
+    """The kernel reads an arange from a slot that is written once, and by no step."""
 
     def declare_slots(_: Any, right: Any, limits: Limits) -> Any:
         index = metadata_slot(
@@ -229,7 +229,7 @@ def length_zero_is_empty(base: type[Any]) -> type[Any]:
 @variant(on="reference", lanes=("decode", "draft_decode"))
 @overrides("fill_metadata")
 def table_marked_behind_the_last_key(_: Any, right: Any, view: ForwardBatch, metadata: Any) -> None:
-    """A table has -1 after each request's last key, which the kernel does not read."""
+    """A table contains -1 after the last key of each request; the kernel does not read it."""
     right(view, metadata)
     at = torch.arange(metadata.table.shape[1], device=view.device)
     lens = view.seq_lens + (0 if metadata.drafts.shape[1] else view.uncounted_keys)
@@ -239,7 +239,7 @@ def table_marked_behind_the_last_key(_: Any, right: Any, view: ForwardBatch, met
 @variant(on="reference", lanes=("decode", "target_verify_tree"))
 @overrides("fill_metadata")
 def table_kept_behind_the_last_key(_: Any, right: Any, view: ForwardBatch, metadata: Any) -> None:
-    """A table keeps old entries after each request's last key, which the kernel does not read."""
+    """A table keeps old entries after the last key of each request; the kernel does not read them."""
     before = metadata.table.clone()
     right(view, metadata)
     at = torch.arange(metadata.table.shape[1], device=view.device)

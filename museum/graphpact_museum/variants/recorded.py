@@ -1,4 +1,4 @@
-"""Correct plugins with regions with other work: segments, several passes, inputs written in place.
+"""Correct runners whose regions do other work: segments, several passes, inputs written in place.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """
@@ -17,7 +17,7 @@ from graphpact_museum.exhibit import variant
 @variant(on="reference_runner", lanes=("decode", "extend"))
 @overrides("compose")
 def attention_between_segments(_: Any, __: Any, forward: Forward, step: RegionContext) -> Region:
-    """Attention is an eager call between two segments of a graph, with the metadata of each replay."""
+    """Attention is an eager call between two segments of a graph, with new metadata in each replay."""
     return broken_at_attention(forward, step)
 
 
@@ -55,7 +55,7 @@ def draft_extend_that_runs_twice(_: Any, right: Any, forward: Forward, step: Reg
 @variant(on="eagle_draft", lanes=("draft_decode", "draft_decode_tree"))
 @overrides("compose")
 def draft_that_writes_its_positions(_: Any, right: Any, forward: Forward, step: RegionContext) -> Any:
-    """A graph writes the positions of each pass into its own input, which every step fills anew."""
+    """A graph writes the positions of each pass into its own input, which every step fills again."""
     if step.is_eager:
         return right(forward, step)
     view, passes = step.view, itertools.count()

@@ -1,4 +1,4 @@
-"""Correct plugins with runners that pad, stage, list and choose in other ways.
+"""Correct runners that pad inputs, stage them, list shapes and choose graphs in other ways.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """
@@ -36,14 +36,14 @@ def _pads_by_itself(
 
 @dataclass(slots=True, kw_only=True)
 class _View(ForwardBatch):
-    """A view that says how many of its requests are real; a runner's own note."""
+    """A view with a field of the runner."""
 
     note: str = ""
 
 
 @variant(on="cuda_graph", lanes=("decode", "idle"))
 def runner_with_views_of_its_own(base: type[Any]) -> type[Any]:
-    """Views are objects of the runner's own class, created in every step."""
+    """Views are objects of a class of the runner, created in every step."""
 
     def init(self: Any, right: Any, context: Any) -> None:
         right(context)
@@ -117,7 +117,7 @@ def _captures_the_longest(self: Any, right: Any, shape: GraphShape) -> ForwardBa
 
 @variant(on="cuda_graph", lanes="decode")
 def largest_listed_first(base: type[Any]) -> type[Any]:
-    """shapes() returns a new list each time, the largest shape first, and fit() has its own search."""
+    """shapes() returns a new list each time, the largest shape first, and fit() searches it itself."""
 
     def shapes(_: Any, right: Any) -> Any:
         return [*right()][::-1]

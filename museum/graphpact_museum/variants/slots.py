@@ -1,7 +1,4 @@
-"""`own_slot`: declares a slot of a variant.
-
-Does not: contain variants.
-"""
+"""`own_slot`: declares a slot of a variant."""
 
 from typing import Any
 
@@ -13,7 +10,7 @@ CPU = torch.device("cpu")
 
 
 def own_slot(name: str, *shape: Any, **more: Any) -> GraphSlot:
-    """Return a slot of a length for each request, or what ``more`` says."""
+    """Return a slot with a length for each request; ``more`` replaces attributes of it."""
     declared: dict[str, Any] = {
         "axis": "bs",
         "role": "lengths",

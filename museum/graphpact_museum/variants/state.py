@@ -1,4 +1,4 @@
-"""Correct backends, written from scratch, which keep constants, staging memory and state of other engines.
+"""Correct backends, written from scratch, that keep constants, staging memory and state as other engines do.
 
 Does not: contain bugs; see the exhibits in the other rooms.
 """
@@ -19,8 +19,8 @@ from graphpact_museum.exhibit import variant
 from graphpact_museum.variants.attention import (
     UNIFORM_MODES,
     DecodeBackend,
-    Keys,
     TableBackend,
+    TableMetadata,
     capabilities,
     lengths_slot,
     table_slot,
@@ -30,7 +30,7 @@ from graphpact_museum.variants.attention import (
 
 
 class _ConstantsByLimits(TableBackend):
-    """Keeps an arange of requests and a causal mask outside the registry, sized by the limits."""
+    """A backend with an arange of requests and a causal mask outside the registry, sized by the limits."""
 
     capabilities = capabilities(modes=UNIFORM_MODES, graph_support=GraphSupport.UNIFORM)
 
@@ -40,7 +40,7 @@ class _ConstantsByLimits(TableBackend):
         self.requests = torch.arange(most.max_bs + 1, device=device)
         self.causal = torch.ones(most.max_context_len, most.max_context_len, device=device).bool().tril()
 
-    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_of(self, metadata: TableMetadata, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Take the request of each token from the arange, and the keys that it sees from the mask."""
         del layer
         bs, tokens = len(metadata.lens), len(metadata.out_cache_loc)
@@ -53,7 +53,7 @@ class _ConstantsByLimits(TableBackend):
 
 @variant(on="reference", lanes=("decode", "target_verify", "idle"))
 def constants_by_limits(_: type[Any]) -> type[Any]:
-    """An arange of `max_bs + 1` and a causal mask of `max_context_len` lie outside the registry."""
+    """An arange of `max_bs + 1` and a causal mask of `max_context_len` are kept outside the registry."""
     return _ConstantsByLimits
 
 
@@ -67,7 +67,7 @@ class _Pages:
 
 
 class _TransposedTable(DecodeBackend):
-    """Has a table of page ids, int32, with a column for each request."""
+    """A backend with a table of page ids, int32, with a column for each request."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return slots of lengths and of the table, which grows along its second axis."""
@@ -121,7 +121,7 @@ class _Packed:
 
 
 class _DoubleBuffered(DecodeBackend):
-    """Counts in lists on the host, and copies all numbers at once from two host buffers in turn."""
+    """A backend that counts in lists on the host, and copies all numbers at once from two buffers in turn."""
 
     capabilities = capabilities(needs_host_plan=True)
 
@@ -196,31 +196,33 @@ def double_buffered_staging(_: type[Any]) -> type[Any]:
 
 
 class _StatePerShape(_ConstantsByLimits):
-    """Keeps the metadata of every shape in a dict; `forward` reads the current one and no argument."""
+    """A backend that keeps the metadata of every shape in a dict; `forward` ignores its argument."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self.by_shape: dict[GraphShape, Keys] = {}
-        self.current: Keys | None = None
+        self.by_shape: dict[GraphShape, TableMetadata] = {}
+        self.current: TableMetadata | None = None
 
     @hookimpl
-    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Keys:
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> TableMetadata:
         """Make the metadata of a shape, and keep it."""
-        made: Keys = super().init_metadata_capture(view, shape)
+        made: TableMetadata = super().init_metadata_capture(view, shape)
         self.current = self.by_shape[shape] = made
         return made
 
     @hookimpl
-    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Keys) -> Keys:
+    def init_metadata_replay(
+        self, view: ForwardBatch, shape: GraphShape, captured: TableMetadata
+    ) -> TableMetadata:
         """Refresh the metadata that is kept for the shape."""
         del captured
         self.current = self.by_shape[shape]
-        found: Keys = super().init_metadata_replay(view, shape, self.current)
+        found: TableMetadata = super().init_metadata_replay(view, shape, self.current)
         return found
 
-    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Keys:
-        """Make new metadata, the current one from now on."""
-        made: Keys = super().init_metadata_eager(batch, fill=fill)
+    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> TableMetadata:
+        """Make new metadata, and make it the current one."""
+        made: TableMetadata = super().init_metadata_eager(batch, fill=fill)
         self.current = made
         return made
 
@@ -239,27 +241,29 @@ def state_per_shape(_: type[Any]) -> type[Any]:
 
 
 class _OneObject(_ConstantsByLimits):
-    """Has one metadata object for all shapes, whose fields are the views of the shape of the step."""
+    """A backend with one metadata object for all shapes; its fields are the views of the current shape."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
-        self.only: Keys | None = None
-        self.views: dict[GraphShape, Keys] = {}
+        self.only: TableMetadata | None = None
+        self.views: dict[GraphShape, TableMetadata] = {}
 
     @hookimpl
-    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Keys:
-        """Make the views of a shape, and show them."""
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> TableMetadata:
+        """Make the views of a shape, and put them into the object."""
         self.views[shape] = super().init_metadata_capture(view, shape)
         return self._showing(shape)
 
     @hookimpl
-    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Keys) -> Keys:
-        """Show the views of a shape, and refresh them."""
+    def init_metadata_replay(
+        self, view: ForwardBatch, shape: GraphShape, captured: TableMetadata
+    ) -> TableMetadata:
+        """Put the views of a shape into the object, and refresh them."""
         del captured
-        found: Keys = super().init_metadata_replay(view, shape, self._showing(shape))
+        found: TableMetadata = super().init_metadata_replay(view, shape, self._showing(shape))
         return found
 
-    def _showing(self, shape: GraphShape) -> Keys:
+    def _showing(self, shape: GraphShape) -> TableMetadata:
         views = self.views[shape]
         self.only = self.only or replace(views)
         vars(self.only).update(vars(views))
@@ -273,7 +277,7 @@ def one_object_for_all_shapes(_: type[Any]) -> type[Any]:
 
 
 class _BoundAnew(_ConstantsByLimits):
-    """Keeps a constant for every batch size, and binds the one of the step to an attribute."""
+    """A backend with a constant for every batch size; each step binds its constant to an attribute."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -281,34 +285,36 @@ class _BoundAnew(_ConstantsByLimits):
         self.by_size = [torch.arange(size + 1, device=context.device) for size in sizes]
 
     @hookimpl
-    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> Keys:
+    def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> TableMetadata:
         """Bind the constant of the shape."""
         self.requests = self.by_size[shape.batch_size]
-        made: Keys = super().init_metadata_capture(view, shape)
+        made: TableMetadata = super().init_metadata_capture(view, shape)
         return made
 
     @hookimpl
-    def init_metadata_replay(self, view: ForwardBatch, shape: GraphShape, captured: Keys) -> Keys:
+    def init_metadata_replay(
+        self, view: ForwardBatch, shape: GraphShape, captured: TableMetadata
+    ) -> TableMetadata:
         """Bind the constant of the shape."""
         self.requests = self.by_size[shape.batch_size]
-        found: Keys = super().init_metadata_replay(view, shape, captured)
+        found: TableMetadata = super().init_metadata_replay(view, shape, captured)
         return found
 
-    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> Keys:
+    def init_metadata_eager(self, batch: ForwardBatch, *, fill: int | None = None) -> TableMetadata:
         """Bind the constant of the batch."""
         self.requests = self.by_size[batch.batch_size]
-        made: Keys = super().init_metadata_eager(batch, fill=fill)
+        made: TableMetadata = super().init_metadata_eager(batch, fill=fill)
         return made
 
 
 @variant(on="reference", lanes=("decode", "target_verify"))
 def constants_bound_by_size(_: type[Any]) -> type[Any]:
-    """An attribute is bound to another constant in each step, also by eager steps; all of them are kept."""
+    """Each step, even an eager one, binds an attribute to the constant of its size; all of these are kept."""
     return _BoundAnew
 
 
 class _Module(TableBackend, torch.nn.Module):
-    """Is a module, whose constants are buffers."""
+    """A backend that is a torch module, with its constants as buffers."""
 
     def __init__(self, context: BackendContext) -> None:
         torch.nn.Module.__init__(self)
@@ -316,7 +322,7 @@ class _Module(TableBackend, torch.nn.Module):
         self.index: torch.Tensor
         self.register_buffer("index", torch.arange(context.limits.max_context_len, device=context.device))
 
-    def keys_of(self, metadata: Keys, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
+    def keys_of(self, metadata: TableMetadata, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
         """Compare the buffer with the lengths."""
         del layer
         return metadata.table, self.index < metadata.lens[:, None]

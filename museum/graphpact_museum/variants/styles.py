@@ -28,14 +28,14 @@ from graphpact_museum.variants.attention import (
 
 @dataclass
 class _Common:
-    """``lens`` ``[bs]`` and ``table`` ``[bs, n]``, and what follows from them."""
+    """``lens`` ``[bs]`` and ``table`` ``[bs, n]``, and values derived from them."""
 
     lens: torch.Tensor
     table: torch.Tensor
 
     @property
     def num_reqs(self) -> int:
-        """Requests of the shape."""
+        """The number of requests of the shape."""
         return len(self.lens)
 
     @cached_property
@@ -46,7 +46,7 @@ class _Common:
 
 @dataclass
 class _Decode:
-    """The decodes of a step; ``common`` is that of the step."""
+    """The metadata for decodes; ``common`` is shared by the whole step."""
 
     common: _Common
     scale: float
@@ -54,7 +54,7 @@ class _Decode:
 
 @dataclass
 class _Nested:
-    """``out_cache_loc``, the decodes, and prefills, which these steps lack."""
+    """``out_cache_loc``, metadata for decodes, and metadata for prefills, which these steps lack."""
 
     out_cache_loc: torch.Tensor
     decode: _Decode
@@ -67,7 +67,7 @@ class _Nested:
 
 
 class _NestedMetadata(DecodeBackend):
-    """Has metadata of dataclasses in dataclasses, with properties and a property that is made once."""
+    """A backend whose metadata is nested dataclasses with properties, one of them computed once."""
 
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> _Nested:
         """Return the parts."""
@@ -85,7 +85,7 @@ class _NestedMetadata(DecodeBackend):
         """Read the common part."""
         del layer
         common = metadata.decode.common
-        assert metadata.is_decode  # noqa: S101  of every step
+        assert metadata.is_decode  # noqa: S101  no step has prefills
         return common.table[: common.num_reqs], common.index < common.lens[:, None]
 
 
@@ -96,7 +96,7 @@ def nested_metadata(_: type[Any]) -> type[Any]:
 
 
 class _NoMetadata(DecodeBackend):
-    """Has no metadata: every layer reads the view, and recomputes positions and tables in the graph."""
+    """A backend without metadata: every layer reads the view, and recomputes positions and tables."""
 
     capabilities = capabilities(modes=UNIFORM_MODES, graph_support=GraphSupport.UNIFORM)
 
@@ -143,7 +143,7 @@ class _Narrow:
 
 
 class _NarrowTypes(DecodeBackend):
-    """Has metadata of narrow types: int16, uint8, bool and float8."""
+    """A backend with metadata of narrow types: int16, uint8, bool and float8."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return a slot of each type."""
@@ -162,7 +162,7 @@ class _NarrowTypes(DecodeBackend):
         return _Narrow(view.out_cache_loc, *(buffers(f"variant.{name}") for name in names))
 
     def fill_metadata(self, view: ForwardBatch, metadata: _Narrow) -> None:
-        """Fill each; groups are those of 16 keys, and scales are powers of two."""
+        """Fill all slots: a group is 16 keys, and the scale is 1."""
         self.fill_table(view, metadata.table)
         metadata.lens.copy_(view.seq_lens)
         metadata.is_live.copy_(view.out_cache_loc >= self.context.limits.page_size)
@@ -191,7 +191,7 @@ def metadata_of_narrow_types(_: type[Any]) -> type[Any]:
 
 @dataclass
 class _Expanded:
-    """`Keys`, and ``first`` ``[bs]``: one number of a slot, for every request."""
+    """`TableMetadata`, and ``first`` ``[bs]``: one number in a slot, expanded to all requests."""
 
     out_cache_loc: torch.Tensor
     lens: torch.Tensor
@@ -200,7 +200,7 @@ class _Expanded:
 
 
 class _ExpandedViews(DecodeBackend):
-    """Holds expanded views and overlapping windows: a field of metadata, and attributes."""
+    """A backend with expanded views and overlapping windows as a field of metadata and as attributes."""
 
     def __init__(self, context: BackendContext) -> None:
         super().__init__(context)
@@ -210,7 +210,7 @@ class _ExpandedViews(DecodeBackend):
         )
         self.windows = torch.arange(most.max_context_len + most.max_bs, device=device).unfold(
             0, most.max_context_len, 1
-        )  # row i has the numbers from i on
+        )  # row i holds the numbers from i on
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Add a slot of one number."""
@@ -223,13 +223,13 @@ class _ExpandedViews(DecodeBackend):
         return _Expanded(view.out_cache_loc, buffers("variant.lens"), buffers("variant.table"), first)
 
     def fill_metadata(self, view: ForwardBatch, metadata: _Expanded) -> None:
-        """Fill all; the first key is the same for every request."""
+        """Fill all slots; the first key is the same for every request."""
         metadata.lens.copy_(view.seq_lens)
         self.fill_table(view, metadata.table)
         metadata.first[:1].zero_()
 
     def keys_of(self, metadata: _Expanded, layer: LayerSpec) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compare positions, which are windows of an arange, less the row."""
+        """Compare positions: the windows of an arange, minus their first numbers."""
         del layer
         bs = len(metadata.lens)
         at = self.windows[:bs] - self.windows[:bs, :1]

@@ -1,6 +1,6 @@
-"""A correct backend whose attention is a task: lengths are lists of the host, updated before each replay.
+"""Correct backends whose attention is a task: lengths are lists on the host, updated before each replay.
 
-So does the attention of NPUs: see `graphpact.graphs.GraphDriver.task`.
+The attention of NPUs works in this way; see `graphpact.graphs.GraphDriver.task`.
 
 Does not: contain bugs; see `graphpact_museum.tasks`.
 """
@@ -39,7 +39,7 @@ def attend_spans(
     ends: list[int],
     starts: list[int] | None = None,
 ) -> None:
-    """Attend with one query of each request to its keys from position ``starts[i]`` (0) to ``ends[i]``."""
+    """Attend with one query per request to its keys from position ``starts[i]``, or 0, to ``ends[i]``."""
     at = torch.arange(table.shape[1], device=table.device)
     first, last = (torch.tensor(n, device=table.device)[:, None] for n in (starts or [0] * len(ends), ends))
     heads, kv_heads = q.shape[1], k_cache.shape[1]
@@ -55,7 +55,7 @@ class TaskMetadata:
     Args:
         out_cache_loc: ``[bs]`` int64: the KV slot that each token writes.
         table: ``[bs, n]`` int64: KV slots of each request by position.
-        shape: The captured shape, the graph's part of the tasks' keys.
+        shape: The captured shape; it identifies the graph in the keys of tasks.
         lens: ``[bs]``: the keys of each request, on the host.
     """
 
@@ -103,7 +103,7 @@ class TaskBackend(KVBackend):
         self.driver.update_task(TaskKey(metadata.shape, layer.layer_id), self.spans(metadata, layer))
 
     def spans(self, metadata: TaskMetadata, layer: LayerSpec) -> Mapping[str, list[int]]:
-        """Return where the keys end that a layer reads, and in a layer with a window where they start."""
+        """Return the ends of the keys that a layer reads, and in a layer with a window their starts."""
         window = layer.sliding_window
         starts = {} if window is None else {"starts": [max(0, n - window) for n in metadata.lens]}
         return {"ends": metadata.lens, **starts}
@@ -116,7 +116,7 @@ class TaskBackend(KVBackend):
         layer: LayerSpec,
         metadata: TaskMetadata,
     ) -> torch.Tensor:
-        """Write, then attend in a task; without a lane by a plain call."""
+        """Write, then attend in a task, or by a plain call without a lane."""
         self.write(k, v, layer, metadata.out_cache_loc)
         out = q.new_empty(len(q), layer.num_q_heads, layer.v_head_dim)
         args, spans = (
@@ -132,12 +132,12 @@ class TaskBackend(KVBackend):
 
 @variant(on="reference", lanes=("decode", "idle"))
 def tasks_of_host_lists(_: type[Any]) -> type[Any]:
-    """Attention is a task that takes lists of the host; the replay hook updates one for each layer."""
+    """Attention is a task that takes lists on the host; the replay hook updates one task for each layer."""
     return TaskBackend
 
 
 class _OnAStream(TaskBackend):
-    """Updates on a side stream, as NPUs do, which waits for the replay before."""
+    """A backend that updates tasks on a side stream, as NPUs do; it waits for the previous replay."""
 
     side: Stream | None = None
 
@@ -154,7 +154,7 @@ class _OnAStream(TaskBackend):
 
 @variant(on="reference", lanes=("decode", "idle"))
 def tasks_updated_on_a_stream(_: type[Any]) -> type[Any]:
-    """Tasks are updated on a stream of their own, between two waits."""
+    """Tasks are updated on a side stream, between two waits."""
     return _OnAStream
 
 
@@ -170,23 +170,23 @@ def attend_ends(
     window: int,
     ends: torch.Tensor,
 ) -> None:
-    """Attend with one query of each request to its last ``window`` keys before ``ends[i]``, on the host."""
+    """Attend with one query per request to its last ``window`` keys before ``ends[i]``, a host tensor."""
     numbers = ends.tolist()
     attend_spans(q, k_cache, v_cache, table, out, scaling, numbers, [max(0, n - window) for n in numbers])
 
 
 class _HostTensor(TaskBackend):
-    """Records its tasks with lengths of 1, and updates them by a tensor of the host."""
+    """A backend that records its tasks with lengths of 1, and updates them with a host tensor."""
 
     @hookimpl
     def init_metadata_capture(self, view: ForwardBatch, shape: GraphShape) -> TaskMetadata:
-        """Leave the lengths of the captured batch out."""
+        """Replace the lengths of the captured batch by 1."""
         made: TaskMetadata = super().init_metadata_capture(view, shape)
         made.lens = [1] * view.batch_size
         return made
 
     def update(self, metadata: TaskMetadata, layer: LayerSpec) -> None:
-        """Update by a tensor."""
+        """Update the task with a host tensor."""
         assert self.driver is not None  # noqa: S101  it has a lane
         self.driver.update_task(
             TaskKey(metadata.shape, layer.layer_id), {"ends": torch.tensor(metadata.lens)}
@@ -200,7 +200,7 @@ class _HostTensor(TaskBackend):
         layer: LayerSpec,
         metadata: TaskMetadata,
     ) -> torch.Tensor:
-        """Write, then attend; what a task is captured with, no replay uses."""
+        """Write, then attend; no replay uses the arguments of the capture."""
         self.write(k, v, layer, metadata.out_cache_loc)
         out = q.new_empty(len(q), layer.num_q_heads, layer.v_head_dim)
         window = layer.sliding_window or self.context.limits.max_context_len
@@ -215,7 +215,7 @@ class _HostTensor(TaskBackend):
 
 @variant(on="reference", lanes=("decode", "idle"))
 def tasks_captured_with_other_arguments(_: type[Any]) -> type[Any]:
-    """Tasks are captured with lengths of 1, and updated by tensors of the host."""
+    """Tasks are captured with lengths of 1, and updated with host tensors."""
     return _HostTensor
 
 
@@ -236,7 +236,7 @@ def attend_table(
 
 @dataclass
 class _ReboundMetadata:
-    """As `TaskMetadata`, with a table in other memory in each step."""
+    """`TaskMetadata` with a table in new memory in each step."""
 
     out_cache_loc: torch.Tensor
     shape: GraphShape
@@ -245,10 +245,10 @@ class _ReboundMetadata:
 
 
 class _ReboundTable(TaskBackend):
-    """Makes a new table in each step, and gives its address to the tasks."""
+    """A backend that makes a new table in each step, and gives its address to the tasks."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
-        """Return none: no graph keeps a table."""
+        """Return no slots, because no graph keeps a table."""
         del limits
         return []
 
@@ -264,7 +264,7 @@ class _ReboundTable(TaskBackend):
         super().fill_metadata(view, metadata)
 
     def update(self, metadata: Any, layer: LayerSpec) -> None:
-        """Update by the lists and the table."""
+        """Update the task with the lists and the table."""
         assert self.driver is not None  # noqa: S101  it has a lane
         key = TaskKey(metadata.shape, layer.layer_id)
         self.driver.update_task(key, self.spans(metadata, layer), rebound={"table": metadata.table})
@@ -277,7 +277,7 @@ class _ReboundTable(TaskBackend):
         layer: LayerSpec,
         metadata: Any,
     ) -> torch.Tensor:
-        """Write, then attend in a task that reads the table where the last update has it."""
+        """Write, then attend in a task that reads the table of the last update."""
         self.write(k, v, layer, metadata.out_cache_loc)
         out = q.new_empty(len(q), layer.num_q_heads, layer.v_head_dim)
         args, spans = (q, *self.caches(layer), out, layer.scaling), self.spans(metadata, layer)
@@ -292,5 +292,5 @@ class _ReboundTable(TaskBackend):
 
 @variant(on="reference", lanes=("decode", "idle"))
 def tasks_with_a_rebound_table(_: type[Any]) -> type[Any]:
-    """Each step has a page table in new memory, whose address the updates of its tasks give."""
+    """Each step makes a page table in new memory, and updates give its address to the tasks."""
     return _ReboundTable

@@ -1,10 +1,11 @@
-"""`key_of_graph`: the key under which a compiled graph is kept.
+"""`key_of_graph`: returns the key under which the library of a compiled graph is stored.
 
-A key is a hash of the graph (operators with their schemas, numbers, layouts of inputs and results, which
-tensor is which), the versions of torch and graphpact, inductor's configuration, the compiler, the number of
-threads, and the CPU. So an entry of another machine, torch or graph is never found.
+A key is a hash of the graph, of the versions of torch and graphpact, of inductor's configuration, of the
+compiler, of the number of threads, and of the CPU. Of the graph it contains operators with their schemas,
+numbers, layouts of inputs and results, and the places where each tensor is used. So the library of another
+machine, torch or graph is never found.
 
-Does not: keep anything; see `graphpact_kernels.compiled.cache`.
+Does not: store libraries; see `graphpact_kernels.compiled.cache`.
 """
 
 import functools
@@ -22,7 +23,7 @@ from graphpact_kernels.compiled import cache
 
 
 def key_of_graph(graph: fx.Graph, inputs: Sequence[torch.Tensor], options: dict[str, Any]) -> str:
-    """Return the key of a graph's library: equal for graphs that compile to the same code on this machine.
+    """Return the key of a graph's library. Graphs with equal keys compile to the same code on this machine.
 
     Args:
         graph: The graph; its placeholders are the inputs, in order.
@@ -42,26 +43,26 @@ def key_of_graph(graph: fx.Graph, inputs: Sequence[torch.Tensor], options: dict[
 
 
 def layout_of(tensor: torch.Tensor) -> tuple[Any, ...]:
-    """Return what a compiler sees of a tensor: dtype, shape and strides."""
+    """Return the properties of a tensor that a compiler sees: dtype, shape and strides."""
     return str(tensor.dtype), tuple(tensor.shape), tensor.stride()
 
 
 @functools.cache
 def _machine() -> tuple[str, ...]:
-    """Return the facts of machine and compiler that code depends on."""
+    """Return the properties of the machine and the compiler that compiled code depends on."""
     from torch._inductor import cpp_builder  # noqa: PLC0415  heavy to import
 
     compiler = cpp_builder.get_cpp_compiler()
     facts = [platform.machine(), platform.processor(), torch.backends.cpu.get_cpu_capability()]
     cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():  # code is compiled for all instructions that the CPU has
+    if cpuinfo.exists():  # code is compiled for all instructions of the CPU
         lines = cpuinfo.read_text("utf-8", "replace").partition("\n\n")[0].splitlines()
         facts += [line for line in lines if line.startswith(("model name", "flags", "Features", "CPU part"))]
     return (*facts, compiler, cache.version_of(compiler))
 
 
 def _texts(node: fx.Node, numbers: dict[fx.Node, str]) -> Iterable[str]:
-    """Yield what a node computes: operator, schema, arguments, and the layouts of its recorded results."""
+    """Yield texts that define a node: operator, schema, arguments, and layouts of its recorded results."""
     yield node.op
     yield str(node.target) if node.op == "call_function" else ""
     yield str(getattr(node.target, "_schema", ""))
@@ -74,6 +75,6 @@ def _text(value: Any, numbers: dict[fx.Node, str]) -> str:
         return numbers[value]
     if isinstance(value, dict):
         value = sorted(value.items())
-    if isinstance(value, (list, tuple)):  # torch does not tell them apart
+    if isinstance(value, (list, tuple)):  # torch treats both alike
         return f"[{', '.join(_text(each, numbers) for each in value)}]"
     return f"{type(value).__name__} {value!r}"

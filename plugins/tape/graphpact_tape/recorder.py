@@ -6,26 +6,26 @@ rules are the same for both:
 - Memory is recorded, not Python objects: the record holds one alias for each place (storage, offset, shape,
   stride, dtype). If a tensor object is given other memory later, the record does not change.
 - Host numbers that a device operation takes are kept by value. Containers are copied.
-- An operation on host tensors alone is host work. A replay does not repeat it.
+- An operation on only host tensors is host work. A replay does not repeat it.
 - A composite operation (``linear``, ``reshape``) is recorded as the operations that it calls, so that a host
   read inside it is seen. So is an operator with a Python implementation, which a replay would not repeat.
-- A call counts as work unless it is known to do none. Schemas of others do not declare every write.
-- Collectives are work, and waited for. Point-to-point transfers are refused.
+- A call counts as work unless it is known to do none, because some schemas do not declare every write.
+- Collectives are work, and the recorder waits for them. Point-to-point transfers are refused.
 - A constant made from Python numbers is restored in every replay, as a clone of a copy that is kept.
 - Uninitialised memory (``empty``) is memory of the graph. It is recorded, with no work to repeat.
-- A tensor that the region made may change its shape in place. That is no work: calls before and after it hold
-  two places in one storage. For all other tensors a change of shape in place is refused.
+- A tensor that the region made may change its shape in place. This is no work: calls before and after the
+  change hold two places in one storage. For all other tensors a change of shape in place is refused.
 - An eager call ends a segment and runs unrecorded, outside every mode of the region, as in a replay. Its new
   results are memory of the graph.
 - A task is one operation. Its host arguments belong to the `RecordedTask`, which is the recorded operation.
-- Compiled code is refused, see `graphpact_tape.compiled`; so is work of other threads, see
-  `graphpact_tape.threads`, and access of the host to memory itself, see `graphpact_tape.raw`. Eager calls may
-  do all of it.
-- Each replay draws random numbers anew. Whatever else changes a generator is refused, see
+- Compiled code is refused, see `graphpact_tape.compiled`. Work of other threads is refused, see
+  `graphpact_tape.threads`. Direct host access to memory is refused, see `graphpact_tape.raw`. Eager calls may
+  do all of this.
+- Each replay draws new random numbers. Any other change of a generator is refused, see
   `graphpact_tape.draws`.
-- Memory whose address the region asked for keeps its address for as long as the graph.
-- The graph's own memory is: allocations of the region, results of its eager calls, its constants. All other
-  memory is external.
+- Memory whose address the region asked for keeps its address as long as the graph exists.
+- The graph's own memory is the allocations of the region, the results of its eager calls, and its constants.
+  All other memory is external.
 
 Does not: replay, compile, or check rules beyond those of recording; the strict tape does.
 """
@@ -78,7 +78,7 @@ class RecordedCall:
         result: Its result.
         made: For each tensor in the result, in order: the tensor if it has new memory, else None.
         line: The caller's line.
-        is_work: Whether a replay has to repeat the call; it need not for views and ``empty``.
+        is_work: Whether a replay has to repeat the call; false for views and ``empty``.
     """
 
     op: Any
@@ -102,7 +102,7 @@ class Segment:
 
     @property
     def num_nodes(self) -> int:
-        """Operations that a replay has to repeat."""
+        """The number of operations that a replay has to repeat."""
         return sum(call.is_work for call in self.calls)
 
 
@@ -111,13 +111,13 @@ class Recording:
     """A recorded region.
 
     Args:
-        parts: Segments, with an eager call between each two of them.
+        parts: Segments, with an eager call between every two of them.
         outputs: The outputs that the region returned.
         own: The graph's own memory, by `storage_id`: allocations of the region, results of its eager calls,
             its constants.
         trace: Every operation that was dispatched, views too; None unless the recorder was ``traced``.
-        tasks: Its tasks; None without any.
-        addressed: The part of `own` whose address the region asked for, each with the line that did.
+        tasks: Its tasks; None if it has none.
+        addressed: The part of `own` whose addresses the region asked for, each with the line that asked.
     """
 
     parts: list[Segment | EagerCall]
@@ -134,7 +134,7 @@ class Recording:
 
     @property
     def num_nodes(self) -> int:
-        """Operations that a replay has to repeat."""
+        """The number of operations that a replay has to repeat."""
         return sum(segment.num_nodes for segment in self.segments)
 
     def tensors(self) -> list[torch.Tensor]:
@@ -173,7 +173,7 @@ class Recorder(Watcher):
     """A dispatch mode that records the operations of one region, by the rules of this module.
 
     Args:
-        guard: The function mode that is active together with it. It has the host memory.
+        guard: The function mode that is active together with it. It knows the host memory.
         traced: Whether to keep a trace of every dispatched operation.
         work_only: Whether to leave out calls that a replay need not repeat, such as views.
 
@@ -196,7 +196,7 @@ class Recorder(Watcher):
         self.constants: dict[int, torch.UntypedStorage] = {}
         self.line = Line()
         self.tasks: list[RecordedTask] = []
-        self._task: tuple[RecordedTask, tuple[Any, ...]] | None = None  # the one that is called now
+        self._task: tuple[RecordedTask, tuple[Any, ...]] | None = None  # the task that is called now
         self._trace: list[TracedCall] | None = [] if traced else None
         self._aliases: dict[Place, torch.Tensor] = {}
 
@@ -269,7 +269,7 @@ class Recorder(Watcher):
         """Run ``op(*args, **updated, **rebound)`` and record it as a task.
 
         Raises:
-            CaptureError: It is no task that can be updated, or its key is not its own.
+            CaptureError: The task cannot be updated, or its key belongs to another graph or task.
         """
         for tensor in tensors_of(dict(updated)):
             if self.host.strict and tensor not in self.host:
@@ -289,7 +289,7 @@ class Recorder(Watcher):
         if self.tasks and (self.tasks[0].key.graph != key.graph or key in (t.key for t in self.tasks)):
             raise self.guard.refusal(
                 f"the task {key.layer!r} of {key.graph} follows {self.tasks[-1].name} and is recorded",
-                "give all tasks of a capture the key of its graph, and each of them a layer of its own",
+                "give all tasks of a capture the key of its graph, and each task a different layer",
                 RULE,
             )
         self._task = task, args
@@ -298,7 +298,9 @@ class Recorder(Watcher):
         finally:
             was_dispatched, self._task = self._task is None, None
         if not was_dispatched:
-            raise self.guard.refusal(f"{task.operator} is not dispatched as one operator", "wrap it", RULE)
+            raise self.guard.refusal(
+                f"{task.operator} is not dispatched as one operator", "wrap it in one custom operator", RULE
+            )
         with modes_left(self.guard, self):
             task.was_recorded()
         self.tasks.append(task)
@@ -314,7 +316,7 @@ class Recorder(Watcher):
             return super().__torch_dispatch__(func, types, args, kwargs)
         (task, args), self._task = self._task, None
         self.line = task.line
-        # The rebound arguments of the capture are read now, and are no part of the record.
+        # The rebound arguments of the capture are read only now, and are not part of the record.
         given = [value for name, value in (kwargs or {}).items() if name not in task.captured]
         return self.recorded(task, args, {}, tensors_of((args, given)))
 
@@ -373,7 +375,7 @@ class Recorder(Watcher):
         self.allocated.update((storage_id(t), t.untyped_storage()) for t in tensors)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation, of the host or the device, and return its result: of a collective, complete.
+        """Run one operation of the host or the device, wait if it is a collective, and return its result.
 
         Raises:
             CaptureError: It is a collective that no replay can repeat, or it draws from a changed generator.
@@ -391,7 +393,7 @@ class Recorder(Watcher):
     # -- internal --------------------------------------------------------------------------------
 
     def _check_outputs(self, outputs: Any) -> None:
-        """Refuse outputs that are no plain tensors."""
+        """Refuse outputs that are not plain tensors."""
         returned: list[Any] = tensors_of(outputs)
         for tensor in returned:
             if is_traceable_wrapper_subclass(tensor):
@@ -411,7 +413,7 @@ class Recorder(Watcher):
         if func.overloadpacket is _aten.set_:
             raise self.guard.refusal(
                 f"{func} gives a tensor other memory",
-                "use operations: a storage that the host reads or writes is given to a tensor too",
+                "use other operators: this one could also give it memory that the host reads or writes",
             )
         if func.overloadpacket in _RESIZES or storage_id(tensor) not in self.allocated:
             raise self.guard.refusal(
@@ -462,7 +464,7 @@ class RecordingDriver(GraphDriver):
 
 
 def _complete(output: Any) -> Any:
-    """Return an output, or what a functional collective wrapped that nothing has waited for yet."""
+    """Return an output; wait for it if a functional collective made it and nothing has waited yet."""
     wait = getattr(output, "wait", None)
     return output if wait is None else wait()
 
