@@ -121,6 +121,18 @@ def test_each_way_to_end_is_said() -> None:
     assert "ValueError" in tasks["raises"].endings[0].stderr
 
 
+def test_idle_threads_of_an_executor_end_with_the_work() -> None:
+    """A pool of threads that a plugin keeps ends as at the end of an interpreter, and is no fault."""
+    ended = ending(
+        """
+        from concurrent.futures import ThreadPoolExecutor
+        parent.kept = ThreadPoolExecutor(1)
+        parent.kept.submit(int).result()
+        """
+    )
+    assert (ended.fault, ended.hung) == ("", False)
+
+
 def test_messages_and_output_are_told() -> None:
     """Messages are any objects; the first line on stdout is reported with its work; output stays in files."""
     task = Work("""
