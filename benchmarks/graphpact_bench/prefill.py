@@ -3,7 +3,7 @@
 A prompt of each length is read whole, in a graph of exactly its tokens and with the longest padding that the
 captured counts leave. The time is that until the first token: scheduling, forward pass, sampling.
 
-Does not: measure decode steps, or steps in which others decode; see `graphpact_bench.mixed_load`.
+Does not: measure decode steps; see `graphpact_bench.decode`.
 """
 
 from collections.abc import Iterator, Mapping

@@ -89,7 +89,7 @@ def static(name: str, setting: WaySetting) -> Way:
 
 
 def growing_compiled(name: str, setting: WaySetting) -> Way:
-    """Return ``generate`` with its growing cache, the forward pass compiled: torch.compile alone.
+    """Return ``generate`` with its growing cache, the forward pass compiled, without an engine.
 
     Raises:
         UnavailableWayError: There is no compiler.

@@ -43,7 +43,7 @@ WAYS = {
     ),
     "cuda": WayKind("the engine, CUDA graphs", "engines:cuda", devices=_CUDA),
     "compile": WayKind(
-        "torch.compile alone: transformers, growing cache", "generate:growing_compiled", compiles=True
+        "torch.compile, no engine: transformers, growing cache", "generate:growing_compiled", compiles=True
     ),
     "generate": WayKind("generate of transformers", "generate:dynamic"),
     "generate-static": WayKind("generate, static cache", "generate:static"),
