@@ -7,7 +7,7 @@
     collectives      runs the collectives that a tape can repeat
     threads          refuses work that a region gives to other threads
     raw              refuses direct access of the host to memory
-    entrances        replaces functions of other modules while a region is recorded, for compiled, threads and raw
+    entrances        replaces functions of other modules during a recording, for compiled, threads and raw
     draws            refuses changes of a random generator other than draws
     nodes            runs a recorded call again
     outs             lists operations whose out-variants compute the same bits

@@ -78,19 +78,32 @@ def hold_weakly(what: str, tensor: torch.Tensor) -> Rebound:
 
 @dataclass(frozen=True, slots=True)
 class Borrowed:
-    """A placeholder in the record for an external tensor, to which only a weak reference exists."""
+    """A placeholder in the record for an external tensor, to which only a weak reference exists.
 
-    which: int  # index of the external tensor
+    Args:
+        which: Index of the external tensor.
+    """
+
+    which: int
 
 
 @dataclass(slots=True)
 class StrictNode:
-    """A call that a replay makes. The replay inserts its external tensors."""
+    """A call that a replay makes. The replay inserts its external tensors.
+
+    Args:
+        op: The function to call.
+        leaves: The flattened arguments, with a `Borrowed` in place of each external tensor.
+        spec: How to build the arguments from ``leaves``.
+        borrowed: Pairs of an index among ``leaves`` and the index of the external tensor at this place.
+        what: The name of the operator, for errors.
+        line: The line that made the call.
+    """
 
     op: Callable[..., Any]
     leaves: list[Any]
     spec: pytree.TreeSpec
-    borrowed: list[tuple[int, int]]  # pairs of index among the leaves and index of the external tensor
+    borrowed: list[tuple[int, int]]
     what: str
     line: Line
 
