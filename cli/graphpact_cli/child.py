@@ -100,8 +100,8 @@ class Parent:
         threads = [each for each in threading.enumerate() if not each.daemon]
         threads.remove(threading.main_thread())
         self._tell("ends", os.fstat(self.stdout).st_size, [thread.name for thread in threads])
-        # It waits for threads, after it has asked those of `concurrent.futures` to end; `Thread.join` does not.
-        threading._shutdown()  # noqa: SLF001  no public way
+        # This also asks the threads of `concurrent.futures` to end, before it waits for all threads.
+        threading._shutdown()  # type: ignore[attr-defined]  # noqa: SLF001  no public way
         atexit._run_exitfuncs()  # noqa: SLF001  processes of multiprocessing do not run them
 
     def _tell(self, kind: str, *rest: Any) -> None:

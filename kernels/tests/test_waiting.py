@@ -52,6 +52,7 @@ def _on_terminal(program: str) -> str:
     return written.decode()
 
 
+@pytest.mark.sweep
 def test_on_a_terminal_a_line_counts_the_seconds() -> None:
     """The line appears at once, is updated in place, and ends with the elapsed time."""
     written = _on_terminal(f"{WAIT}with announced('compiling it'): time.sleep(2.5)")

@@ -34,8 +34,8 @@ def test_graphs_equal_eager_runs(interpreted: None, program_seeds: Seeds) -> Non
 
 @pytest.mark.sweep
 def test_graphs_equal_eager_runs_of_many_programs(interpreted: None, program_seeds: Seeds) -> None:
-    """Graphs of 10,000 programs equal eager runs; every operation of the table was replayed."""
-    seeds = program_seeds(1_000, 10_000)
+    """Graphs of 3,000 programs equal eager runs; every operation of the table was replayed."""
+    seeds = program_seeds(1_000, 3_000)
     tally = run(_driver, NAMES, seeds, AGAIN.format("graphs_equal"))
     tally.assert_few_refusals()
     if len(seeds) > 1:
@@ -43,14 +43,14 @@ def test_graphs_equal_eager_runs_of_many_programs(interpreted: None, program_see
 
 
 def test_compiled_replays_equal_eager_runs(compiler: None, program_seeds: Seeds) -> None:
-    """Compiled replays of 10 random programs differ from eager runs only by rounding."""
-    run(_driver, COMPILED, program_seeds(0, 10), AGAIN.format("compiled"), per_graph=10, is_compiled=True)
+    """Compiled replays of 5 random programs differ from eager runs only by rounding."""
+    run(_driver, COMPILED, program_seeds(0, 5), AGAIN.format("compiled"), per_graph=5, is_compiled=True)
 
 
 @pytest.mark.sweep
 def test_compiled_replays_equal_eager_runs_of_many_programs(compiler: None, program_seeds: Seeds) -> None:
-    """Compiled replays of 150 programs differ only by rounding; few programs are refused."""
-    seeds = program_seeds(1_000, 150)
+    """Compiled replays of 60 programs differ only by rounding; few programs are refused."""
+    seeds = program_seeds(1_000, 60)
     run(
         _driver, COMPILED, seeds, AGAIN.format("compiled"), per_graph=15, is_compiled=True
     ).assert_few_refusals()
