@@ -112,7 +112,7 @@ def test_a_constant_that_depends_on_the_batch_is_a_missed_refresh() -> None:
     (found,) = results_of(DependsOnTheBatch, "decode", "GP02")
     assert found.outcome is Outcome.FAIL
     (finding,) = [f for f in found.findings if "slot 'variant.index'" in str(f.field)]
-    assert "only what is the same for every batch is a constant" in str(finding.help)
+    assert "a constant must be the same for every batch" in str(finding.help)
 
 
 class OwnHook(ReferenceBackend):

@@ -1,8 +1,7 @@
 """The batches of a lane: random sequences of them (`draw`), and chosen ones, such as the largest (`corner`).
 
-They depend only on their arguments: equal seeds give equal batches.
-
-Does not: use more of a backend than its declared capabilities.
+The batches depend only on the arguments: equal seeds give equal batches. They need only what a backend's
+capabilities declare.
 """
 
 import itertools
@@ -19,16 +18,16 @@ from graphpact_conformance.draws.lanes import TILES, VOCAB, Config
 from graphpact_conformance.draws.problems import Problem, ProblemRequest, Token
 
 TIERS = 8
-"""Parts of all lengths between whose ends a runner's choices of a graph are compared."""
+"""Number of parts into which the range of lengths is divided to search for changes of the graph."""
 REDRAWS = 20
-"""How often a batch is drawn again if the runner declines it; the last one is kept."""
+"""How often a batch is drawn again if the runner declines it. After that the last one is kept."""
 
 
 class Drawn(tuple["Problem", ...]):
-    """A sequence of batches for one lane; for an idle lane four idle batches.
+    """A sequence of batches for one lane.
 
-    The first four have names. In a lane of more than two shapes a batch with padding rows of each other shape
-    follows, if the shape can have any.
+    The first four have names. In a lane with more than two shapes they are followed by one batch for each
+    other shape, with padding rows if the shape can have any. In an idle lane there are four idle batches.
     """
 
     __slots__ = ()
@@ -45,7 +44,7 @@ class Drawn(tuple["Problem", ...]):
 
     @property
     def idle(self) -> "Problem":
-        """A batch without requests; one with padding rows where the runner declines idle batches."""
+        """A batch without requests, or one with padding rows if the runner declines idle batches."""
         return self[2]
 
     @property
@@ -55,21 +54,21 @@ class Drawn(tuple["Problem", ...]):
 
 
 Declines = Callable[["Problem"], object]
-"""Returns whether the runner leaves a batch that a graph holds to an eager step."""
+"""Returns whether the runner declines a batch, that is, runs it eagerly although a graph could hold it."""
 
 
 def draw(config: Config, count: int, base: int, declines: Declines = lambda _: False) -> list[Drawn]:
     """Return ``count`` sequences of batches for a lane.
 
-    They depend only on the arguments. Hypothesis would also draw constants from the source of imported
-    modules, and other values in other versions. A batch that the runner declines is drawn again, at most
-    `REDRAWS` times.
+    The sequences depend only on the arguments. Hypothesis is not used here, because it would also draw
+    constants from the source of imported modules, and other values in other versions. A batch that the
+    runner declines is drawn again, at most `REDRAWS` times.
 
     Args:
         config: Configuration of the lane.
-        count: Number of sequences. A larger number keeps the first ones.
+        count: Number of sequences. A larger number adds sequences and does not change the first ones.
         base: A seed: equal seeds give equal sequences.
-        declines: Whether the runner leaves a batch to an eager step.
+        declines: Returns whether the runner declines a batch.
     """
     rngs = [random.Random(f"{base}:{at}") for at in range(count)]  # noqa: S311  test data
     return [_drawn(rng, config, declines) for rng in rngs]
@@ -99,7 +98,7 @@ def _drawn(rng: random.Random, config: Config, declines: Declines) -> Drawn:
         Problem(config.case, [], rng.randint(0, 99)),
         problem(most, exact=False),
     ]
-    if declines(four[2]):  # with ranks that gather it is a finding of `ranks_agree`
+    if declines(four[2]):  # if ranks gather, `ranks_agree` reports it
         four[2] = problem(most, exact=False)
     return Drawn([*four, *(problem(index, exact=False) for index in range(1, most))])
 
@@ -111,7 +110,7 @@ def _problem(rng: random.Random, config: Config, index: int, *, exact: bool) -> 
         rng: The random generator.
         config: Configuration of the lane.
         index: Index of the shape.
-        exact: Whether the batch fills the shape; otherwise it leaves padding rows if possible.
+        exact: Whether the batch fills the shape. Otherwise it leaves padding rows if possible.
     """
     case = config.case
     counts = _counts(rng, config, index, exact=exact)
@@ -128,7 +127,7 @@ def _lay_out(
     accepted: Sequence[int],
     seed: int,
 ) -> Problem:
-    """Return a batch whose requests have rows and pages in random order.
+    """Return a batch whose requests get request rows and pages in random order.
 
     Args:
         config: Configuration of the lane.
@@ -173,7 +172,7 @@ def _lay_out(
 
 
 def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> list[int]:
-    """Draw the number of new tokens of each request, so that no smaller shape holds them."""
+    """Draw the number of new tokens of each request, so that no smaller shape can hold the batch."""
     case = config.case
     shape = config.shapes[index]
     size = shape.batch_size, shape.num_tokens
@@ -192,7 +191,7 @@ def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> l
     most = min(most, shape.num_tokens)  # some runners pad to more requests than a shape has tokens
 
     def least_tokens(bs: int) -> int:
-        """Return the fewest tokens with which no smaller shape holds ``bs`` requests."""
+        """Return the fewest tokens for which no smaller shape can hold ``bs`` requests."""
         return max([bs, *(s.num_tokens + 1 for s in fewer if s.batch_size >= bs)])
 
     sizes = [n for n in range(1, most + (most == 1)) if least_tokens(n) <= shape.num_tokens]
@@ -212,7 +211,7 @@ def _counts(rng: random.Random, config: Config, index: int, *, exact: bool) -> l
 
 
 def _spread(counts: list[int], more: int, most: int) -> None:
-    """Add tokens to requests, the first before the others, up to ``most`` each."""
+    """Add ``more`` tokens to the requests in order, up to ``most`` tokens per request."""
     for i, count in enumerate(counts):
         own = min(more, most - count)
         counts[i] += own
@@ -235,20 +234,20 @@ def least_prefix(case: Case, count: int) -> int:
 
 
 def _most_prefix(config: Config, count: int, share: int = 1) -> int:
-    """Return the most cached keys of a request with ``count`` new tokens, where limits are divided."""
+    """Return the most cached keys of a request with ``count`` new tokens, for limits divided by ``share``."""
     case = config.case
     most = min(config.context // share - max(count, case.num_steps), config.longest // share)
     return max(most, least_prefix(case, count))
 
 
-@lru_cache  # one object for all experiments, so that its answer is computed once
+@lru_cache  # one object for all experiments, so that the oracle computes its answer once
 def corner(config: Config) -> Problem:
-    """Return the largest batch of the configuration: the longest requests, the largest shape full."""
+    """Return the largest batch of the configuration: the longest requests that fill the largest shape."""
     return _largest(config, config.most_requests)
 
 
 def of_size(config: Config, num_requests: int, chunk: int = 1) -> Problem:
-    """Return a batch of short requests with as few new tokens as possible; ``chunk`` each in ragged modes."""
+    """Return a batch of short requests, in ragged modes with ``chunk`` new tokens each."""
     width = config.case.width or chunk
     prefix = min(1, _most_prefix(config, width))
     return _lay_out(config, [prefix] * num_requests, [range(width - 1)] * num_requests, [0] * num_requests, 0)
@@ -273,11 +272,12 @@ def _largest(config: Config, num_requests: int, share: int = 1) -> Problem:
 
 
 def edges(config: Config) -> list[Problem]:
-    """Return batches of requests at whose lengths counts change, of equal lengths, and others of few kinds.
+    """Return batches of requests at boundaries of pages, windows and tiles, and other special batches.
 
-    Lengths with and without the new tokens are those of a full page, of two, of each window, of tiles of
-    kernels, and one more. The requests of equal lengths share their first page, as prompts with one beginning
-    do in an engine.
+    At a boundary, the length with or without the new tokens is that of one full page, two pages, a window or
+    a tile of kernels, or one more. The other batches have requests of equal lengths, requests without cached
+    keys, or equal totals. The requests of equal lengths share their first page, like prompts with a common
+    prefix in an engine.
     """
     case, most = config.case, config.most_requests
     if case.mode is ForwardMode.IDLE:
@@ -291,7 +291,7 @@ def edges(config: Config) -> list[Problem]:
     batches = [prefixes[at : at + most] for at in range(0, len(prefixes), most)]
 
     def parents(at: int) -> range:
-        """Return a chain of drafts, or two new tokens, or in a mixed batch one for every second request."""
+        """Return parents of a chain of drafts, or of two new tokens; one token for odd requests if mixed."""
         return range(0 if case.mode is ForwardMode.MIXED and at % 2 else width - 1)
 
     def laid_out(prefixes: Sequence[int], seed: int) -> Problem:
@@ -304,9 +304,10 @@ def edges(config: Config) -> list[Problem]:
 
 
 def _of_one_total(config: Config) -> list[Problem]:
-    """Return batches of equal numbers of requests and of keys, and equal longest requests, in turn.
+    """Return batches that are equal in number of requests, total number of keys and longest request.
 
-    Lengths are in one order, in reverse, and others. A plan that is kept by such numbers is stale.
+    The lengths are in one order, in reverse, and different. A cached plan is stale if its key contains only
+    these numbers.
     """
     case, most = config.case, config.most_requests
     width = case.width or 1
@@ -319,9 +320,10 @@ def _of_one_total(config: Config) -> list[Problem]:
 
 
 def _fresh(config: Config) -> list[Problem]:
-    """Return batches without cached keys, of one request and of as many as the largest shape has.
+    """Return batches without cached keys: one of a single request, one that fills the largest shape.
 
-    Prompts of an engine are mostly such batches. None in a mode whose requests have cached keys.
+    Most prefill batches of an engine have no cached keys. The list is empty in modes whose requests always
+    have some.
     """
     case = config.case
     width, most = case.width, config.most_requests
@@ -334,9 +336,9 @@ def _fresh(config: Config) -> list[Problem]:
 
 
 def at_tiers(config: Config, choice: Callable[[Problem], object]) -> list[Problem]:
-    """Return one request on both sides of each length at which a runner's choice of a graph changes.
+    """Return batches of one request on both sides of each length at which a runner's choice of graph changes.
 
-    Between some lengths the change is found by bisection.
+    The choices are compared at the ends of `TIERS` parts of the range, and changes are found by bisection.
 
     Args:
         config: Configuration of the lane.
@@ -369,7 +371,7 @@ def at_tiers(config: Config, choice: Callable[[Problem], object]) -> list[Proble
 
 
 def _with_one_beginning(config: Config, problem: Problem) -> Problem:
-    """Return a batch whose requests share the pages that the cached keys of the first one fill."""
+    """Return a batch whose requests share the full pages of cached keys of the first request."""
     whole = len(problem.requests[0].cached) // config.page_size * config.page_size
     shared = problem.requests[0].cached[:whole]
     requests = [
@@ -380,9 +382,9 @@ def _with_one_beginning(config: Config, problem: Problem) -> Problem:
 
 
 def neighbours(config: Config, problem: Problem) -> list[Problem]:
-    """Return batches that differ from ``problem`` in one thing: a length, the pages and rows, the order.
+    """Return batches that differ from ``problem`` in one respect: lengths, pages and rows, or order.
 
-    A cached plan is stale after them if its key leaves this thing out.
+    If the key of a cached plan leaves out this respect, the plan is stale after such a batch.
     """
     if not problem.requests:
         return []
@@ -419,14 +421,14 @@ def assorted(config: Config) -> Problem:
 
 
 def short_and_long(config: Config) -> Problem:
-    """Return the largest batch with its first request as short as possible, the others as long."""
+    """Return the largest batch, but with its first request as short as possible."""
     whole = corner(config)
     first = [shortened(r, min(least_prefix(config.case, 1), len(r.cached))) for r in whole.requests[:1]]
     return replace(whole, requests=[*first, *whole.requests[1:]])
 
 
 def shortened(request: ProblemRequest, length: int) -> ProblemRequest:
-    """Return a request with ``length`` cached keys; the slots of its new tokens move with the positions."""
+    """Return a copy of a request with only ``length`` cached keys; its new tokens move to earlier slots."""
     owned, gone = request.table, len(request.cached) - length
     tokens = [
         replace(t, slots=[owned[owned.index(s) - gone] if s in owned else s for s in t.slots])
@@ -438,9 +440,9 @@ def shortened(request: ProblemRequest, length: int) -> ProblemRequest:
 def steady(config: Config) -> tuple[Problem, list[Problem]]:
     """Return a batch in the middle of decoding, and two possible previous batches, one key shorter.
 
-    It has no padding row, and no request begins a page. The first previous batch has the same requests one
-    step before, the second other requests of these lengths. Data that is kept while lengths only grow by one
-    is stale after one of them.
+    The batch has no padding rows, and no request begins a page. The first previous batch has the same
+    requests one step before, the second has other requests of these lengths. A backend that keeps data as
+    long as lengths grow by one has stale data after the second.
     """
     bs, width = config.most_requests, config.case.width or 1
     most = _most_prefix(config, width)

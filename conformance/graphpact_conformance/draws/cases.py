@@ -1,4 +1,4 @@
-"""`Case`, the kind of the steps of a lane: a mode, and draft trees, frozen KV, segments, embeddings.
+"""`Case`, the kind of steps of a lane: a mode, with draft trees, frozen KV, segments or embeddings.
 
     drafts   plain: 3 steps, up to 2 branches, 4 tokens to verify; wide: 2 steps, 4 branches, 6 tokens;
              deep: 5 steps, 10 tokens; single: 1 step, 2 tokens; broad: 4 steps, 5 branches, 65 tokens
@@ -21,8 +21,8 @@ class Drafts(NamedTuple):
     Args:
         num_steps: Draft steps.
         width: Tokens of a request in target verify and draft extend.
-        topk: Branches of a request, where there are several.
-        chosen: ``num_draft_tokens`` of lanes that draft one branch, and several.
+        topk: Branches of a request in lanes with several branches.
+        chosen: ``num_draft_tokens`` of lanes with one branch, and of lanes with several.
     """
 
     num_steps: int
@@ -39,7 +39,7 @@ DRAFTS: dict[DraftSize, Drafts] = {
     "single": Drafts(1, 2, 3, (2, 3)),
     "broad": Drafts(4, 65, 5, (4, 65)),
 }
-"""The values of the dimension of drafts. ``num_draft_tokens`` of several steps is not the steps plus one."""
+"""The sizes of drafts by name. ``num_draft_tokens`` is deliberately not the number of steps plus one."""
 NUM_STEPS, DRAFT_WIDTH = DRAFTS["plain"].num_steps, DRAFTS["plain"].width
 STATIC_TOKENS = {2: 10, 4: 24}
 """Requests and tokens of the capture sizes of ragged modes."""
@@ -47,18 +47,18 @@ STATIC_TOKENS = {2: 10, 4: 24}
 
 @dataclass(frozen=True)
 class Case:
-    """The kind of the steps of a lane: a mode, and for drafts tree or top-k.
+    """The kind of steps of a lane: a mode, and its variants.
 
     Args:
         mode: Forward mode of the batches. Idle batches run in a decode lane.
-        tree: Whether drafts are a tree, in target verify.
+        tree: Whether drafts form a tree. Only in target verify.
         topk: Branches that a runner drafts: in draft decode, in draft extend, and with frozen KV.
         frozen: Whether a decode drafts on a cache that the model only reads: `GraphRunner.frozen_kv`.
-        segments: Whether attention is an eager call between segments of a graph, whatever graphs of its own
-            metadata the backend has: `GraphRunner.eager_attention`.
+        segments: Whether attention is an eager call between segments of a graph:
+            `GraphRunner.eager_attention`. This is independent of the graph support of the backend.
         embeds: Whether the batches carry ``input_embeds`` and ``mrope_positions``, which the model reads
             instead of ``input_ids`` and ``positions``.
-        drafts: The sizes of drafts, of `DRAFTS`.
+        drafts: The sizes of drafts: a key of `DRAFTS`.
     """
 
     mode: ForwardMode
@@ -92,12 +92,12 @@ class Case:
 
     @property
     def num_slots(self) -> int:
-        """KV slots that a token writes: one in each draft step; none of a frozen cache."""
+        """KV slots that a token writes: one in each draft step, none with a frozen cache."""
         return 0 if self.frozen else self.num_steps
 
     @property
     def rows_per_request(self) -> int:
-        """Requests of a batch, as its fields count them, for each request of the problem."""
+        """Rows in the fields of a batch for each request of the problem."""
         return self.topk if self.frozen else 1
 
     @property
@@ -111,21 +111,21 @@ class Case:
 
     @property
     def needs(self) -> GraphSupport:
-        """The graph support that a capture of it needs."""
+        """The graph support that a capture of such steps needs."""
         if self.segments:
             return GraphSupport.NEVER
         return GraphSupport.for_width(None if self.width is None else self.width // self.rows_per_request)
 
     @property
     def branches(self) -> int:
-        """Branches of a draft tree that the batch has: 1 for chains."""
+        """Branches of the draft tree of each request: 1 for chains."""
         if self.tree:
             return DRAFTS[self.drafts].topk
         return self.topk if self.mode is ForwardMode.DRAFT_DECODE else 1
 
     @property
     def draft(self) -> DraftLimits:
-        """The largest draft of the lane's engine; all 1 if the lane neither drafts nor verifies."""
+        """The largest draft of the lane's engine. All sizes are 1 if the lane neither drafts nor verifies."""
         sizes = DRAFTS[self.drafts]
         if self.mode is ForwardMode.DRAFT_DECODE or self.frozen:
             return DraftLimits(sizes.num_steps, self.topk, sizes.chosen[self.topk > 1])
@@ -136,7 +136,7 @@ class Case:
 
     @property
     def has_drafts(self) -> bool:
-        """Whether its engine drafts or verifies."""
+        """Whether its steps draft or verify."""
         drafted = (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND, ForwardMode.DRAFT_DECODE)
         return self.mode in drafted or self.frozen
 
@@ -146,7 +146,7 @@ class Case:
         return self.sized("plain")
 
     def sized(self, drafts: DraftSize) -> "Case":
-        """Return the same kind of step with other sizes of drafts; itself without drafts."""
+        """Return the same kind of step with other sizes of drafts, or itself if it has no drafts."""
         if not self.has_drafts:
             return self
         return replace(self, drafts=drafts, topk=DRAFTS[drafts].topk if self.topk > 1 else 1)
@@ -163,18 +163,18 @@ CASES = (
     Case(ForwardMode.DRAFT_EXTEND),
     Case(ForwardMode.IDLE),
 )
-"""The kinds of steps of an engine without a runner of its own kind."""
+"""The kinds of steps that do not need a special runner."""
 SEGMENTS = Case(ForwardMode.EXTEND, segments=True)
-"""The kind of steps in which the suite's own runner leaves attention to eager calls between segments."""
+"""The kind of steps in which the suite's runner runs attention as eager calls between segments."""
 EMBEDS = Case(ForwardMode.EXTEND, embeds=True)
-"""The kind of steps of a model with images: runners of prefill are checked with it too."""
+"""The kind of steps of a model with images. Prefill runners are also checked with it."""
 
 
 def cases_of(runner: type[GraphRunner]) -> tuple[Case, ...]:
     """Return the kinds of steps in which a runner is checked, if its modes and the backend allow them.
 
-    A runner with frozen KV has only such batches. One that composes its region may choose tokens at the end
-    of a draft extend, as many as the draft has branches.
+    A runner with frozen KV is checked only with frozen KV. A runner that composes its region may choose the
+    tokens of several branches at the end of a draft extend, so it is also checked with two.
     """
     if runner.frozen_kv:
         return tuple(Case(ForwardMode.DECODE, topk=topk, frozen=True) for topk in (1, 2))
@@ -184,26 +184,26 @@ def cases_of(runner: type[GraphRunner]) -> tuple[Case, ...]:
 
 
 def composes(runner: type[GraphRunner]) -> bool:
-    """Return whether a runner has a region of its own; others run the model once."""
+    """Return whether a runner overrides ``compose``. The default region runs the model once."""
     return runner.compose is not GraphRunner.compose
 
 
 def declares_graphs(runner: type[GraphRunner]) -> bool:
-    """Return whether a runner captures anything, by its declarations."""
+    """Return whether a runner captures anything, according to its declarations."""
     return runner.eager_attention or runner.needs is not GraphSupport.NEVER
 
 
 def support_of(runner: type[GraphRunner], case: Case) -> GraphSupport:
-    """Return the graph support of a backend that captures of ``case`` need; none for eager attention."""
+    """Return the graph support that captures of ``case`` need from a backend: none for eager attention."""
     return GraphSupport.NEVER if runner.eager_attention else case.needs
 
 
 def static_shapes(case: Case, sizes: Mapping[int, int] = STATIC_TOKENS) -> list[GraphShape]:
-    """Return the shapes that the suite's own lanes capture, the smallest first.
+    """Return the shapes that lanes with the suite's runner capture, the smallest first.
 
     Args:
         case: The kind of step.
-        sizes: The requests of each shape, with its tokens in a ragged mode.
+        sizes: A mapping from the requests of each shape to its tokens in a ragged mode.
     """
     return [
         GraphShape(

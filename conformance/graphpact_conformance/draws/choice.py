@@ -1,7 +1,7 @@
-"""The lanes of a run: those that a backend's capabilities allow, and the ones of them that are chosen.
+"""The lanes of a run: the lanes that a backend's capabilities allow, and the choice among them.
 
-`configs_of` yields the lanes with plain values of scale; `covering` chooses lanes that have every value, or
-every pair of values of two dimensions.
+`configs_of` yields the lanes with plain values of scale. `covering` chooses lanes that together have every
+value of each dimension, or every pair of values of two dimensions.
 
 Does not: draw batches; see `graphpact_conformance.draws.batches`.
 """
@@ -23,10 +23,10 @@ from graphpact_conformance.draws.lanes import Config, Heads, Scale
 PAGE_SIZES = (1, 16, 64)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 VARIATIONS, CANDIDATES = 8, 12
-"""Random values of scale for each plain lane, and how many of these lanes are compared for a pair."""
+"""How many random lanes are drawn for each plain lane, and how many lanes are compared for a combination."""
 CPU = torch.device("cpu")
 CAN_BE_HIGH = sys.platform == "linux"
-"""Whether the system gives memory only to pages that are written, as it does for a high cache."""
+"""Whether the system allocates only the pages that are written. A cache with high slot numbers needs this."""
 
 
 def configs_of(
@@ -42,7 +42,7 @@ def configs_of(
     rotated = 64 if latent > 64 else 8
     layouts = (
         Heads("mha", 4, 4, dim),
-        Heads("gqa", 16, 2, dim),  # with one key head a wrong grouping would have no effect
+        Heads("gqa", 16, 2, dim),  # two key heads, because with one a wrong grouping has no effect
         Heads("mla", 4, 1, latent, latent - rotated),
     )
     for case, page_size, heads, dtype in product(cases, page_sizes, layouts, dtypes):
@@ -60,7 +60,7 @@ def configs_of(
 
 
 def allows(capabilities: Capabilities, config: Config, device: torch.device = CPU) -> bool:
-    """Return whether a backend declares all that a lane needs, except graphs."""
+    """Return whether a backend declares everything that a lane needs, except graph support."""
     return not capabilities.missing(
         config.layers,
         mode=config.case.mode,
@@ -88,9 +88,9 @@ def scaled_up(config: Config, capabilities: Capabilities, *, high: bool = False)
 
     Args:
         config: A lane with plain values.
-        capabilities: Of the backend.
-        high: Whether the cache is high too, where it can be. Strict drivers copy all memory that a graph
-            writes, so that only experiments without them run in such a lane.
+        capabilities: The capabilities of the backend.
+        high: Whether the cache also has high slot numbers, if the system supports it. In such a lane only
+            experiments without strict drivers run, because these copy all memory that a graph writes.
     """
     scaled = replace(
         config,
@@ -105,7 +105,13 @@ def scaled_up(config: Config, capabilities: Capabilities, *, high: bool = False)
 
 
 def valued(config: Config, capabilities: Capabilities, names: Iterable[str]) -> Config:
-    """Return a lane with some unusual values of scale, named as in names of lanes; and ``page1``."""
+    """Return a lane with some unusual values of scale.
+
+    Args:
+        config: A lane with plain values.
+        capabilities: The capabilities of the backend.
+        names: The values, as in names of lanes. ``page1`` is allowed too.
+    """
     scaled = scaled_up(config, capabilities, high=True)
     values: dict[str, dict[str, Any]] = {
         **{name: {"case": config.case.sized(name), "capture_shapes": ()} for name in DRAFTS},
@@ -126,17 +132,17 @@ def valued(config: Config, capabilities: Capabilities, names: Iterable[str]) -> 
 
 
 def other_dim(config: Config, capabilities: Capabilities) -> int | None:
-    """Return another head width that a backend declares, for a third layer; None if it declares one alone."""
+    """Return the head width of a third layer, another one if the backend declares it."""
     dims, mine = capabilities.head_dims, config.heads.head_dim
     if config.heads.kv_lora_rank is not None:
-        return mine  # a latent has one width in all layers; window and scale differ
+        return mine  # a latent has the same width in all layers; only window and scale differ
     if dims is None:
         return 2 * mine
     return min((dim for dim in dims if dim != mine), key=lambda dim: abs(dim - mine), default=mine)
 
 
 def dimensions(config: Config) -> dict[str, Any]:
-    """Return the value of each dimension, by name; the number of ranks follows from others."""
+    """Return the value of each dimension by name, except the number of ranks, which follows from others."""
     return {
         "kind of step": config.case.plain,
         "page size": config.page_size,
@@ -165,12 +171,12 @@ def covering(
 ) -> list[Config]:
     """Return lanes that together have every combination of values of some dimensions.
 
-    They depend only on the arguments. Each is the best of some random ones: the one with the most
-    combinations that no lane before it has.
+    The lanes depend only on the arguments. Each is chosen from some random lanes: the one with the most
+    combinations that are not covered yet.
 
     Args:
         configs: Lanes with plain values of scale.
-        capabilities: Of the backend.
+        capabilities: The capabilities of the backend.
         seen: Lanes whose combinations are covered already.
         strength: Number of dimensions of a combination: 1 for every value, 2 for every pair of values.
     """
@@ -200,14 +206,18 @@ def covering(
 
 
 def _drawn(rng: random.Random, config: Config, capabilities: Capabilities, *, broad: bool) -> Config:
-    """Return a lane with random values of the dimensions of scale, and with optional fields or without.
+    """Return a lane with random values of the dimensions of scale, with or without optional fields.
 
-    With ``broad`` its drafts may be: they are for trees, the verified ones where a plugin has them.
+    Args:
+        rng: The random generator.
+        config: A lane with plain values.
+        capabilities: The capabilities of the backend.
+        broad: Whether drafts may have the size ``broad``. It is used only with several branches.
     """
     whole = scaled_up(config, capabilities, high=True)
     scale: Scale = rng.choice(("short", "tall", "long"))
     mixed, high, fields = rng.choices((False, True), k=3)
-    broad &= config.case.branches > 1 and scale == "short"  # that would take too long
+    broad &= config.case.branches > 1 and scale == "short"  # other scales would take too long
     sizes = [size for size in DRAFTS if broad or size != "broad"]
     sized = replace(config, case=config.case.sized(rng.choice(sizes)))
     return replace(

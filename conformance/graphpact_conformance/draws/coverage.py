@@ -1,6 +1,6 @@
-"""What a run drew: the values of each dimension that its lanes had.
+"""The coverage of a run: the values of each dimension that its lanes had.
 
-Does not: choose lanes; see `graphpact_conformance.draws.lanes`.
+Does not: choose lanes; see `graphpact_conformance.draws.choice`.
 """
 
 from collections.abc import Iterable
@@ -26,7 +26,7 @@ def drawn(lanes: Iterable[tuple[Config, Iterable[str]]]) -> dict[str, list[str]]
 
 
 def _of_lane(config: Config, experiments: set[str]) -> Values:
-    """Return the values of one lane; none if no experiment ran in it."""
+    """Return the values of one lane. The mapping is empty if no experiment ran in it."""
     if not experiments:
         return {}
     values = {name: [value] for name, value in dimensions(config).items()} | _of_sizes(config)
@@ -37,7 +37,7 @@ def _of_lane(config: Config, experiments: set[str]) -> Values:
 
 
 def _of_sizes(config: Config) -> dict[str, list[Any]]:
-    """Return what follows from the configuration: of its shapes, its requests and its cache."""
+    """Return properties that follow from the configuration: sizes of shapes, pages and layers."""
     shapes, page = config.shapes, config.page_size
     tokens = max(shape.num_tokens for shape in shapes)
     pages = max(config.pages, default=0)

@@ -1,9 +1,9 @@
-"""The fields of batches that rows may hold: what live rows hold, and what padding rows and dummies may hold.
+"""The values of the fields of batches: in live rows, and those allowed in padding rows and dummies.
 
     field                  live rows                 padding rows and dummies
-    input_ids, positions   of the problem            in the vocabulary, within the context
-    out_cache_loc          of the problem            the scratch page
-    req_pool_indices       of the problem            request row 0
+    input_ids, positions   from the problem          in the vocabulary, within the context
+    out_cache_loc          from the problem          the scratch page
+    req_pool_indices       from the problem          request row 0
     mrope_positions        within the context        the same
     input_embeds           random                    finite numbers
     encoder_lens           0 to `ENCODER`            0 or more
@@ -11,8 +11,8 @@
     mamba_track_mask       random                    any
     mamba_track_seqlens    within the context        the same
 
-A batch has a value for every optional field with a slot (`drawn`). Where a slot is declared optional, some
-batches lack the field, and stand for the slot's initial value (`completed`).
+A batch has a value for every optional field with a slot (`drawn_value`). If a slot is declared optional, some
+batches lack the field. A missing field means the initial value of the slot (`completed`).
 
 Does not: draw the fields that every batch of a mode has; see `graphpact_conformance.draws.problems`.
 """
@@ -33,7 +33,7 @@ ENCODER = 40
 """The most tokens of an encoder's input in the suite's batches."""
 COUNT = "num_token_non_padded"
 GATHERED = "global_num_tokens_gpu", "global_num_tokens_for_logprob_gpu"
-"""Counts of tokens in the buffer that ranks gather: padded ones in the static inputs of a graph."""
+"""Counts of tokens in the buffer that ranks gather. In the static inputs of a graph, padding is included."""
 MROPE = "mrope_positions"
 
 Values: TypeAlias = Callable[[Config], range]
@@ -44,7 +44,7 @@ class Field:
     """The values of one field that the suite draws.
 
     Args:
-        axis: The count that its rows follow.
+        axis: Whether it has one row per request or per token.
         dtype: Its dtype.
         live: The values of live rows.
     """
@@ -60,8 +60,8 @@ class Safe:
 
     Args:
         values: The values.
-        why: The reason, in words.
-        where: The field that masks it: rows whose mask is False are not read.
+        why: A text with the reason.
+        where: The name of a mask field, if there is one. Rows whose mask is False are not read.
     """
 
     values: Values
@@ -69,13 +69,19 @@ class Safe:
     where: str | None = None
 
     def wrong(self, values: torch.Tensor, mask: torch.Tensor | None, config: Config) -> torch.Tensor:
-        """Return where ``values`` are others; ``mask`` is the field `where`, of the same shape, or None."""
+        """Return a bool mask of the entries of ``values`` that are not allowed.
+
+        Args:
+            values: The field.
+            mask: The field `where`, in the same shape, or None.
+            config: The configuration of the lane.
+        """
         safe = self.values(config)
         wrong = (values < safe[0]) | (values > safe[-1])
         return wrong if mask is None else wrong & mask
 
     def words(self, config: Config) -> str:
-        """Return the values in words, and the reason."""
+        """Return a text with the allowed values and the reason."""
         safe = self.values(config)
         numbers = f"{safe[0]}" if len(safe) == 1 else f"{safe[0]} to {safe[-1]}"
         return f"{numbers}: {self.why}"
@@ -88,7 +94,7 @@ DRAWN: Mapping[str, Field] = {
     "mamba_track_mask": Field("bs", torch.bool, lambda _: range(2)),
     "mamba_track_seqlens": Field("bs", torch.int32, lambda c: range(c.context + 1)),
 }
-"""The optional fields with rows of which the suite draws values, where a slot takes them."""
+"""The optional fields for which the suite draws values, if a slot for them is declared."""
 SAFE: Mapping[str, Safe] = {
     "req_pool_indices": Safe(lambda _: range(1), "request row 0 is scratch"),
     "out_cache_loc": Safe(lambda c: range(c.page_size), "KV slots of the scratch page"),
@@ -101,13 +107,13 @@ SAFE: Mapping[str, Safe] = {
     ),
     "mamba_track_seqlens": Safe(lambda c: range(c.context + 1), "a number of tokens within the context"),
 }
-"""The values of padding rows and dummies, by field."""
+"""The values that padding rows and dummies may hold, by field."""
 
 
 def wrong_rows(name: str, tensors: Mapping[str, torch.Tensor], config: Config) -> torch.Tensor:
-    """Return where a field holds what neither a padding row nor a dummy may hold, in its shape.
+    """Return a bool mask, in the shape of a field, of the values that padding rows and dummies may not hold.
 
-    Embeddings must be finite, and the fields of `SAFE` hold these values; others may hold any.
+    Embeddings must be finite. Fields of `SAFE` must hold the values there. Other fields may hold any value.
 
     Args:
         name: The field.
@@ -124,7 +130,10 @@ def wrong_rows(name: str, tensors: Mapping[str, torch.Tensor], config: Config) -
 
 
 def words(name: str, config: Config) -> str:
-    """Return in words what padding rows and dummies may hold in a field of `SAFE`, or in embeddings."""
+    """Return a text with the values that padding rows and dummies may hold in a field.
+
+    The field must be one of `SAFE`, or embeddings.
+    """
     return SAFE[name].words(config) if name in SAFE else "finite numbers"
 
 
@@ -132,7 +141,7 @@ def words(name: str, config: Config) -> str:
 
 
 def is_drawn(slot: GraphSlot) -> bool:
-    """Return whether batches have a value for a slot: for one of the table, or of a plugin's own field."""
+    """Return whether the suite's batches have a value for a slot: for a known field, or a plugin's field."""
     if not slot.enabled:
         return False
     if slot.name in DRAWN or slot.name in (COUNT, *GATHERED):
@@ -141,10 +150,10 @@ def is_drawn(slot: GraphSlot) -> bool:
 
 
 def drawn_value(problem: Problem, slot: GraphSlot, config: Config) -> torch.Tensor | None:
-    """Return a random value of a field of `DRAWN` or of a plugin's own, on the host.
+    """Return a random value of a field of `DRAWN` or of a plugin's field, on the host.
 
-    None if the slot is optional and this batch lacks the field. It depends on the problem's seed. A draft
-    that runs several passes has all fields, since positions grow from pass to pass.
+    Returns None if the slot is optional and this batch lacks the field, which depends on the problem's seed.
+    Batches of a draft with several passes have all fields, because positions grow from pass to pass.
     """
     alone = config.case.num_steps == 1
     if slot.optional and alone and _generator(problem, f"absent:{slot.name}").initial_seed() % 2:
@@ -165,9 +174,9 @@ def _generator(problem: Problem, name: str) -> torch.Generator:
 
 
 def completed(batch: ForwardBatch, slots: Sequence[GraphSlot]) -> ForwardBatch:
-    """Return the batch with the initial value of its slot in every optional field that it lacks."""
+    """Return the batch with each missing optional field set to the initial value of its slot."""
     optional = [slot for slot in slots if slot.optional]
-    if not optional:  # torch.compile then traces no look at every field, once for each captured graph
+    if not optional:  # so that torch.compile does not trace a loop over all fields for each captured graph
         return batch
     there = batch.tensors()
     absent = [slot for slot in optional if slot.name not in there]

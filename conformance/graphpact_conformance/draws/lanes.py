@@ -2,15 +2,16 @@
 
     kind of step        `Case`, with the size of drafts
     page size, heads, dtype, and features of layers
-    ladder              short: shapes of 2 and 4 requests; tall: of 1, 2, 4, 7 and 40, and of more tokens
-                        than a context; middle: the last of 12
+    ladder              short: shapes of 2 and 4 requests; tall: shapes of 1, 2, 4, 7 and 40 requests, the
+                        largest with more tokens than a context; middle: as tall, but at most 12 requests
     context             short: 81 tokens; long: 1,089; middle: 401. A middle ladder has a middle context
-    layers              two of equal heads, one window; mixed: four, two windows, another scale, width and
-                        number of heads, and one on the cache of the first, with softcap and only sinks
-    cache               low: the first KV slots; high: slots beyond 2**31 elements of a cache of holes
+    layers              equal: two with equal heads, one with a window; mixed: four, with two windows; the
+                        third has another scale, width and number of heads, the fourth uses the cache of the
+                        first, with softcap and sinks but no window
+    cache               low: the first KV slots; high: also slots beyond 2**31 elements of a sparse cache
     fields              plain: those of the mode; optional: mrope positions, the count of tokens, and more
 
-The size of drafts and the last five are those of scale.
+The size of drafts and the last five dimensions are the dimensions of scale.
 
 Does not: choose lanes (see `graphpact_conformance.draws.choice`), or draw batches (see ``batches``).
 """
@@ -26,10 +27,10 @@ from graphpact_conformance.draws.cases import DRAFT_WIDTH, NUM_STEPS, STATIC_TOK
 
 VOCAB, HIDDEN = 29, 6
 CONTEXT, LONG_CONTEXT = 81, 1_089
-"""A token more than some pages of every size, so that a table without drafts has fewer pages."""
+"""One token more than full pages of every size, so that a page table without drafts has fewer pages."""
 WINDOWS = (9, 25)
 TILES = (32, 64, 128, 256, 384, 512, 1024)
-"""Keys that kernels take at once, and multiples: numbers of tiles and splits change there."""
+"""Tile sizes of kernels, in keys, and multiples. The number of tiles or splits changes at these lengths."""
 SPARE_ROWS = 3
 """Request rows that no batch uses: row 0, and two more."""
 Scale = Literal["short", "tall", "long", "middle"]
@@ -37,16 +38,16 @@ SCALES: dict[Scale, tuple[Mapping[int, int], int]] = {
     "short": (STATIC_TOKENS, CONTEXT),
     "tall": ({1: 3, 2: 10, 4: 24, 7: 40, 40: 130}, CONTEXT),  # more tokens than a context
     "long": (STATIC_TOKENS, LONG_CONTEXT),
-    "middle": ({1: 3, 2: 10, 4: 24, 7: 40, 12: 100}, 401),  # tall and long take too much memory
+    "middle": ({1: 3, 2: 10, 4: 24, 7: 40, 12: 100}, 401),  # tall and long together take too much memory
 }
-"""The requests of each shape with its tokens in ragged modes, and the context."""
+"""For each scale: a mapping from the requests of a shape to its tokens in ragged modes, and the context."""
 HIGH = 2**31
-"""Elements before the last KV slots of a high cache: an offset of 32 bits does not reach them."""
+"""Number of elements before the last KV slots of a high cache. An offset of 32 bits cannot reach them."""
 
 
 @dataclass(frozen=True)
 class Heads:
-    """The heads of every layer of a lane.
+    """The heads of the layers of a lane.
 
     Args:
         name: Their layout in names of lanes, such as ``gqa``.
@@ -75,21 +76,21 @@ class Config:
     Args:
         case: The kind of its steps.
         page_size: KV slots per page.
-        heads: Heads of its layers; with mixed layers, of all but the third.
+        heads: Heads of its layers; if layers are mixed, of all except the third.
         dtype: Dtype of queries, keys and values.
         sliding_window: Whether the second layer has a sliding window.
         softcap: Whether the second layer has a softcap.
         sinks: Whether the second layer has sinks.
-        counts: Whether layers need the count of live tokens, ``num_token_non_padded``, as ranks do.
-        capture_shapes: The shapes that the runner captures; those of the case by default.
-        room: Requests of a step beyond the largest shape; such a step runs eagerly.
-        most_cached: The most cached keys of a request in the suite's batches; None: as many as the context
-            allows. It is smaller if the runner leaves longer requests to eager steps.
-        scale: The ladder of shapes and the context, of `SCALES`.
-        mixed_dim: Head width of a third layer, with heads, a window and a scale of its own, before a fourth
-            on the cache of the first; None for two layers.
-        high: Whether the last KV slots lie beyond `HIGH` elements.
-        gathers: Whether ranks gather their rows, so that each has a share of the padded tokens and of their
+        counts: Whether layers need the count of live tokens, ``num_token_non_padded``, as with ranks.
+        capture_shapes: The shapes that the runner captures. The default is the shapes of the case.
+        room: Requests that a step may have beyond the largest shape. Such a step runs eagerly.
+        most_cached: The most cached keys of a request in the suite's batches. It is set if the runner
+            declines longer requests. None means as many as the context allows.
+        scale: The ladder of shapes and the context: a key of `SCALES`.
+        mixed_dim: Head width of a third layer, which also has other heads, another window and another scale.
+            A fourth layer uses the cache of the first. None means two layers.
+        high: Whether the last KV slots are beyond `HIGH` elements.
+        gathers: Whether ranks gather their rows. If so, each rank has a share of the padded tokens and of the
             count; otherwise each has all of them.
         fields: Whether batches carry the optional fields for which the runner declares slots.
     """
@@ -118,7 +119,7 @@ class Config:
 
     @property
     def unusual(self) -> list[str]:
-        """The values that are not plain, for the lane's name; without those of the kind of step."""
+        """The values that are not plain, for the lane's name, except those of the kind of step."""
         flags = {
             "tall": self.is_tall,
             "long": self.is_long,
@@ -140,7 +141,7 @@ class Config:
 
     @property
     def ranks(self) -> int:
-        """Ranks that step together: 3 in a ragged mode or with a tall ladder, otherwise 2 or 4."""
+        """Number of ranks that step together: 3 in a ragged mode or with a tall ladder, otherwise 2 or 4."""
         if self.case.width is None or self.is_tall:
             return 3
         return 4 if self.case.width >= DRAFT_WIDTH else 2
@@ -161,12 +162,12 @@ class Config:
 
     @property
     def longest(self) -> int:
-        """The most cached keys of a request in the suite's batches, before those of the step are counted."""
+        """The most cached keys of a request in the suite's batches, without the keys of its new tokens."""
         return self.context if self.most_cached is None else self.most_cached
 
     @property
     def unbounded(self) -> "Config":
-        """The same configuration, for batches with requests of every length."""
+        """The same configuration without a limit on cached keys."""
         return replace(self, most_cached=None)
 
     @property
@@ -189,7 +190,7 @@ class Config:
 
     @property
     def layers(self) -> list[LayerSpec]:
-        """A plain layer, one with window, softcap and sinks as configured, and with mixed layers two more."""
+        """A plain layer, one with window, softcap and sinks as configured, and two more if mixed."""
         heads = self.heads
         plain = LayerSpec(
             0,
@@ -211,7 +212,7 @@ class Config:
         if self.mixed_dim is None:
             return [plain, special]
         is_latent = heads.kv_lora_rank is not None
-        num_q_heads = 3 * heads.num_q_heads // 4  # so that no width is that of the other layers
+        num_q_heads = 3 * heads.num_q_heads // 4  # so that all widths differ from those of the other layers
         other = replace(
             plain,
             layer_id=2,
@@ -227,7 +228,7 @@ class Config:
 
     @property
     def limits(self) -> Limits:
-        """The limits of the lane, as its runner gets them."""
+        """The limits of the lane for its runner."""
         case = self.case
         most = (self._most_requests + self.room) * case.rows_per_request
         most_tokens = max(s.num_tokens for s in self.shapes) + self.room * (case.width or 1)
@@ -235,14 +236,14 @@ class Config:
 
     @property
     def backend_limits(self) -> Limits:
-        """The limits of the lane, as its backend gets them."""
+        """The limits of the lane for its backend."""
         return replace(self.limits, draft=self.case.draft.for_backend(self.case.lane_mode))
 
     @property
     def num_pages(self) -> int:
         """Pages of the KV cache: scratch, the pages of the longest requests, one unowned page.
 
-        A high cache has so many more that its last slots lie beyond `HIGH` elements in every layer.
+        A high cache has more pages, so that its last slots are beyond `HIGH` elements in every layer.
         """
         few = self._num_used
         if not self.high:
@@ -252,7 +253,7 @@ class Config:
 
     @property
     def pages(self) -> Sequence[int]:
-        """The pages that requests may have. In a high cache a quarter of them are low."""
+        """The pages that requests may use. In a high cache a quarter of them have low numbers."""
         few, whole = self._num_used, self.num_pages
         low = few // 4 if self.high else few
         return [*range(1, low), *range(whole - (few - low), whole)]

@@ -1,10 +1,10 @@
 """`Problem`: one batch of random attention work in any mode, as lists for the oracle and as tensors.
 
-`Problem.requests` has plain lists for the oracle: the slots of the cached keys in order, and the new tokens,
-each with its slot and the token that it follows. `Problem.batch` and `Problem.page_table` are the tensors of
-an engine, for the code under test.
+`Problem.requests` contains plain lists for the oracle: the slots of the cached keys in order, and the new
+tokens, each with its slot and its parent token. `Problem.batch` and `Problem.page_table` return tensors like
+those of an engine, for the code under test.
 
-Does not: draw one (see `graphpact_conformance.draws.batches`), or compute attention.
+Does not: draw a batch (see `graphpact_conformance.draws.batches`), or compute attention.
 """
 
 import zlib
@@ -25,10 +25,10 @@ class Token:
     """A new token; in draft decode a branch, which has a token in every step.
 
     Args:
-        token_id: Id in the first step; `next_id` gives the others.
-        slots: KV slot of its key, in each step; empty with frozen KV.
-        parent: The new token of its request that it follows; None where it follows the cached ones.
-        depth: New tokens before it on its path.
+        token_id: Id in the first step. `next_id` returns the ids of later steps.
+        slots: The KV slot of its key in each step. Empty with frozen KV.
+        parent: Index of the new token that it follows. None if it follows the cached tokens.
+        depth: Number of new tokens before it on its path.
     """
 
     token_id: int
@@ -46,7 +46,7 @@ class ProblemRequest:
         cached: KV slots of the cached keys, in the order of their positions.
         tokens: The new tokens.
         table: KV slots by position, as in its row of the page table.
-        accepted: Accepted drafts, in draft extend.
+        accepted: Number of accepted drafts, in draft extend.
     """
 
     row: int
@@ -56,7 +56,7 @@ class ProblemRequest:
     accepted: int = 0
 
     def path(self, token: int | None) -> list[int]:
-        """Return the path to a new token: the tokens that it follows, then itself."""
+        """Return the path to a new token: the indices of its ancestors, then its own index."""
         found = []
         while token is not None:
             found.append(token)
@@ -68,7 +68,7 @@ _Ids = TypeVar("_Ids", int, torch.Tensor)
 
 
 def next_id(token_id: _Ids, step: int) -> _Ids:
-    """Return the tokens that follow those of ``step`` in a draft."""
+    """Return the token ids that follow those of ``step`` in a draft."""
     return (token_id * 5 + step + 3) % VOCAB
 
 
@@ -78,7 +78,7 @@ class Problem:
 
     Args:
         case: The kind of step.
-        requests: The requests in order; empty for an idle batch.
+        requests: The requests in order. Empty for an idle batch.
         seed: Seed of the contents of the cache.
     """
 
@@ -91,7 +91,7 @@ class Problem:
 
     @property
     def words(self) -> str:
-        """The batch in one line: each request with its row, cached keys, new tokens and their KV slots."""
+        """One line that describes the batch: request rows, cached keys, new tokens and their KV slots."""
         size = f"{self.case}, {_counted(len(self.requests), 'request')}"
         return "; ".join([size, *map(self._words_of, self.requests), f"seed {self.seed}"])
 
@@ -122,7 +122,7 @@ class Problem:
 
     @property
     def batch_size(self) -> int:
-        """Requests of the batch, as its fields count them."""
+        """The batch size in the fields of the batch, where one request may have several rows."""
         return len(self.requests) * self.case.rows_per_request
 
     @property
@@ -131,7 +131,7 @@ class Problem:
         return self.case.mode if self.requests else ForwardMode.IDLE
 
     def page_table(self, config: Config) -> torch.Tensor:
-        """Return ``[num_rows, context]`` int32; unused entries are out of range."""
+        """Return the page table ``[num_rows, context]`` int32. Unused entries are out of range."""
         slots = config.num_pages * config.page_size
         unowned = slots + config.page_size + 1
         table = torch.full((config.num_rows, config.context), unowned, dtype=torch.int32)
@@ -141,7 +141,7 @@ class Problem:
         return table
 
     def batch(self, *, counts: bool = False) -> ForwardBatch:
-        """Return the batch in new tensors; with the count of its tokens if ``counts``."""
+        """Return the batch in new tensors, with the count of its live tokens if ``counts``."""
         case = self.case
         rows = [r for r in self.requests for _ in range(case.rows_per_request)]
         new = [len(r.tokens) for r in self.requests]
@@ -168,7 +168,7 @@ class Problem:
         )
 
     def value_of(self, slot: GraphSlot) -> torch.Tensor:
-        """Return a random value of a runner's own field, on the host; see `rig.drawn_batch`."""
+        """Return a random value of a field that a runner defines, on the host; see `rig.drawn_batch`."""
         equal = self.case.rows_per_request
         shape = slot.shape_fn(len(self.requests), len(self.tokens) // equal)
         rng = torch.Generator().manual_seed(zlib.crc32(f"{self.seed}:{slot.name}".encode()))
@@ -201,7 +201,7 @@ def _counted(number: int, noun: str) -> str:
 
 
 def _s(number: int) -> str:
-    """Return the ending of a noun after a number."""
+    """Return the plural ending of a noun after a number."""
     return "" if number == 1 else "s"
 
 

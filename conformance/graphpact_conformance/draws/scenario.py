@@ -1,8 +1,8 @@
 """Recorded scenarios: the steps of a real engine, as batches of the suite.
 
 `graphpact generate --record FILE` writes them; `graphpact_engine.recording` describes the format. `read`
-returns one `RecordedLane` for each lane of the file. A recording has no token ids and no contents of the KV
-cache: the suite draws these.
+returns one `RecordedLane` for each lane of the file that has steps. A recording contains no token ids and no
+contents of the KV cache; the suite draws these.
 
 Does not: run a step, or choose the experiments of recorded lanes (see `graphpact_conformance.suite`).
 """
@@ -29,7 +29,7 @@ from graphpact_conformance.draws.problems import Problem, ProblemRequest, Token
 
 MOST_BYTES, MOST_STEPS, MOST_LANES = 2**26, 1000, 32
 MOST_CONTEXT, MOST_SLOTS, MOST_ROWS, MOST_TOKENS = 2**13, 2**18, 2**10, 2**12
-"""The largest numbers of a recording: tokens of a sequence, KV slots, request rows, and tokens of a step."""
+"""Limits of a recording: tokens of a sequence, KV slots, request rows, and tokens of a step."""
 
 _Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
 _Id = Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
@@ -81,10 +81,10 @@ class _StepLine(_Line):
 
 @dataclass(frozen=True)
 class RecordedCase(Case):
-    """The kind of the steps of a recorded lane, with the draft of its engine.
+    """The kind of steps of a recorded lane, with the draft sizes of its engine.
 
     Args:
-        recorded: The largest draft.
+        recorded: The largest draft of the engine.
     """
 
     recorded: DraftLimits = field(default_factory=DraftLimits)
@@ -101,7 +101,7 @@ class RecordedCase(Case):
 
     @property
     def branches(self) -> int:
-        """Branches of a draft tree that the batch has: 1 for chains."""
+        """Branches of the draft tree of each request: 1 for chains."""
         is_tree = self.tree or self.mode is ForwardMode.DRAFT_DECODE
         return self.recorded.topk if is_tree else 1
 
@@ -113,7 +113,7 @@ class RecordedCase(Case):
 
 @dataclass(frozen=True)
 class RecordedConfig(Config):
-    """The configuration of a lane with the sizes of a recorded one.
+    """The configuration of a lane with the sizes of a recorded lane.
 
     Args:
         name: Name of the recorded lane.
@@ -137,12 +137,12 @@ class RecordedConfig(Config):
 
     @property
     def num_rows(self) -> int:
-        """Rows of the request pool: those of the engine, and as many as the suite's own batches need."""
+        """Rows of the request pool of the engine, or more if the suite's own batches need them."""
         return max(self.recorded_rows, super().num_rows)
 
     @property
     def _num_used(self) -> int:
-        """Pages of the engine and an unowned one, or as many as the suite's own batches need."""
+        """The pages of the engine and one unowned page, or more if the suite's own batches need them."""
         drafts = -(-self.case.branches * self.case.num_steps // self.page_size) * self.most_requests
         return max(self.recorded_pages + 1, super()._num_used + drafts)
 
@@ -152,8 +152,8 @@ class RecordedLane:
     """The steps of one recorded lane.
 
     Args:
-        line: Its line of the file.
-        steps: Its batches, in their order.
+        line: The line of the file that describes the lane.
+        steps: Its batches, in the recorded order.
     """
 
     line: _LaneLine
@@ -166,7 +166,7 @@ class RecordedLane:
 
     @cached_property
     def shapes(self) -> tuple[GraphShape, ...]:
-        """The captured shapes, the smallest first, and one that holds every step, if none of them does."""
+        """The captured shapes, the smallest first. One that holds every step is added if there is none."""
         mode = self.line.mode
         found = {GraphShape(mode, bs, tokens) for bs, tokens in self.line.shapes}
         most = (
@@ -180,7 +180,7 @@ class RecordedLane:
         return tuple(sorted(found, key=lambda s: (s.num_tokens, s.batch_size)))
 
     def config(self, capabilities: Capabilities, device: torch.device) -> RecordedConfig | None:
-        """Return the configuration of its lane for a backend, with plain layers; None if not declared."""
+        """Return the configuration of the lane for a backend, or None if the backend does not support it."""
         likely = list(configs_of(capabilities, device, [_plain(self.case)]))
         if not likely:
             return None
@@ -202,7 +202,7 @@ class RecordedLane:
         return config if allows(capabilities, config, device) else None
 
     def sequences(self, config: Config, count: int, seed: int, declines: Declines) -> list[Drawn]:
-        """Return ``count`` sequences of its batches; a role that none of them has gets a drawn one."""
+        """Return ``count`` sequences of its batches. Drawn batches take the roles that none of them can."""
         drawn = draw(config, count, seed, declines)
         if not self.steps:
             return drawn
@@ -223,7 +223,7 @@ def _plain(case: Case) -> Case:
 
 
 def _cast(config: Config, drawn: Drawn, steps: Sequence[Problem]) -> Drawn:
-    """Return ``drawn`` with recorded batches in the roles that they have."""
+    """Return a copy of ``drawn`` with recorded batches in all roles that they can take."""
     largest, smallest = config.shapes[-1], config.shapes[0]
     live = [step for step in steps if step.requests]
 
@@ -252,7 +252,7 @@ def read(path: Path) -> list[RecordedLane]:
     """Return the recorded lanes of a file that have steps, in the order of the file.
 
     Raises:
-        UsageError: It cannot be read, is no recording, or has a line that no engine writes.
+        UsageError: The file cannot be read, is not a recording, or contains an invalid line.
     """
     lanes: dict[str, _LaneLine] = {}
     steps: dict[str, list[Problem]] = {}
@@ -268,9 +268,7 @@ def read(path: Path) -> list[RecordedLane]:
                 lanes[lane.lane], steps[lane.lane] = lane, []
             else:
                 step = _parsed(_StepLine, line)
-                _require(
-                    step.step in lanes, f"a step of {step.step!r}, a lane without a line of its own before"
-                )
+                _require(step.step in lanes, f"a step of lane {step.step!r}, which no earlier line describes")
                 own = steps[step.step]
                 _require(len(own) < MOST_STEPS, f"more than {MOST_STEPS} steps of lane {step.step!r}")
                 own.append(_problem(lanes[step.step], step, seed=number))
@@ -286,7 +284,7 @@ def _lines(path: Path) -> list[bytes]:
     try:
         data = read_file(path, MOST_BYTES + 1)
     except OSError as error:
-        hint = "give a file that graphpact generate --record has written"
+        hint = "pass a file that graphpact generate --record has written"
         raise UsageError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from error
     if len(data) > MOST_BYTES:
         raise UsageError(f"{path} has more than {MOST_BYTES} bytes", hint="record fewer prompts or tokens")
@@ -294,7 +292,7 @@ def _lines(path: Path) -> list[bytes]:
 
 
 class _LineError(Exception):
-    """What is wrong with a line."""
+    """An invalid line. The message says what is wrong with it."""
 
 
 _Model = TypeVar("_Model", bound=_Line)
@@ -317,7 +315,7 @@ def _require(holds: Any, fault: str) -> None:
 def _require_lane(lane: _LaneLine) -> None:
     size, width = lane.page_size, _case_of(lane).width
     _require(lane.slots % size == 0 and lane.slots > size, f"{lane.slots} KV slots in pages of {size}")
-    _require(lane.mode is not ForwardMode.IDLE, "no lane has the mode idle; its steps may")
+    _require(lane.mode is not ForwardMode.IDLE, "a lane with the mode idle; only steps may be idle")
     for bs, tokens in lane.shapes:
         each = _case_of(lane).rows_per_request
         fits = tokens >= bs if width is None else tokens == bs // each * width and bs % each == 0
@@ -325,13 +323,13 @@ def _require_lane(lane: _LaneLine) -> None:
 
 
 def _problem(lane: _LaneLine, step: _StepLine, seed: int) -> Problem:
-    """Return the batch of a step; token ids and the contents of the cache follow from ``seed``."""
+    """Return the batch of a step. Token ids and the contents of the cache are drawn from ``seed``."""
     _require(
         step.mode is lane.mode or (step.mode is ForwardMode.IDLE and not step.requests),
         f"a step of mode {step.mode.value} in a lane of {lane.mode.value}",
     )
     rows = [request.row for request in step.requests]
-    _require(len({*rows}) == len(rows), "two requests of one row")
+    _require(len({*rows}) == len(rows), "two requests with the same row")
     _require(max(rows, default=0) < lane.rows, f"a request row beyond the {lane.rows} rows of the lane")
     total = sum(len(request.slots) for request in step.requests)
     _require(total <= MOST_TOKENS, f"more than {MOST_TOKENS} tokens")
@@ -341,7 +339,7 @@ def _problem(lane: _LaneLine, step: _StepLine, seed: int) -> Problem:
     written = [slot for r in requests for token in r.tokens for slot in token.slots]
     _require(len({*written}) == len(written), "a KV slot that two new tokens write")
     read_only = {slot for r in requests for slot in r.cached}
-    _require(not read_only & {*written}, "a new token that is written over a cached one")
+    _require(not read_only & {*written}, "a new token that overwrites a cached one")
     return Problem(case, requests, seed)
 
 
@@ -349,7 +347,8 @@ def _request(lane: _LaneLine, case: Case, line: _RequestLine, rng: random.Random
     size, count, width = lane.page_size, len(line.slots), case.width
     _require(width is None or count == width, f"{count} new tokens of a request; the lane has {width}")
     _require(
-        all(len(slots) == case.num_slots for slots in line.slots), f"no {case.num_slots} KV slots a token"
+        all(len(slots) == case.num_slots for slots in line.slots),
+        f"a new token without exactly {case.num_slots} KV slots",
     )
     drafts = case.mode is ForwardMode.DRAFT_DECODE
     in_order = [slot for slots in line.slots for slot in slots] if not drafts or count == 1 else []
@@ -358,22 +357,22 @@ def _request(lane: _LaneLine, case: Case, line: _RequestLine, rng: random.Random
     _require(length <= lane.context, f"{length} tokens of a request; the lane's context is {lane.context}")
     _require(len(line.pages) == -(-length // size), f"{len(line.pages)} pages for {length} tokens")
     _require(all(0 < page < lane.slots // size for page in line.pages), "a page that the lane does not have")
-    _require(len({*line.pages}) == len(line.pages), "a page that has two places in one request")
+    _require(len({*line.pages}) == len(line.pages), "a page that occurs twice in one request")
     owned = [page * size + at for page in line.pages for at in range(size)]
     table = owned[:length]
-    _require(table[line.cached :] == in_order, "KV slots of new tokens that are not those of their positions")
-    _require(
-        all(size <= s < lane.slots for each in line.slots for s in each), "a KV slot outside of all pages"
-    )
+    _require(table[line.cached :] == in_order, "new tokens whose KV slots do not match their positions")
+    _require(all(size <= s < lane.slots for each in line.slots for s in each), "a KV slot outside all pages")
     parents = line.parents if case.tree else None
-    _require((line.parents is not None) is case.tree, "parents belong to the verify of trees, and only there")
+    _require((line.parents is not None) is case.tree, "parents are required to verify trees, and only then")
     if parents is not None:
-        _require(len(parents) == count and parents[0] is None, "parents: one for each token but the first")
+        _require(
+            len(parents) == count and parents[0] is None, "parents: one for each token, null for the first"
+        )
         right = all(p is not None and 0 <= p < at for at, p in enumerate(parents) if at)
-        _require(right, "parents: a token follows one before it")
+        _require(right, "parents: each token must follow an earlier one")
     is_extend = case.mode is ForwardMode.DRAFT_EXTEND
     _require(
-        (line.accepted is not None) is is_extend, "accepted drafts belong to a draft extend, and only there"
+        (line.accepted is not None) is is_extend, "accepted is required in a draft extend, and only there"
     )
     _require((line.accepted or 0) < count, f"{line.accepted} accepted drafts of {count} tokens")
     tokens: list[Token] = []

@@ -1,8 +1,8 @@
 """`examine_driver`: runs all checks of one graph driver, in this process.
 
 A driver has the lane ``fast`` and, if it claims a strict mode, the lane ``strict``. The promises of the
-driver contract are checked in both, the acts in ``strict`` alone. As in `graphpact_conformance.suite`, each
-lane has one result for each rule.
+driver contract are checked in both lanes, the acts only in ``strict``. As in `graphpact_conformance.suite`,
+each lane has one result for each rule.
 
 Does not: define checks, or survive a crash of the driver; `graphpact_conformance.isolation.supervise` does
 the latter.
@@ -37,8 +37,8 @@ class DriverLane:
 
     Args:
         driver: The driver.
-        is_strict: Whether it is made with ``strict=True``.
-        device: The device that it records on.
+        is_strict: Whether the driver is created with ``strict=True``.
+        device: The device on which it records.
     """
 
     driver: type[GraphDriver]
@@ -84,13 +84,13 @@ def examine_driver(
 
     Args:
         target: The driver.
-        options: Options of the run. The drawn batches, ``size`` and ``examples``, are not for drivers.
-        listener: Receives work and results.
-        skip: Names of work, as in `Listener.begins`, that are left out.
-        part: Index of a part of the lanes, and number of parts; `merged` of the suite joins them.
+        options: Options of the run. ``size`` and ``examples`` have no effect, because drivers get no batches.
+        listener: Receives the names of work and the results.
+        skip: Names of work to leave out, as passed to `Listener.begins`.
+        part: Index of a part of the lanes, and number of parts. `merged` of the suite joins the parts.
 
     Returns:
-        The results object without its list of results.
+        The results object, with an empty list of results: the listener has them.
 
     Raises:
         PluginError: The driver cannot be loaded.
@@ -118,7 +118,7 @@ def examine_driver(
 
 
 def _not_shown(driver: type[GraphDriver]) -> list[str]:
-    """Return the acts that only the CUDA runtime can perform, as one line."""
+    """Return one line with the number of acts that only the CUDA runtime can perform."""
     rows = strictness.ROWS.keys() - strictness.CHECKS.keys()
     return [f"{len(rows)} acts: they need the CUDA runtime"] if driver.has_strict_mode else []
 
@@ -137,7 +137,7 @@ def examine_driver_lane(
         lane: The lane.
         options: Options of the run.
         begins: Called with the name of each piece of work before it runs.
-        skip: Names of work that are left out.
+        skip: Names of work to leave out.
         names: Names of the driver for the command line.
     """
     missing = _unavailable(lane, begins, skip)
@@ -165,7 +165,10 @@ class _Done:
 
 
 def _unavailable(lane: DriverLane, begins: Callable[[str], object], skip: Collection[str]) -> str | None:
-    """Return why the driver is unavailable on the device, or None. A promise checks that it can say."""
+    """Return why the driver is unavailable on the device, or None if it is available.
+
+    Also returns None if ``unavailable`` raises, because a promise checks that.
+    """
     work = f"{lane} :: unavailable"
     if work in skip:
         return "`unavailable` did not return"
@@ -187,17 +190,17 @@ def _run(check: Requirement, lane: DriverLane, options: Options, not_run: str | 
 
 @contextmanager
 def _isolated(seed: int, device: torch.device) -> Iterator[None]:
-    """Seed the random numbers of a check, and undo afterwards what a driver may leave in the process."""
+    """Seed the random numbers of a check, and afterwards reset global state that a driver may have set."""
     try:
         with seeded(seed, device):
             yield
     finally:
         gc.enable()
-        GraphDriver._capturing, GraphDriver._calling = None, False  # noqa: SLF001  a capture that never ended
+        GraphDriver._capturing, GraphDriver._calling = None, False  # noqa: SLF001  if a capture did not end
 
 
 def _result(rule: str | None, lane: DriverLane, done: list[_Done], reproduce: str) -> Result:
-    """Return the result of one rule from its checks; a failure has the names of the failed ones."""
+    """Return the result of one rule from its checks. A failure names only the failed checks."""
     broken = [each for each in done if each.breach is not None]
     findings = [
         Finding(

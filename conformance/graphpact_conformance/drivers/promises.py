@@ -1,8 +1,8 @@
 """The promises of the driver contract, `graphpact.graphs.driver`, as checks of any driver.
 
-The checks run regions on a driver alone, without lanes, plugins or models.
+The checks run regions directly on a driver, without lanes, plugins or models.
 
-Does not: check what a strict mode refuses (see `acts`), or backends and runners.
+Does not: check which acts a strict mode refuses (see `acts`), or check backends and runners.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ from graphpact_conformance.drivers.requirement import Requirement, expect_equal,
 _Keep: TypeAlias = Callable[[GraphDriver], None]
 
 CHECKS: dict[str, Requirement] = {}
-"""A check for each promise, by name. Its requirement is the promise."""
+"""The checks by name, one for each promise. The promise is the sentence of the requirement."""
 
 
 def _promise(rule: str | None, at: str, fix: str) -> Callable[[_Keep], _Keep]:
@@ -46,7 +46,7 @@ def _promise(rule: str | None, at: str, fix: str) -> Callable[[_Keep], _Keep]:
 @declare_kernel
 @torch.library.custom_op("graphpact_conformance::gather_into", mutates_args=("out",))
 def _gather_into(table: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
-    """Write the rows of a table into ``out``: an operator that torch does not know."""
+    """Write selected rows of a table into ``out``: an operator that is not part of torch."""
     out.copy_(table[rows])
 
 
@@ -58,7 +58,7 @@ def _(table: torch.Tensor, rows: torch.Tensor, out: torch.Tensor) -> None:
 @declare_kernel
 @torch.library.custom_op("graphpact_conformance::weigh_rows", mutates_args=("out",))
 def _weigh_rows(x: torch.Tensor, out: torch.Tensor, weights: list[int]) -> None:
-    """Write each row of ``x`` times its weight into ``out``: an operator that takes a list of the host."""
+    """Write each row of ``x`` times its weight into ``out``: an operator with a host list as argument."""
     for row, weight in enumerate(weights):
         torch.mul(x[row], weight, out=out[row])
 
@@ -71,7 +71,7 @@ def _(x: torch.Tensor, out: torch.Tensor, weights: list[int]) -> None:
 @declare_kernel
 @torch.library.custom_op("graphpact_conformance::pick_rows", mutates_args=("out",))
 def _pick_rows(x: torch.Tensor, out: torch.Tensor, rows: torch.Tensor) -> None:
-    """Write the rows of ``x`` with some indices into ``out``: an operator that takes a table by address."""
+    """Write the rows of ``x`` with the given indices into ``out``: an operator with a table as argument."""
     out.copy_(x[rows])
 
 
@@ -89,10 +89,10 @@ def _scale_rows(x: torch.Tensor) -> torch.Tensor:
 
 
 _LIVE = {"factor": 1}
-"""What the implementation of ``scale_rows`` reads, as an engine's operator reads the current step."""
+"""Host state that ``scale_rows`` reads, as an operator of an engine reads the current step."""
 
 _library = torch.library.Library("graphpact_conformance", "FRAGMENT")
-_library.define("store_rows(Tensor target, Tensor source) -> ()")  # no mark of the write
+_library.define("store_rows(Tensor target, Tensor source) -> ()")  # the schema does not declare the write
 _library.impl("store_rows", _store_rows, "CompositeExplicitAutograd")
 _library.define("scale_rows(Tensor x) -> Tensor")
 _library.impl("scale_rows", _scale_rows, "CompositeExplicitAutograd")
@@ -105,10 +105,10 @@ declare_kernel(torch.ops.graphpact_conformance.store_rows)
 @_promise(
     None,
     "GraphDriver.unavailable",
-    "set the class attribute `name`, and return None from `unavailable` for a device that it records on",
+    "set the class attribute `name`, and return None from `unavailable` for each device on which it records",
 )
 def it_says_where_it_is_available(driver: GraphDriver) -> None:
-    """A driver is available on its own device, and has a name."""
+    """A driver is available on the device that it was created for, and has a name."""
     expect_equal(type(driver).unavailable(driver.device), None)
     require("its class sets `name`", isinstance(driver.name, str))
 
@@ -162,7 +162,7 @@ def replay_runs_no_python(driver: GraphDriver) -> None:
     expect_equal(graph.outputs.tolist(), [4, 4])
 
 
-@_promise("GP10", "Graph.replay", "record operations that write their arguments as work, once each")
+@_promise("GP10", "Graph.replay", "record operations that write their arguments, each exactly once")
 def writes_to_outside_tensors_are_repeated(driver: GraphDriver) -> None:
     """In-place work on a tensor of the caller happens once per replay."""
     cache = torch.zeros(6, 2, device=driver.device)
@@ -178,7 +178,7 @@ def writes_to_outside_tensors_are_repeated(driver: GraphDriver) -> None:
 
 @_promise("GP10", "Graph.replay", "record every operation that computes or writes, in order")
 def a_model_sized_region(driver: GraphDriver) -> None:
-    """Matmuls, a norm, attention, an embedding and in-place work replay to the results of eager."""
+    """Replays of matmuls, a norm, attention, an embedding and in-place work give the eager results."""
     device = driver.device
     weight = torch.randn(16, 16, device=device)
     ids = torch.zeros(3, dtype=torch.int64, device=device)
@@ -199,10 +199,10 @@ def a_model_sized_region(driver: GraphDriver) -> None:
 
 
 @_promise(
-    "GP15", "Graph.replay", "let no graph keep state between replays in memory that another graph writes"
+    "GP15", "Graph.replay", "do not keep state of a graph between replays in memory that another graph writes"
 )
 def graphs_of_one_driver_interleave(driver: GraphDriver) -> None:
-    """Graphs of one pool, the largest captured first, replay in any order."""
+    """Graphs of one pool, captured from the largest to the smallest, can be replayed in any order."""
     inputs = [torch.zeros(n, device=driver.device) for n in (64, 8, 1)]
     graphs = [driver.capture(partial(lambda x: (x * 2).sin() + 1, x)) for x in inputs]
     for i in (0, 2, 1, 1, 2, 0, 1):
@@ -213,10 +213,10 @@ def graphs_of_one_driver_interleave(driver: GraphDriver) -> None:
 
 
 @_promise(
-    "GP20", "GraphDriver.capture", "raise `CaptureError` with a hint, and leave every context of the capture"
+    "GP20", "GraphDriver.capture", "raise `CaptureError` with a hint, and exit every context of the capture"
 )
 def a_host_read_is_refused_and_the_driver_works_on(driver: GraphDriver) -> None:
-    """A host read is refused, and the driver and the device still work."""
+    """A capture with a host read is refused, and the driver and the device still work."""
     x = torch.ones(3, device=driver.device)
     expect_error(CaptureError, lambda: driver.capture(lambda: x * x.sum().item()), says="help: ")
     expect_equal((x + 1).tolist(), [2, 2, 2])
@@ -280,7 +280,7 @@ def what_an_operator_of_ones_own_writes_is_written(driver: GraphDriver) -> None:
     "record every call that is not known to do no work: schemas do not declare every write",
 )
 def what_a_schema_does_not_declare_is_repeated(driver: GraphDriver) -> None:
-    """An operator that writes an argument which its schema does not mark does so in each replay."""
+    """An operator that writes an argument without declaring it in its schema writes it in each replay."""
     x, store = torch.zeros(4, device=driver.device), torch.zeros(4, device=driver.device)
 
     def region() -> torch.Tensor:
@@ -300,11 +300,11 @@ def what_a_schema_does_not_declare_is_repeated(driver: GraphDriver) -> None:
 @_promise(
     "GP10",
     "Graph.replay",
-    "record the operations that the Python implementation of an operator calls; `graphpact.graphs.is_kernel`"
-    " tells the operators that stand for one kernel",
+    "record the operations that the Python implementation of an operator calls, except for operators that are"
+    " one kernel: see `graphpact.graphs.is_kernel`",
 )
 def the_python_of_an_operator_runs_at_capture_alone(driver: GraphDriver) -> None:
-    """A replay of an operator that Python implements does not see what changed in Python since."""
+    """A replay of an operator implemented in Python does not see Python state that changed since capture."""
     x = torch.zeros(4, device=driver.device)
     _LIVE["factor"] = 2
     graph = driver.capture(lambda: torch.ops.graphpact_conformance.scale_rows(x) + 1)
@@ -318,7 +318,7 @@ def the_python_of_an_operator_runs_at_capture_alone(driver: GraphDriver) -> None
 
 @_promise("GP10", "GraphDriver.break_graph", "replay an `EagerCall` between the two segments")
 def eager_calls_break_a_graph_into_segments(driver: GraphDriver) -> None:
-    """In each replay an eager call reads the results of the segment before, and feeds the next one."""
+    """In each replay an eager call reads the segment before it, and the next segment reads its result."""
     x = torch.ones(3, device=driver.device)
     seen: list[list[float]] = []
 
@@ -345,16 +345,16 @@ def eager_calls_break_a_graph_into_segments(driver: GraphDriver) -> None:
 @_promise(
     "GP14",
     "GraphDriver.break_graph",
-    "keep what a segment allocated until the last segment or eager call that reads it",
+    "keep memory that a segment allocated until the last segment or eager call that reads it has run",
 )
 def tensors_of_a_segment_stay_for_later_ones(driver: GraphDriver) -> None:
-    """Every later segment and eager call of a replay reads what an earlier segment computed."""
+    """Results of a segment can be read by all later segments and eager calls of the same replay."""
     x, seen = torch.ones(64, device=driver.device), []
 
     def region() -> torch.Tensor:
         early = x * 2
         driver.eager_call(torch.add, early, 1)
-        other = early * 10  # in memory of its own, as `early` is still read
+        other = early * 10  # needs other memory, because `early` is still read
         driver.eager_call(lambda y: seen.append(y.tolist()), early)
         return other + early
 
@@ -391,7 +391,7 @@ def an_eager_call_in_an_eager_call_is_a_part_of_it(driver: GraphDriver) -> None:
 
 @_promise("GP07", "GraphDriver.break_graph", "replay an `EagerCall`, which compares the results")
 def an_eager_call_may_not_change_its_form(driver: GraphDriver) -> None:
-    """An eager call whose result has another shape, dtype, number or structure in a replay raises."""
+    """A replay raises if the result of an eager call has another shape, dtype, number or structure."""
     x = torch.ones(4, device=driver.device)
     results: list[Any] = [x[:2] * 1, 7]
 
@@ -406,7 +406,7 @@ def an_eager_call_may_not_change_its_form(driver: GraphDriver) -> None:
         expect_error(ReplayError, graph.replay, says="fickle between two segments returned")
 
 
-@_promise("GP15", "Graph.outputs", "give copies of outputs memory of their own")
+@_promise("GP15", "Graph.outputs", "do not reuse memory of a copy of outputs for another graph")
 def outputs_that_are_kept_are_copied(driver: GraphDriver) -> None:
     """A copy of a graph's outputs does not change when other graphs of the pool replay."""
     x = torch.ones(64, device=driver.device)
@@ -422,7 +422,7 @@ def outputs_that_are_kept_are_copied(driver: GraphDriver) -> None:
 
 @_promise(None, "GraphDriver.is_capturing", "record inside `recorded_run`, and run warm-ups outside of it")
 def it_says_when_it_captures(driver: GraphDriver) -> None:
-    """`is_capturing` is true only while the region is recorded: not in the warm-up, before or after."""
+    """`is_capturing` is true only while the region is recorded, and so is false in the warm-up."""
     x, said = torch.ones(2, device=driver.device), []
 
     def region() -> torch.Tensor:
@@ -437,7 +437,7 @@ def it_says_when_it_captures(driver: GraphDriver) -> None:
 
 @_promise("GP19", "GraphDriver.capture", "undo in `finally` what the capture changed")
 def an_error_leaves_no_half_graph(driver: GraphDriver) -> None:
-    """An error in any segment of a region passes through unchanged, and the driver can record again."""
+    """An error in any segment of a region is raised unchanged, and the driver can record again."""
     for at in range(3):
         _fail_in_segment(driver, at)
 
@@ -459,7 +459,7 @@ def _fail_in_segment(driver: GraphDriver, at: int) -> None:
     y.fill_(1)
     graph.replay()
     expect_equal(graph.outputs.tolist(), [15] * 3)
-    expect_equal(y.tolist(), [1] * 3)  # no work of the region that failed
+    expect_equal(y.tolist(), [1] * 3)  # the replay does no work of the failed region
 
 
 @_promise("GP20", "GraphDriver.capture", "begin `capture` with `refuse_nested_capture()`")
@@ -500,10 +500,10 @@ def side_streams_fork_and_join(driver: GraphDriver) -> None:
 @_promise(
     "GP16",
     "GraphDriver.copy_async",
-    "do the copy before later work of its stream, and before a wait for it returns",
+    "finish the copy before later work of its stream starts, and before a wait for it returns",
 )
 def host_memory_is_copied_in_the_streams_order(driver: GraphDriver) -> None:
-    """The next replay reads what `copy_async` copied; after a wait its source may be rewritten."""
+    """The next replay reads the values that `copy_async` copied. After a wait the source may be rewritten."""
     pinned = torch.zeros(8, pin_memory=driver.device.type == "cuda")
     x = torch.zeros(8, device=driver.device)
     graph = driver.capture(lambda: x + 1)
@@ -543,8 +543,9 @@ def random_numbers_advance(driver: GraphDriver) -> None:
 @_promise(
     "GP21",
     "GraphDriver.task",
-    "set `has_tasks`, record a task with its arguments by value, and replace them by those of `update_task`;"
-    " strict modes refuse a replay whose tasks were not updated in their order. Without tasks leave them out",
+    "set `has_tasks`, record a task with its arguments by value, and replace them by those of `update_task`."
+    " Strict modes must refuse a replay whose tasks were not updated in order. Without tasks, leave"
+    " `has_tasks` False",
 )
 def a_task_takes_the_arguments_of_its_update(driver: GraphDriver) -> None:
     """A replay runs each task with the arguments of its update; a driver without tasks refuses one."""
@@ -577,11 +578,11 @@ def a_task_takes_the_arguments_of_its_update(driver: GraphDriver) -> None:
 @_promise(
     "GP21",
     "GraphDriver.task",
-    "read the device tensors of `rebound` at the addresses that the last `update_task` gave, and not at those"
-    " of the capture, whose memory may be gone",
+    "read the device tensors of `rebound` at the addresses from the last `update_task`, not at those of the"
+    " capture, whose memory may be freed",
 )
 def a_task_reads_the_tensors_of_its_update(driver: GraphDriver) -> None:
-    """A replay reads each rebound tensor where its update says, with the contents at the replay."""
+    """A replay reads each rebound tensor at the address of its update, with its contents at replay time."""
     if not driver.has_tasks:
         return
     x = torch.arange(6, device=driver.device).view(3, 2)
@@ -603,11 +604,11 @@ def a_task_reads_the_tensors_of_its_update(driver: GraphDriver) -> None:
 @_promise(
     "GP21",
     "GraphDriver.task",
-    "let the graph wait for the update in front of a task that `waits`, as for an event, and run the task"
-    " with its arguments",
+    "before a task with `waits=True`, let the graph wait for its update, as for an event, and run the task"
+    " with the arguments of the update",
 )
 def an_update_may_follow_the_launch(driver: GraphDriver) -> None:
-    """A replay whose tasks wait takes the arguments of updates that come after its launch."""
+    """A replay whose tasks wait uses the arguments of updates that come after its launch."""
     if not driver.has_tasks:
         return
     x, out = torch.ones(1, 3, device=driver.device), torch.zeros(1, 3, device=driver.device)
@@ -620,9 +621,9 @@ def an_update_may_follow_the_launch(driver: GraphDriver) -> None:
         expect_equal(out.tolist(), [[weight] * 3])
 
 
-@_promise("GP21", "GraphDriver.update_task", "raise `ReplayError` for a key or a name that no capture gave")
+@_promise("GP21", "GraphDriver.update_task", "raise `ReplayError` for a key or a name that was not captured")
 def an_unknown_task_is_not_updated(driver: GraphDriver) -> None:
-    """An update of an unknown graph, layer or argument raises `ReplayError`, also of a released graph."""
+    """An update of an unknown or released graph, layer or argument raises `ReplayError`."""
     x, out = torch.ones(1, 3, device=driver.device), torch.zeros(1, 3, device=driver.device)
     key = TaskKey("graph", 0)
 
@@ -649,7 +650,7 @@ def an_unknown_task_is_not_updated(driver: GraphDriver) -> None:
 
 @_promise(None, "GraphDriver.capture", "enable the garbage collector again in `finally`")
 def garbage_is_not_collected_into_a_graph(driver: GraphDriver) -> None:
-    """The garbage collector is enabled after a capture and after a refused one."""
+    """The garbage collector is enabled after a capture, also after a refused one."""
     x = torch.ones(1, device=driver.device)
     driver.capture(lambda: x + 1)
     with contextlib.suppress(CaptureError):
@@ -660,14 +661,14 @@ def garbage_is_not_collected_into_a_graph(driver: GraphDriver) -> None:
 @_promise(
     None,
     "Graph.pool_nbytes",
-    "count the memory that the region allocated and the graph keeps, or leave the attribute at -1",
+    "count the memory that the region allocated and that the graph keeps, or leave the attribute at -1",
 )
 def it_says_how_much_it_keeps(driver: GraphDriver) -> None:
     """`pool_nbytes` is at least the size of the outputs, or -1 if unknown, and 0 after release."""
     x = torch.ones(1 << 20, device=driver.device)
     graph = driver.capture(lambda: x * 2 + 1)
     known = graph.pool_nbytes != -1
-    require("`pool_nbytes` has the outputs", not known or graph.pool_nbytes >= graph.outputs.nbytes)
+    require("`pool_nbytes` includes the outputs", not known or graph.pool_nbytes >= graph.outputs.nbytes)
     later = driver.capture(lambda: x[:8] + 1)
     require("`pool_nbytes` is a size, or -1", later.pool_nbytes >= -1)
     graph.release()
@@ -677,10 +678,10 @@ def it_says_how_much_it_keeps(driver: GraphDriver) -> None:
 @_promise(
     "GP14",
     "Graph.external_tensors",
-    "list each tensor of recorded work that the graph did not allocate, or leave the method out",
+    "list each tensor of recorded work that the graph did not allocate, or do not override the method",
 )
 def it_says_what_it_reads_or_that_it_cannot(driver: GraphDriver) -> None:
-    """External tensors are those that the graph reads and did not allocate, or None if unknown."""
+    """External tensors are those that the graph reads but did not allocate, or None if unknown."""
     x = torch.ones(8, device=driver.device)
     table = torch.ones(8, device=driver.device)
     graph = driver.capture(lambda: x[2:] * table[:6] + 1)
@@ -689,7 +690,7 @@ def it_says_what_it_reads_or_that_it_cannot(driver: GraphDriver) -> None:
         return
     memory = {t.untyped_storage().data_ptr() for t in external}
     expect_equal(memory, {x.data_ptr(), table.data_ptr()})
-    require("outputs are no external tensors", graph.outputs.data_ptr() not in memory)
+    require("outputs are not external tensors", graph.outputs.data_ptr() not in memory)
     graph.release()
     expect_equal(graph.external_tensors(), [])
 
@@ -706,7 +707,7 @@ def release_lets_go_of_outputs(driver: GraphDriver) -> None:
     expect_equal(graph.outputs, None)
 
 
-@_promise("GP14", "Graph.release", "raise `EngineError` with a hint before any work, eager calls too")
+@_promise("GP14", "Graph.release", "raise `EngineError` with a hint before any work, also before eager calls")
 def a_released_graph_is_not_replayed(driver: GraphDriver) -> None:
     """The replay of a released graph raises `EngineError` and does no work; other graphs still replay."""
     x = torch.zeros(2, device=driver.device)

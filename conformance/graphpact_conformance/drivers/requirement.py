@@ -1,6 +1,6 @@
-"""`Requirement`: what a graph driver has to do, in one sentence, with what verifies it.
+"""`Requirement`: one requirement on a graph driver, with the function that verifies it.
 
-The promises of the driver contract and the acts of strict drivers are checks.
+The promises of the driver contract and the acts of strict drivers are requirements.
 
 Does not: define checks (see `promises` and `acts`), or run them for a plugin (see `examine`).
 """
@@ -22,15 +22,16 @@ Make: TypeAlias = Callable[[], GraphDriver]
 
 @dataclass(frozen=True, slots=True)
 class Requirement:
-    """What a driver has to do, and what verifies it.
+    """One requirement on a driver, with the function that verifies it.
 
     Args:
         name: Its unique name.
         sentence: The requirement, in one sentence.
-        rule: Id of the rule that a driver breaks with it; None if no rule covers it.
-        at: The part of the driver's interface at fault, such as ``Graph.replay``.
-        fix: What to do if a driver fails it.
-        perform: Uses a new driver; raises an error if the driver does not meet the requirement.
+        rule: Id of the rule that a driver breaks if it does not meet the requirement. None if no rule covers
+            it.
+        at: The part of the driver's interface that it is about, such as ``Graph.replay``.
+        fix: The fix for a driver that does not meet it.
+        perform: Uses a new driver, and raises an error if the driver does not meet the requirement.
     """
 
     name: str
@@ -44,8 +45,8 @@ class Requirement:
         """Verify the requirement on a new driver.
 
         Raises:
-            AssertionError: The driver does not meet it, or raises an error. The message begins with the
-                requirement; then it has the evidence.
+            AssertionError: The driver does not meet it, or raises an error. The message is the requirement
+                in the first line, and the evidence below.
         """
         try:
             with torch.inference_mode():  # as lanes do for their steps
@@ -55,7 +56,7 @@ class Requirement:
             raise AssertionError(f"{self.sentence}\n{what}") from error
 
     def breach(self, make: Make) -> str | None:
-        """Return the evidence that a new driver does not meet it, or None if it does."""
+        """Return the evidence that a new driver does not meet the requirement, or None if it does."""
         try:
             self(make)
         except AssertionError as error:
@@ -70,7 +71,7 @@ def expect_equal(actual: object, expected: object) -> None:
 
 
 def require(what: str, holds: object) -> None:
-    """Raise `AssertionError` with ``what`` unless it holds."""
+    """Raise `AssertionError` with the text ``what`` unless ``holds`` is true."""
     if not holds:
         raise AssertionError(f"expected: {what}")
 

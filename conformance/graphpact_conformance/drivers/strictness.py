@@ -1,7 +1,7 @@
-"""The acts as checks of strict drivers: CUDA's faults must not stay hidden, and legal work must be repeated.
+"""The acts as checks of strict drivers: faults under CUDA must be visible, and legal work must be repeated.
 
-A strict driver may refuse more than CUDA does. What it does not refuse, it does as CUDA does, or shows by
-other outputs than those of eager execution.
+A strict driver may refuse more acts than CUDA. If it does not refuse an act, its results must be those of
+CUDA, or must visibly differ from those of eager execution.
 
 Does not: perform an act (see `acts`), or check drivers without a strict mode.
 """
@@ -21,7 +21,7 @@ from graphpact_conformance.drivers.acts import ACTS, ActMemory, lines_of_act
 from graphpact_conformance.drivers.requirement import Make, Requirement, expect_equal, require
 
 ActOutcome: TypeAlias = Literal["refused", "same", "shows", "hidden"]
-"""Of an act: an error, the results of CUDA, other results than eager ones, or a hidden fault."""
+"""The outcome of an act: an error, the results of CUDA, results that differ from eager, or a hidden fault."""
 
 ROWS: dict[str, dict[str, str]] = {
     row["id"]: row
@@ -38,10 +38,10 @@ ALLOWED: dict[str, frozenset[ActOutcome]] = {
     "frozen": frozenset({"same", "refused"}),
     "legal": frozenset({"same", "refused"}),
 }
-"""The outcomes that a strict driver may have, by the verdict of CUDA."""
+"""The outcomes that are allowed for a strict driver, by the verdict of CUDA."""
 
 _REQUIRED = {
-    "fails": ("refuses it", "raise `CaptureError` or `ReplayError`, which names the line"),
+    "fails": ("refuses it", "raise `CaptureError` or `ReplayError`, and name the line in the message"),
     "wrong result": (
         "refuses it, or gives other results than eager execution",
         "raise `CaptureError` or `ReplayError`, or poison the memory that is read too late or too early",
@@ -65,17 +65,17 @@ _SAID: dict[ActOutcome, str] = {
     "refused": "refused",
     "same": "accepted, with the results of CUDA graphs",
     "shows": "accepted, with other results",
-    "hidden": "accepted, and nothing shows it",
+    "hidden": "accepted, and the fault stays hidden",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Performed:
-    """What came of an act.
+    """The outcome of an act, with its evidence.
 
     Args:
         outcome: See `ActOutcome`.
-        evidence: The error, or the results.
+        evidence: A text with the error or the results.
         error: The error of a refused act.
     """
 
@@ -90,10 +90,10 @@ def cuda_verdict(row: dict[str, str]) -> str:
 
 
 def perform(name: str, memory: ActMemory) -> Performed:
-    """Perform an act on the driver of its memory and return what came of it.
+    """Perform an act on the driver of ``memory``, and return its outcome.
 
     Raises:
-        Exception: The act was refused with an error of another type than a driver's.
+        Exception: The act raised an error of a type that is not allowed for a refusal.
     """
     try:
         seen = ACTS[name].perform(memory)
@@ -109,14 +109,14 @@ def perform(name: str, memory: ActMemory) -> Performed:
 
 
 def require_line(name: str, error: Exception) -> None:
-    """Raise `AssertionError` unless the error names a line of the act and has a help."""
+    """Raise `AssertionError` unless the error names a line of the act and contains a help text."""
     text = str(error)
     is_named = any(f"{file}:{number}: " in text for file, number in lines_of_act(name))
-    require(f"the message names the line of the act and has a help: {text}", is_named and "help: " in text)
+    require(f"a message with the line of the act and a help text: {text}", is_named and "help: " in text)
 
 
 def require_capture(memory: ActMemory) -> None:
-    """Raise `AssertionError` unless the driver, which refused an act, captures and replays."""
+    """Raise `AssertionError` unless the driver can still capture and replay after it refused an act."""
     x = torch.ones(2, device=memory.device)
     memory.driver.declare(DeclaredMemory())
     graph = memory.driver.capture(lambda: x + 1)
@@ -125,7 +125,7 @@ def require_capture(memory: ActMemory) -> None:
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Return whether two trees of values are equal bit for bit, with no empty list."""
+    """Return whether two trees of values are equal bit for bit and contain no empty list."""
     if isinstance(a, torch.Tensor):
         return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b)
     if isinstance(a, list):
@@ -142,7 +142,7 @@ def _judge(name: str, make: Make) -> None:
     if done.error is None:
         return
     if ACTS[name].line and isinstance(done.error, CaptureError) and memory.device.type == "cpu":
-        require_line(name, done.error)  # the runtime of a GPU refuses a capture without a line
+        require_line(name, done.error)  # only on a CPU: errors of a GPU's runtime do not name a line
     require_capture(memory)
 
 

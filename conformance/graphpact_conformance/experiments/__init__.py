@@ -2,15 +2,15 @@
 
     outputs        outputs and KV cache against attention in float64
     padding        effects of padding rows on outputs and KV cache
-    look_alikes    live requests with the numbers of padding rows; a part of ``answers_replayed``
-    refresh        entries that a replay does not write, or writes from earlier batches
+    look_alikes    live requests that look like padding rows; a part of ``answers_replayed``
+    refresh        entries that a replay does not write, or that depend on earlier batches
     parity         a replay against a capture of the same batch: `compared_inputs`, `compared_work`
     capture        side effects of captures, and the recorded work
     dummies        the dummy batches of the runner
-    recorded       the steps of a real engine, in their order
+    recorded       the recorded steps of a real engine, in the recorded order
     replay_order   other orders of batches and captures, poisoned memory
     eager_activity eager steps between replays
-    recapture      captured again, beside other lanes, on memory that the engine rewrites
+    recapture      repeated captures, several lanes in one process, memory that the engine rewrites
     graph_choice   the choice of the graph
     ranks          agreement of ranks that step together
 
@@ -18,13 +18,13 @@
     when           where experiments run
     comparison     the comparison of two steps, and of a step with the oracle
     breaches       breaches of the pact as findings
-    asked_batches  the batches that `fit` is asked for
+    asked_batches  the batches that are passed to `fit`
 
 A rule is checked by every experiment that lists it. It passes if none of them has a finding. An experiment
-reports only rules that it lists: if kernels or the tape refuse a step by another rule, the finding has the
-rule that the experiment gives, or none.
+reports only the rules that it lists. If a kernel or the tape raises an error that names another rule, the
+finding has the rule that the experiment gives, or none.
 
-What an experiment finds is found in a new lane, without state of other experiments.
+A finding always comes from a run in a new lane, without state of other experiments.
 
 Does not: run experiments; see `graphpact_conformance.suite`.
 """
@@ -70,12 +70,12 @@ _NOT_IN_CAPTURES = ("GP06", "GP17")
 def _sharing_captures(
     first: Sequence[Experiment], others: Sequence[Experiment], last: Sequence[Experiment] = ()
 ) -> tuple[Experiment, ...]:
-    """Return experiments in order, of which the later ones begin with the graphs that the first captured.
+    """Return experiments in order. The later ones reuse the graphs that the first ones captured.
 
     Args:
-        first: Experiments that capture; the others have the captures of the last that runs in the lane.
-        others: Experiments that leave captures as they are.
-        last: Experiments that change them, such as by another capture, and so come after the others.
+        first: Experiments that capture. The others reuse the captures of the last of these that runs.
+        others: Experiments that do not change captures.
+        last: Experiments that change captures, for example by another capture. They run after the others.
     """
     return (*first, *(replace(each, shares_captures=True) for each in (*others, *last)))
 
@@ -189,7 +189,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         ],
     ),
     _in_full_lanes(replay_order.repeated, "GP18"),
-    # It steps lanes of another mode: what they leave on a class would hide a finding from its repetition.
+    # It captures anew, because it steps lanes of another mode. State that these leave on a class could hide
+    # the finding when it is repeated.
     _in_full_lanes(recapture.beside_other_lanes, "GP02", "GP09", "GP10", "GP15", "GP19"),
     _in_full_lanes(eager_activity.survives_eager_activity, "GP14"),
     _in_full_lanes(capture.capture_side_effects, "GP19"),
@@ -210,6 +211,6 @@ OF_OUTPUTS = tuple(
     for each in EXPERIMENTS
     if each.name in ("answers_eagerly", "answers_replayed", "declared_graph_support")
 )
-"""The experiments that run in every lane, and judge outputs and declarations only."""
+"""The experiments that run in every lane. They check only outputs and declarations."""
 
 __all__ = ["EXPERIMENTS", "OF_OUTPUTS", "Experiment", "PlannedLane"]

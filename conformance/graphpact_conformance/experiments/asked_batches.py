@@ -1,6 +1,6 @@
-"""The batches that `GraphRunner.fit` is asked for: of every size, of other kinds, of default capture sizes.
+"""The batches that are passed to `GraphRunner.fit`: every size, other kinds, default capture sizes.
 
-Does not: ask; see `graphpact_conformance.experiments.graph_choice`.
+Does not: call ``fit``; see `graphpact_conformance.experiments.graph_choice`.
 """
 
 from collections.abc import Iterator
@@ -14,15 +14,17 @@ from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.problems import Problem
 
 MOST = (*range(1, 258), 301)
-"""Values of max_bs for which runners are asked for their shapes: every multiple of a step of sizes, and its
-neighbours."""
+"""Values of max_bs for which the default shapes of a runner are checked.
+
+They include every multiple of the usual steps between capture sizes, and its neighbours.
+"""
 
 
 def of_other_kinds(config: Config) -> Iterator[tuple[str, Problem]]:
-    """Yield batches of every other mode than that of a lane, each with its name.
+    """Yield batches of all modes except the lane's, each with a description.
 
-    Chunks of a prompt have one token, as a decode, and as many as a verified draft. No batch has more
-    requests or tokens than the lane's limits allow.
+    In ragged modes each request has one new token, as in a decode step, or as many as a verified draft. No
+    batch has more requests or tokens than the lane's limits allow.
     """
     here = (config.case.mode, config.case.lane_mode, ForwardMode.IDLE)
     for case in CASES:
@@ -37,11 +39,11 @@ def of_other_kinds(config: Config) -> Iterator[tuple[str, Problem]]:
 
 
 def of_default_sizes(config: Config, most: int) -> Iterator[Problem]:
-    """Yield batches of the multiples of 8 requests up to ``most``, of their neighbours, and of a few.
+    """Yield batches of 1 to 8 requests, of multiples of 8 and their neighbours, and of ``most`` requests.
 
     Args:
-        config: The configuration of the lane; its mode is not ragged.
-        most: The most requests, at least 9.
+        config: The configuration of the lane. Its mode is not ragged.
+        most: The largest number of requests, at least 9.
     """
     each, width = config.case.rows_per_request, config.case.width or 1
     shape = GraphShape(config.case.lane_mode, most * each, most * width)
@@ -53,9 +55,9 @@ def of_default_sizes(config: Config, most: int) -> Iterator[Problem]:
 
 
 def batches_of_every_size(config: Config) -> list[Problem]:
-    """Return batches of short requests: every small size, the largest shape, one more, and an idle batch.
+    """Return batches of short requests: small sizes, the largest shape, one request more, and an idle batch.
 
-    In ragged modes also chunks of as many tokens as a verified draft has.
+    In ragged modes there are also batches with as many new tokens per request as a verified draft has.
     """
     most = config.most_requests
     sizes = [*range(1, min(most, 9) + 1), most, most + 1]
@@ -67,6 +69,6 @@ def batches_of_every_size(config: Config) -> list[Problem]:
 
 
 def one_token_more(config: Config) -> Problem:
-    """Return the largest batch of a ragged mode with one token more."""
+    """Return a batch of a ragged mode with one token more than the largest shape holds."""
     shape = config.shapes[-1]
     return corner(replace(config, capture_shapes=(replace(shape, num_tokens=shape.num_tokens + 1),)))

@@ -1,4 +1,4 @@
-"""Breaches of the pact as findings: what view or metadata of a replay have otherwise than at the capture.
+"""Breaches of the pact as findings: differences of a replay's view or metadata from those of the capture.
 
 Does not: check a pact; see `graphpact.pact`.
 """
@@ -14,9 +14,10 @@ from graphpact_conformance.results import Finding
 
 
 def of_breaches(lane: LaneUnderTest, step: StepRecord, breaches: Iterable[Breach]) -> list[Finding]:
-    """Return a finding for each breach of the pact; one for a field that counts live rows.
+    """Return a finding for each breach of the pact, but only one for a field that counts live rows.
 
-    A field that is cut by live rows has another shape, and often other strides and another address.
+    A field that is sliced to the live rows breaks several promises at once: it has another shape, and often
+    other strides and another address.
     """
     by_path: dict[str, list[Breach]] = {}
     for breach in breaches:
@@ -46,7 +47,7 @@ def _of_breach(lane: LaneUnderTest, step: StepRecord, breach: Breach, rule: str)
 
 
 def _counts_real_rows(step: StepRecord, breach: Breach) -> bool:
-    """Return whether a shape or a number counts live rows where the captured one counts padded rows."""
+    """Return whether a shape or a number counts only live rows, where the captured one counts all rows."""
     shape = step.shape
     if shape is None or breach.rule not in ("shape", "value"):
         return False

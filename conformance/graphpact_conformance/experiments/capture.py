@@ -1,4 +1,4 @@
-"""Captures: whether they succeed, their side effects, and the recorded work.
+"""Captures: their success, their side effects, and the recorded work.
 
 GP10, GP11, GP12, GP13, GP18, GP19, GP20, and every other rule that an error of a strict capture names.
 
@@ -22,13 +22,13 @@ from graphpact_conformance.lane.snapshots import reset_slot
 from graphpact_conformance.records.raised import CannotCaptureError, causes, rule_of
 from graphpact_conformance.results import Finding
 
-# -- whether -----------------------------------------------------------------------------------------
+# -- success -----------------------------------------------------------------------------------------
 
 
 def captures(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture every shape, fast and strict, with metadata made by the graph and by the hook.
 
-    Not strict with a high cache, of which a strict driver would make copies.
+    Lanes whose cache has high slot numbers are captured only fast: a strict driver would copy the cache.
     """
     found: list[Finding] = []
     ways: tuple[Way, ...] = ("graph",)
@@ -52,10 +52,10 @@ def captures(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def _of_strict_failure(lane: LaneUnderTest, error: BaseException) -> Finding:
-    """Return a finding about a lane that is captured on a fast tape and not over poison."""
+    """Return a finding about a lane that is captured on a fast tape, but fails over poison."""
     return lane.of_error(
         error,
-        expected="every shape is captured with poison in all memory that hooks have to write",
+        expected="every shape can be captured with poison in all memory that hooks have to write",
         hook="init_metadata_capture",
         help=_UNWRITTEN,
     )
@@ -65,7 +65,7 @@ _UNWRITTEN = "write every row that the kernels read, also at capture: see GP02 a
 
 
 def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> list[Finding]:
-    expected = "every shape of the runner is captured"
+    expected = "every shape of the runner can be captured"
     rule = rule_of(error) or _rule_of_dummy(lane, live) or _rule_of_size(lane)
     hook, help_ = "init_metadata_capture", _FAILED.get(rule or "")
     found = [lane.of_error(error, expected=expected, rule=rule, hook=hook, help=help_)]
@@ -75,16 +75,19 @@ def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> lis
 
 
 _FAILED = {
-    "GP04": "a dummy batch is padding in every row, request row 0 and KV slot 0: the kernels must accept"
-    " padding rows, and read no other row and no other page for them",
-    "GP11": "a live batch can be captured, and the runner's dummy cannot: make dummies like live batches",
-    "GP13": "size buffers by Limits, and by the shape's own counts",
+    "GP04": "all rows of a dummy batch are padding, with request row 0 and KV slot 0: the kernels must accept"
+    " padding rows, and must not read other rows or pages for them",
+    "GP11": "a live batch can be captured, but the runner's dummy cannot: make dummies like live batches",
+    "GP13": "size buffers by Limits, and by the counts of the shape",
 }
 _SUPPORT = "declare in capabilities.graph_support only the support that the kernels have"
 
 
 def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
-    """Return the rule of dummies or of padding if a live batch can be captured; None elsewhere."""
+    """Return the rule that the dummy breaks if a live batch can be captured in its place, otherwise None.
+
+    For a runner it is GP11, because the dummy is the runner's. For a backend it is GP04.
+    """
     config = lane.config
     if not live.requests:  # an idle lane is captured for decode batches
         lane = lane.like(replace(config, case=Case(config.case.lane_mode)))
@@ -100,7 +103,7 @@ def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
 
 
 def _rule_of_size(lane: LaneUnderTest) -> str | None:
-    """Return GP13 if smaller shapes can be captured and the largest cannot, None elsewhere."""
+    """Return GP13 if only larger shapes cannot be captured, otherwise None."""
     try:
         with torch.inference_mode():
             rig = lane.build(capture=False)
@@ -117,7 +120,7 @@ def _rule_of_size(lane: LaneUnderTest) -> str | None:
 
 
 def capture_side_effects(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Capture again with live requests in the index buffers: their memory must not change."""
+    """Capture while the index buffers hold live requests: the memory of these requests must not change."""
     problem = steps.exact
     rig = lane.rig()
     rig.step(problem)
@@ -140,8 +143,8 @@ def capture_side_effects(lane: LaneUnderTest, steps: Drawn) -> Findings:
                 expected="a capture writes only scratch",
                 actual="the capture overwrote it",
                 problem=problem,
-                help="capture a dummy batch on request row 0 and KV slot 0, and write all index buffers for"
-                " it before the region runs",
+                help="capture a dummy batch on request row 0 and KV slot 0, and write all its index buffers"
+                " before the region runs",
             )
     if not torch.equal(table, rig.table):
         yield lane.finding(
@@ -151,8 +154,8 @@ def capture_side_effects(lane: LaneUnderTest, steps: Drawn) -> Findings:
             expected="the page table is read-only",
             actual=values_at(rig.table, table != rig.table),
             problem=problem,
-            help="do not write it: the scheduler owns the page table; for rows and slots of your own use"
-            " scratch, row 0 and slot 0",
+            help="do not write it: the scheduler owns the page table. If you need a row or a slot, use"
+            " scratch: row 0 and slot 0",
         )
     for name, state in once.items():
         if name not in twice or not equal(state, twice[name]):
@@ -161,7 +164,7 @@ def capture_side_effects(lane: LaneUnderTest, steps: Drawn) -> Findings:
                 hook="init_metadata_capture",
                 field=name,
                 expected="the same contents after one capture and after two",
-                actual="every capture changes it",
+                actual="each capture changes the contents",
                 problem=problem,
                 help="protect the state of live requests from warm-up and capture: save and restore it"
                 " around the capture, or use scratch rows of it for the dummy",
@@ -196,7 +199,7 @@ def cold_and_warm(lane: LaneUnderTest, steps: Drawn) -> Findings:
                     "GP10",
                     hook="init_metadata_capture",
                     field=found["field"],
-                    expected=f"as in a cold capture of {shape}: {found['there']}",
+                    expected=f"the same as in a cold capture of {shape}: {found['there']}",
                     actual=f"{when}: {found['here']}",
                     problem=steps.exact,
                     help=TRACE_HELP["GP10"],

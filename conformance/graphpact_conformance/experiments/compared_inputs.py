@@ -1,4 +1,6 @@
-"""The inputs of a replay against those of a capture of the same batch: host numbers, tasks and contents.
+"""Comparison of the inputs of a replay with those of a capture of the same batch.
+
+The inputs are host numbers, arguments of tasks, and contents of tensors.
 
 Does not: capture the batch; see `graphpact_conformance.experiments.parity`.
 """
@@ -24,7 +26,7 @@ from graphpact_tape.poison import poison_of
 
 
 def compare_numbers(lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: StepRecord) -> Findings:
-    """Yield a finding for each host number that the graph froze and a capture of the batch has otherwise."""
+    """Yield a finding for each frozen host number that is different in a capture of the batch."""
     if step.shape is None or step.shape not in rig.captured:
         return
     promised = rig.promises(step.shape)
@@ -47,7 +49,7 @@ def compare_numbers(lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: StepR
         if not (is_readable(now) and is_readable(then)) or now == then or now != now:  # noqa: PLR0124  NaN
             continue
         if then is ForwardMode.IDLE:
-            continue  # of a capture of an idle batch, which no lane makes
+            continue  # it comes from a capture of an idle batch, and lanes never capture one
         promise = promised.get(path)
         if _is_updated(promised, path) or (promise is not None and _keeps_bound(promise, then)):
             continue
@@ -59,12 +61,12 @@ def compare_numbers(lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: StepR
             actual=f"the graph recorded {now!r}",
             step=step,
             help="use a number that is valid for every batch of the shape (from the limits), put it into a"
-            " tensor, or declare it bounded() and capture the largest",
+            " tensor, or declare it bounded() and capture its largest value",
         )
 
 
 def _is_updated(promised: Mapping[str, Promise], path: str) -> bool:
-    """Return whether a host number, or the list that has it, is declared as an argument of tasks."""
+    """Return whether a host number, or the list that contains it, is declared as an argument of tasks."""
     found = promised.get(path) or promised.get(path.rpartition("[")[0])
     return found is not None and found.value is ANY
 
@@ -78,10 +80,11 @@ def _keeps_bound(promise: Promise, value: Any) -> bool:
 def compare_tasks(
     lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: StepRecord, fresh: Callable[[], StepRecord]
 ) -> Findings:
-    """Yield a finding about arguments of tasks that are not those of this step.
+    """Yield a finding about arguments of tasks that do not belong to this step.
 
-    They differ from those of ``fresh``, a replay without earlier batches; or the replay is wrong, and a graph
-    that was captured with other arguments is right. Those of a capture alone prove nothing: they may be any.
+    There are two proofs. The arguments differ from those of ``fresh``, a replay without earlier batches. Or
+    the replay is wrong, and a graph that was captured with other arguments is right. It proves nothing that a
+    capture only has other arguments, because any arguments may be right at capture.
     """
     other, who = fresh(), "of this batch in a new lane"
     if other.error is not None or not (names := _other_tasks(step, other)):
@@ -97,7 +100,7 @@ def compare_tasks(
             actual="; ".join(str(step.tasks[name]) for name in names),
             step=step,
             help="compute the arguments of a task in one function of view and layer, for the capture and for"
-            " each update; padding rows too",
+            " each update, padding rows included",
         )
 
 
@@ -106,7 +109,7 @@ def _other_tasks(step: StepRecord, other: StepRecord) -> list[str]:
 
 
 def _is_right(lane: LaneUnderTest, rig: Rig, seen: StepRecord) -> bool:
-    """Return whether the replay of a captured batch has the oracle's results in its live rows."""
+    """Return whether the live rows of a captured and replayed batch agree with the oracle."""
     right = lane.answer(rig, seen.problem).rows
     live = live_rows(seen)
     return first_off(rig, live, {name: right[name] for name in live if name in right}) is None
@@ -120,9 +123,9 @@ def compare_contents(
     seen: StepRecord,
     fresh: Callable[[], StepRecord],
 ) -> Iterator[tuple[bool, Finding]]:
-    """Yield findings about different contents, each with whether it disappears after a reset of slots.
+    """Yield pairs: whether a difference disappears after a reset of the slots, and a finding about it.
 
-    Padding rows that are right in ``fresh``, a replay without earlier batches, are stale.
+    Padding rows are stale if they are right in ``fresh``, a replay without earlier batches.
     """
     as_new: StepRecord | None = None
     told = {breach.path for breach in step.breaches if breach.rule != "address"}  # by the pact
@@ -154,7 +157,7 @@ def compare_contents(
                     "GP08" if is_anew else "GP07",
                     hook="init_metadata_eager" if is_anew else hook_of(mine),
                     field=mine.name,
-                    expected=f"shape, stride and dtype as in a capture of this batch: {facts[1]}",
+                    expected=f"the shape, stride and dtype of a capture of this batch: {facts[1]}",
                     actual=str(facts[0]),
                     step=step,
                     help=COUNTED_HELP
@@ -179,7 +182,7 @@ def compare_contents(
 
 
 def _differs(mine: Leaf, theirs: Leaf) -> torch.Tensor:
-    """Return where two runs of one batch wrote different values."""
+    """Return a mask of the entries for which two runs of one batch wrote different values."""
     differs = ~same(mine.value, theirs.value)
     garbage = torch.full_like(mine.value, poison_of(mine.value.dtype))
     differs &= ~same(mine.value, garbage) & ~same(theirs.value, garbage)
@@ -212,7 +215,7 @@ def _of_contents(
 
 
 def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tensor) -> list[str]:
-    """Return the rules that are broken if a tensor has other contents at replay than at capture."""
+    """Return the rules that a tensor breaks whose contents at replay differ from those at capture."""
     if mine.slot is not None and mine.slot.name == "num_token_non_padded":
         return ["GP05"]
     if is_plan(mine):
@@ -229,46 +232,53 @@ def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tens
 
 
 def _is_strided(offsets: torch.Tensor, width: int | None) -> bool:
-    """Return whether offsets have a stride of ``width`` queries per request."""
+    """Return whether the offsets are 0, ``width``, 2 * ``width`` and so on."""
     if width is None or offsets.dim() != 1:
         return False
     return torch.equal(offsets.long(), torch.arange(len(offsets)) * width)
 
 
 def _is_moved(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same numbers at other indices: another stride, order or width.
+    """Return whether ``mine`` has the numbers of ``theirs`` at other indices: another stride, order or width.
 
-    Numbers count as often as they stand there: small ones are found somewhere in most tables.
+    Compares how often each number occurs. A comparison of sets would be too weak, because most tables contain
+    the small numbers.
     """
     here, there = (Counter(t[t != 0].flatten().tolist()) for t in (mine, theirs))
     if bool((mine[mine != 0] == theirs[mine != 0]).all()):
-        return False  # some are missing, and none is elsewhere
+        return False  # numbers are missing, but none has another index
     return len(here) > 1 and here <= there and 2 * here.total() >= there.total()
 
 
 _CONTENT_HELP = {
-    "GP02": "write the same values to `{name}` in {body} as for a capture, from the view, in place: use one"
+    "GP02": "write `{name}` in {body} in place, from the view, with the same values as for a capture: use one"
     " function for both",
     "GP03": "reset the padding rows of `{name}` in {body} in every step, also where they are copied from"
     " memory that is filled once",
-    "GP05": "count padding rows where the graph has them: use the counts of the shape, not of the batch",
+    "GP05": "include padding rows where the graph does: use the counts of the shape, not of the batch",
     "GP07": "use the same stride, order and element width at replay as at capture; a uniform stride of"
     " queries does not depend on accepted lengths",
     "GP09": "plan at replay as at capture, with the arguments and lengths of the recorded kernel",
 }
 _CONSTANT_HELP = (
-    "only what is the same for every batch is a constant: give the slot of `{name}` another role and write it"
-    " in {body}, or let no capture write it and declare its `contents`"
+    "a constant must be the same for every batch: give the slot of `{name}` another role and write it"
+    " in {body}, or do not write it in any capture and declare its `contents`"
 )
 
 
 def compare_ways(lane: LaneUnderTest, by_graph: StepRecord, by_hook: StepRecord) -> Findings:
-    """Compare the tensors that graph and hook write, if the results of the batch differ."""
+    """Compare the metadata that the graph writes with that of the hook, if the results differ.
+
+    Args:
+        lane: The lane.
+        by_graph: A replay whose graph records the metadata work.
+        by_hook: A replay of the same batch whose metadata the hook writes.
+    """
     if by_graph.error is not None or by_hook.error is not None:
         return
     if gives_the_same(lane.rig(), by_graph, by_hook):
         return
-    by_graph, by_hook = (  # reset slots, since the lanes have replayed different batches
+    by_graph, by_hook = (  # with slots reset, because the two lanes have replayed different batches
         lane.rig(way).step(by_graph.problem, fill=reset_slot) for way in lane.ways
     )
     rig = lane.rig("hook")
@@ -284,6 +294,7 @@ def compare_ways(lane: LaneUnderTest, by_graph: StepRecord, by_hook: StepRecord)
 
 
 COUNTED_HELP = (
-    "an eager call may keep nothing of a step, nor of the capture: take counts and metadata of this replay"
-    " from `step.attended`, `step.live` and `step.metadata` inside the call, or let `step.attend` do it"
+    "an eager call must not keep anything of an earlier step or of the capture: inside the call, read the"
+    " counts and metadata of this replay from `step.attended`, `step.live` and `step.metadata`, or use"
+    " `step.attend`"
 )

@@ -1,4 +1,6 @@
-"""The work of a graph against that of a capture of the same batch: other memory, eager calls, operations.
+"""Comparison of the work of a graph with that of a capture of the same batch.
+
+The work is the recorded operations, the eager calls between segments, and memory that is no input.
 
 Does not: compare what hooks write; see `graphpact_conformance.experiments.compared_inputs`.
 """
@@ -29,13 +31,17 @@ from graphpact_tape.writes import write
 def compare_memory(
     lane: LaneUnderTest, rig: Rig, twin: Rig, before: Before, pair: tuple[StepRecord, StepRecord]
 ) -> Findings:
-    """Find memory, in slots or outside them, with which the replay is right if a capture has written it."""
+    """Find the memory, in slots or outside them, that makes a replay wrong.
+
+    The replay is repeated with the contents that a capture of the batch wrote there. If its results become
+    those of the capture, this memory is the cause.
+    """
     step, seen = pair
     shape = step.shape
     assert shape is not None  # noqa: S101  it was replayed
     pairs = [*zip(rig.external(shape), twin.external(shape), strict=False)]
     if any((mine.shape, mine.dtype) != (theirs.shape, theirs.dtype) for mine, theirs in pairs):
-        return  # other recorded work, a finding of the traces
+        return  # the recorded work differs, which `compare_recorded_work` reports
     differing = [at for at, (mine, theirs) in enumerate(pairs) if not equal(mine, theirs)]
     alone = [[at] for at in differing]
     for chosen in [*alone, differing] if len(alone) > 1 else alone:
@@ -56,7 +62,8 @@ def compare_memory(
             hook=_hook_between(lane) if is_between else "init_metadata_replay",
             field=rig.name_of(mine, shape) + more,
             expected="the memory that the graph reads is written for this batch",
-            actual="other contents than a capture of this batch writes" + ("" if is_held else other),
+            actual="its contents differ from those that a capture of this batch writes"
+            + ("" if is_held else other),
             step=step,
             help=_HANDED_ON_HELP if is_between else _REBOUND_HELP,
         )
@@ -66,7 +73,7 @@ def compare_memory(
 def _with_memory(
     rig: Rig, step: StepRecord, before: Before, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
 ) -> StepRecord:
-    """Repeat a step with other contents of some tensors: each has those of the second of its pair."""
+    """Repeat a step after copying, in each pair, the second tensor into the first; then restore the first."""
     kept = [mine.clone() for mine, _ in pairs]
 
     def renew(_: ForwardBatch, __: Any) -> None:
@@ -80,20 +87,21 @@ def _with_memory(
 
 
 _REBOUND_HELP = (
-    "declare it in declare_slots() and write into it in place in every step: a graph reads the memory that it"
-    " recorded, also after an attribute is rebound"
+    "declare it in declare_slots() and write into it in place in every step: a graph always reads the memory"
+    " that it recorded, even after an attribute is rebound"
 )
 _HANDED_ON_HELP = (
-    "let the next segment read what `eager_call` returns, or memory that the call is given and writes in"
-    " every replay: a segment reads the tensor of the capture, whatever a list or an attribute holds now"
+    "let the next segment read the result of `eager_call`, or memory that is an argument of the call and that"
+    " it writes in every replay: a segment always reads the tensor of the capture, even if a list or an"
+    " attribute holds another one now"
 )
 
 
 def compare_eager_calls(lane: LaneUnderTest, rig: Rig, pair: tuple[StepRecord, StepRecord]) -> Findings:
     """Yield a finding if a replay in segments is wrong, and a capture of its batch is right.
 
-    Inputs, recorded work and memory are the same, so the eager calls between segments differ: by what they
-    hold of the capture, or of the step before if the same batch is right when it is replayed again.
+    Inputs, recorded work and memory are the same, so the eager calls between segments must differ. They hold
+    something of the step before if a second replay of the same batch is right, otherwise of the capture.
     """
     step, seen = pair
     shape = step.shape
@@ -108,7 +116,7 @@ def compare_eager_calls(lane: LaneUnderTest, rig: Rig, pair: tuple[StepRecord, S
         "GP02" if is_past else "GP08",
         hook=_hook_between(lane),
         field="the eager calls between segments",
-        expected="results that depend on this batch alone: a graph captured with it is right",
+        expected="results that depend only on this batch: a graph captured with it is right",
         actual=f"{wrong}; "
         + (
             "a second replay of the batch is right"
@@ -126,7 +134,7 @@ def _hook_between(lane: LaneUnderTest) -> str:
 
 
 def compare_with_warm_up(lane: LaneUnderTest, way: Way, step: StepRecord) -> Findings:
-    """Compare the recorded run of a batch that replays wrong with the warm-up before it."""
+    """Compare, for a batch whose replay is wrong, the recorded run with the warm-up before it."""
     if step.shape is None:
         return
     runs = lane.build(way, capture=False).runs_of_capture(step.problem, step.shape)
@@ -146,7 +154,10 @@ def compare_with_warm_up(lane: LaneUnderTest, way: Way, step: StepRecord) -> Fin
 
 
 def compare_traces(recorded: Sequence[TracedCall], other: Sequence[TracedCall]) -> Mapping[str, str] | None:
-    """Return the first difference of two recordings, its rule and both sides in words, or None."""
+    """Return the first difference between two recordings, or None if they are equal.
+
+    The mapping has the keys ``rule``, ``field``, ``here`` (the first recording) and ``there`` (the second).
+    """
     found = first_difference(recorded, other)
     if found is None:
         return None
@@ -194,7 +205,7 @@ def compare_recorded_work(
             rule,
             hook="init_metadata_capture",
             field=found["field"],
-            expected=f"as in a capture of this batch: {found['there']}",
+            expected=f"the same as in a capture of this batch: {found['there']}",
             actual=f"the graph was recorded with {found['here']}",
             step=step,
             help=TRACE_HELP[rule],
@@ -210,8 +221,8 @@ def _lengths_decide(
 ) -> bool:
     """Return whether two recordings differ because of the lengths on the host.
 
-    Then the batch with the dummy's lengths records the same as the dummy, or the dummy with the batch's
-    lengths the same as the batch.
+    If so, the batch with the dummy's lengths gives the recording of the dummy, or the dummy with the batch's
+    lengths gives the recording of the batch.
     """
     twin = lane.build(way, capture=False)
     assert step.shape is not None  # noqa: S101  it was replayed
@@ -246,7 +257,7 @@ def capture_and_replay(
 ) -> StepRecord:
     """Capture a batch in place of the runner's dummy, replay it once, and return the record.
 
-    A region may write its own inputs, in the warm-up too. So they are restored before the replay.
+    The inputs are restored before the replay, because a region may write its own inputs, also in the warm-up.
     """
     given: list[tuple[torch.Tensor, torch.Tensor]] = []
 

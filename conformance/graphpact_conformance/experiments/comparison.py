@@ -33,7 +33,7 @@ _TOLERANCE = {
     torch.bfloat16: 4 * torch.finfo(torch.bfloat16).eps,
     torch.float16: 4 * torch.finfo(torch.float16).eps,
 }
-_DEFAULT_TOLERANCE = 1e-1  # of any other dtype
+_DEFAULT_TOLERANCE = 1e-1  # for all other dtypes
 
 
 def tolerance_of(dtype: torch.dtype) -> float:
@@ -44,11 +44,11 @@ def tolerance_of(dtype: torch.dtype) -> float:
 def tolerance_in(rig: Rig, output: str | None = None) -> float:
     """Return the allowed error of an output, or of the KV cache after the last pass, against float64.
 
-    A pass that reads results of the passes before it adds its rounding to theirs.
+    Rounding errors add up over passes if each pass reads the results of the one before.
 
     Args:
         rig: The rig.
-        output: Name of the output; None for the KV cache.
+        output: Name of the output. None means the KV cache.
     """
     passes = rig.config.case.num_steps if rig.feeds_itself else 1
     if output is not None and output.startswith(ROWS_OF_PASS) and rig.feeds_itself:
@@ -61,14 +61,17 @@ Rows = Mapping[str, torch.Tensor]
 
 
 def same_tensors(a: Rows | None, b: Rows | None) -> bool:
-    """Return whether two results have the same names and bits, or are both None."""
+    """Return whether two sets of outputs have the same names and bits, or are both None."""
     if a is None or b is None:
         return a is b
     return a.keys() == b.keys() and all(equal(tensor, b[name]) for name, tensor in a.items())
 
 
 def first_off(rig: Rig, rows: Rows, expected: Rows) -> tuple[str, torch.Tensor] | None:
-    """Return the first output, in the order of passes, that is wrong by more than rounding, and its error."""
+    """Return the first output that is wrong by more than rounding, and its `excess`; None if there is none.
+
+    Outputs are checked in the order of passes.
+    """
     for name in sorted(expected, key=lambda n: (n != "rows", not n.startswith(ROWS_OF_PASS))):
         off = excess(rows[name], expected[name], tolerance_in(rig, name))
         if off.numel() and float(off.max()) > 1:
@@ -79,7 +82,7 @@ def first_off(rig: Rig, rows: Rows, expected: Rows) -> tuple[str, torch.Tensor] 
 def excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> torch.Tensor:
     """Return ``|actual - expected|`` divided by ``tolerance * (1 + |expected|)``; inf where one is NaN.
 
-    Numbers other than floats must be equal: it is 0 or inf.
+    For a dtype that is not floating, it is 0 where the numbers are equal and inf elsewhere.
     """
     if not expected.dtype.is_floating_point:
         return torch.where(actual == expected, 0.0, float("inf")).double()
@@ -91,7 +94,7 @@ def excess(actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> to
 def same_step(a: StepRecord, b: StepRecord, *, first_slot: int, padded: bool = True) -> bool:
     """Return whether two steps of one batch have the same outputs and KV cache, except in scratch.
 
-    Two steps that failed are the same if their errors are: type, message and line.
+    Two failed steps are the same if their errors have the same type, message and line.
 
     Args:
         a: The first step.
@@ -112,7 +115,7 @@ class Difference:
 
     Args:
         kind: ``rows`` for live rows, ``cache`` for the KV cache, ``extent`` for the number of rows.
-        what: The differing part, in words.
+        what: A description of the part that differs.
         expected: The right value.
         actual: The value of the step.
         slots: KV slots that differ.
@@ -136,7 +139,7 @@ def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
             what = "the returned rows" if name == "rows" else f"the returned rows of {rig.where(name, 0)}"
             expected = f"{tuple(right.shape)}, one row for each live token"
             if name != "rows":
-                expected = f"{tuple(right.shape)}, as an eager run of the region gives"
+                expected = f"{tuple(right.shape)}, as in an eager run of the region"
             return [Difference("extent", what, expected, is_there)]
     wrong = first_off(rig, rows, answer.rows)
     if wrong is not None:
@@ -185,7 +188,7 @@ def wrong_results(
         what: The kind of the step, such as "a replay".
         help: The next action.
         rule: The rule that a wrong result breaks here.
-        expected: The expected property, printed before the right value.
+        expected: The expected property. It is printed before the right value.
     """
     for wrong in differences(rig, step, lane.answer(rig, step.problem)):
         yield lane.finding(
@@ -207,12 +210,12 @@ def faults(
     expected: str,
     help: str,  # noqa: A002  the field of reports
 ) -> list[Finding]:
-    """Return what is wrong with a replay, all under one rule: its error, or its differences from the oracle.
+    """Return findings about a replay, all under one rule: its error, or its differences from the oracle.
 
-    Empty for a batch that the runner declined.
+    The list is empty for a batch that the runner declined.
 
     Args:
-        lane: What is tested.
+        lane: The lane.
         rig: The rig that did the step.
         step: The step.
         rule: The rule.
@@ -233,7 +236,7 @@ def is_right(
 ) -> bool:
     """Return whether a step of a batch ends without error and agrees with the oracle.
 
-    A batch that the runner may decline, and declines, shows nothing about graphs, and is not right.
+    Returns False for a batch that the runner declines, because an eager run is no evidence about graphs.
     """
     step = rig.step(problem, eagerly=eagerly, may_decline=may_decline)
     if step.error is not None or step.declined is not None:
@@ -242,7 +245,7 @@ def is_right(
 
 
 def strict_rig(lane: LaneUnderTest, way: Way = "graph") -> Rig | None:
-    """Return a strict lane; None if it cannot be captured, which is a finding of ``captures``."""
+    """Return a strict lane, or None if it cannot be captured; ``captures`` reports that."""
     try:
         return lane.guarded(way)
     except CannotCaptureError:
@@ -257,7 +260,7 @@ TensorEdit = Callable[[torch.Tensor], None]
 def altered(changes: dict[str, TensorEdit]) -> Ready:
     """Return a callback that edits tensors of view and metadata, by path, between hooks and replay.
 
-    After the step they are as before, also those that no step writes.
+    All edits are undone after the step, because some tensors are not written again by the next step.
     """
 
     def ready(view: ForwardBatch, metadata: Any) -> Undo:
@@ -272,7 +275,7 @@ def altered(changes: dict[str, TensorEdit]) -> Ready:
 
 
 def _restore(kept: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Write the kept contents of tensors back, the last edit first."""
+    """Write the kept contents of tensors back, in reverse order of the edits."""
     for tensor, before in reversed(kept):
         write(tensor, before)
 
@@ -304,7 +307,7 @@ def matters(
         leaf: The tensor to edit.
         mask: The entries to edit.
         other: The new values, in the tensor's shape.
-        batch: The batch that was run instead of the problem's own one.
+        batch: The batch that was run in place of the batch of the problem.
     """
     changed = rig.step(base.problem, ready=altered({leaf.path: put(mask, other)}), batch=batch)
     return not same_step(base, changed, first_slot=rig.config.page_size)
@@ -314,14 +317,14 @@ def matters(
 
 
 def sides_of(breach: Breach) -> tuple[str, str]:
-    """Return the captured and the replayed value in words, and for addresses only that they differ."""
+    """Return texts for the captured and the replayed value. For addresses they say only that these differ."""
     if breach.rule == "address":
         return "the captured address", "another address"
     return f"{breach.rule} as captured: {breach.captured}", breach.replayed
 
 
 def spell(mask: torch.Tensor) -> str:
-    """Return the entries of a mask as an index: the range of the first axis, or the first entry."""
+    """Return the text of an index for a mask: a range for one axis, otherwise its first entry."""
     at = mask.nonzero()
     if mask.dim() == 1:
         first, last = int(at[0]), int(at[-1])

@@ -58,9 +58,9 @@ def dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def _form(rig: Rig, shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch) -> Iterator[_Asked]:
-    """Require the fields of a live batch, in the shape's sizes.
+    """Require the fields of a live batch, in the sizes of the shape.
 
-    One of them may lack a field whose slot is computed. A live batch may lack an optional one.
+    Fields whose slot is optional or computed may be missing in one of the two batches.
     """
     for name, count, asked in (
         ("batch_size", dummy.batch_size, shape.batch_size),
@@ -78,7 +78,7 @@ def _form(rig: Rig, shape: GraphShape, dummy: ForwardBatch, live: ForwardBatch) 
             if each.name in may_lack:
                 continue
             has = ["nothing" if value is None else type(value).__name__ for value in (theirs, mine)]
-            yield _Asked(each.name, False, f"{has[0]}, as a live batch has", has[1])  # noqa: FBT003
+            yield _Asked(each.name, False, f"{has[0]}, as in a live batch", has[1])  # noqa: FBT003
         elif isinstance(mine, torch.Tensor) and isinstance(theirs, torch.Tensor):
             kinds = [(t.dtype, t.dim()) for t in (theirs, mine)]
             yield _Asked(each.name, kinds[0] == kinds[1], f"{kinds[0]}", kinds[1])
@@ -106,7 +106,7 @@ def _lengths(rig: Rig, dummy: ForwardBatch) -> Iterator[_Asked]:
 
 
 def _values(rig: Rig, shape: GraphShape, dummy: ForwardBatch) -> Iterator[_Asked]:
-    """Require rows on scratch, valid values of every field, and counts of all tokens."""
+    """Require rows on scratch, valid values in every field, and counts that include all tokens."""
     tensors, config = dummy.tensors(), rig.config
     for name, values in tensors.items():
         wrong = wrong_rows(name, tensors, config)
@@ -158,7 +158,7 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
             expected=f"{shape} for its own dummy batch",
             actual=str(step.shape or "an eager run"),
             step=step,
-            help="return for the dummy of a shape that shape from fit()",
+            help="let fit() return the shape of the dummy",
         )
         return
     if len(set(types)) > 1:
@@ -170,7 +170,7 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
             expected=f"{then.__name__}, the type at capture",
             actual=now.__name__,
             step=step,
-            help="return the same type from both hooks; upgrade it in both or in neither",
+            help="return the same type from both hooks: if one converts the metadata, the other must too",
         )
         return
     yield from _compare_with_dummy(lane, rig, step, kept)
@@ -202,7 +202,7 @@ def _compare_with_dummy(
 
 
 def _has_effect(rig: Rig, step: StepRecord, path: str, differs: torch.Tensor, then: torch.Tensor) -> bool:
-    """Return whether the values that capture wrote change the results of the graph."""
+    """Return whether the values that the capture wrote change the results of a replay."""
     batch = rig.dummy(step.shape) if step.shape is not None else None
     problem = step.problem
     base = rig.step(problem, batch=batch)
@@ -210,5 +210,5 @@ def _has_effect(rig: Rig, step: StepRecord, path: str, differs: torch.Tensor, th
     if leaf is None or base.error is not None:
         return False
     if leaf.slot is not None and leaf.slot.axis == "none" and leaf.value.numel() == 1:
-        return True  # a count may have no effect on a dummy, whose rows are all on scratch
+        return True  # counts are always reported: they may have no effect on a dummy, which is all on scratch
     return matters(rig, base, leaf, differs, then, batch=batch)

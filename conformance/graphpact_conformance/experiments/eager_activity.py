@@ -1,4 +1,4 @@
-"""Eager activity between replays, of many sizes and of another mode, which frees and reuses memory: GP14.
+"""Eager steps between replays, of many sizes and of another mode, that free and reuse memory: GP14.
 
 Does not: replay batches in other orders; see `graphpact_conformance.experiments.replay_order`.
 """
@@ -25,7 +25,7 @@ from graphpact_conformance.records.steps import StepRecord
 
 
 def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Run eager batches of many sizes, clear caches and reuse freed memory between capture and replay."""
+    """Run eager batches of many sizes, clear caches, and reuse freed memory between capture and replay."""
     lane = lane.like(replace(lane.config, room=_MORE_SIZES))
     for strict in (True, False):
         lane.clear_caches()  # graphs of another rig would keep cached tensors alive
@@ -36,7 +36,7 @@ def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
         _run_eager_activity(lane, rig, every_size=strict)
         for problem in problems:
             step = rig.step(problem)
-            expected = "memory that a graph uses stays at its address, whatever ran in between"
+            expected = "memory that a graph uses stays at its address during any eager activity"
             if step.error is not None:
                 found = lane.of_error(step.error, expected=expected, step=step, help=STAYS_HELP)
                 yield found.model_copy(update={"rule": "GP14"})
@@ -48,7 +48,7 @@ def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def _moved(lane: LaneUnderTest, step: StepRecord) -> Findings:
-    """Yield findings for attributes that a graph reads and the backend has replaced."""
+    """Yield findings about tensors that a graph reads and that the backend has replaced in its attributes."""
     for breach in step.breaches:
         if breach.path.startswith("backend."):
             expected, actual = sides_of(breach)
@@ -67,17 +67,18 @@ STAYS_HELP = (
     " into it: a graph does not follow memory that an eager step replaces, grows or evicts"
 )
 _MORE_SIZES = 24
-"""Requests beyond the largest shape: so many more sizes have eager steps of their own."""
+"""Number of batch sizes beyond the largest shape that are run eagerly."""
 
 
 def _run_eager_activity(lane: LaneUnderTest, rig: Rig, *, every_size: bool) -> None:
     """Do what engines do between two steps: clear caches, reuse freed memory, run eager batches.
 
     Args:
-        lane: What is tested.
+        lane: The lane.
         rig: The rig whose graphs are replayed afterwards.
-        every_size: Whether to run a batch of every size that the limits allow, or of a few. Caches of tensors
-            by size evict then what a graph reads. Only a strict rig frees it.
+        every_size: Whether to run a batch of every size that the limits allow, so that caches of tensors by
+            size evict tensors that a graph reads. Only a strict rig frees evicted tensors. False runs a few
+            sizes.
     """
     lane.clear_caches()
     gc.collect(1)  # collecting all generations would take longer than the rest of the experiment
@@ -96,7 +97,7 @@ def _run_eager_activity(lane: LaneUnderTest, rig: Rig, *, every_size: bool) -> N
 
 
 def _run_every_size(rig: Rig, whole: Problem) -> None:
-    """Run the first requests of a batch eagerly, in every number; other experiments report errors."""
+    """Run every prefix of a batch's requests eagerly, and ignore errors, which other experiments report."""
     rig.load(whole)
     for count in range(1, len(whole.requests)):
         some = replace(whole, requests=whole.requests[:count])
@@ -105,9 +106,9 @@ def _run_every_size(rig: Rig, whole: Problem) -> None:
 
 
 def _run_other_mode(lane: LaneUnderTest) -> None:
-    """Run a batch of another mode without a graph, as prefill does beside decode.
+    """Run a batch of another mode without a graph, as engines run prefill between decode steps.
 
-    Errors are findings of that mode.
+    Errors are ignored: the lanes of that mode report them.
     """
     with contextlib.suppress(Exception, SystemExit):
         other = lane.of_another_mode()

@@ -1,6 +1,7 @@
-"""`Experiment`, one procedure of the suite, and `PlannedLane`, one lane of a run in which it may run.
+"""`Experiment`, one procedure of the suite, and `PlannedLane`, one lane of a run.
 
-Does not: choose lanes (see `graphpact_conformance.suite.plan`), or say where one runs (see ``when``).
+Does not: choose lanes (see `graphpact_conformance.suite.plan`), or decide in which lanes an experiment runs
+(see ``when``).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -30,15 +31,16 @@ class Experiment:
         run: ``(lane, steps) -> findings``: the procedure, for `Drawn` or a recorded sequence of batches.
         runs_in: ``(plan, size) -> bool``: the lanes in which it runs; see
             `graphpact_conformance.experiments.when`.
-        after_findings: The lanes in which it runs also after a finding of another experiment: a wrong output
-            shows no rule, and this experiment names the rule and the field. None for no lanes.
-        after_failed_captures: The lanes in which it runs also if they cannot be captured, and says why. None
-            for no lanes.
-        repeats: Whether more batches show more. An experiment without `repeats` runs once per lane.
+        after_findings: The lanes in which it also runs after a finding of another experiment. A wrong output
+            does not show which rule is broken; this experiment names the rule and the field. None means no
+            lanes.
+        after_failed_captures: The lanes in which it also runs if they cannot be captured, and reports the
+            cause. None means no lanes.
+        repeats: Whether to run it again with more batches. Without `repeats` it runs once per lane.
         needs_graphs: Whether it is skipped in lanes that capture nothing.
         takes_recordings: Whether it takes the whole sequence of a recorded lane, not parts of it.
-        shares_captures: Whether it begins with the captures of the experiment before, if that one found
-            nothing. What it finds then is found again with new ones, or does not count.
+        shares_captures: Whether it reuses the captures of the experiment before, if that one had no finding.
+            Its findings count only if a run with new captures repeats them.
         num_captures: About how often it captures every shape of a lane, to estimate its time.
     """
 
@@ -56,15 +58,15 @@ class Experiment:
 
     @property
     def about(self) -> str:
-        """The first line of its docstring."""
+        """The first line of the docstring of ``run``."""
         return (self.run.__doc__ or "").strip().splitlines()[0]
 
     def listed(self, findings: Iterable[Finding]) -> list[Finding]:
-        """Return the findings of the rules that it examines, and those without a rule."""
+        """Return the findings whose rule it examines, and those without a rule."""
         return [finding for finding in findings if finding.rule in (None, *self.examines)]
 
     def findings(self, lane: LaneUnderTest, steps: Sequence[Problem]) -> "Found":
-        """Run it, and return its findings, those before an error included."""
+        """Run it, and return its findings, including those before an error."""
         found: list[Finding] = []
         try:
             with lane.watch.during(Call(f"other calls in {self.name}")):
@@ -72,17 +74,17 @@ class Experiment:
                     found.append(finding)  # noqa: PERF402  those before an error count
         except DeclinedError as declined:
             return Found(found, declined=str(declined))
-        except Exception as error:  # noqa: BLE001  of the plugin or of the suite; the caller decides which
+        except Exception as error:  # noqa: BLE001  from the plugin or the suite; the caller decides which
             return Found(found, error=error)
         return Found(found)
 
 
 class Found(NamedTuple):
-    """What an experiment found.
+    """The result of an experiment.
 
     Args:
         findings: Its findings.
-        declined: Why it ended early, if the runner declined a batch that it needs.
+        declined: The runner's reason, if it declined a batch that the experiment needs and so ended it.
         error: The error that ended it early.
     """
 
@@ -104,8 +106,8 @@ class PlannedLane:
         suffix: Suffix of its name, after the configuration.
         names: Names of the plugins for the command line.
         contract: The contract version of the plugin.
-        recorded: The recorded lane whose steps run in it; None for drawn steps.
-        experiments: The experiments to choose from; None for all of the suite.
+        recorded: The recorded lane whose steps run in it. None means drawn steps.
+        experiments: The experiments to choose from. None means all experiments of the suite.
     """
 
     lane: LaneUnderTest
@@ -117,7 +119,7 @@ class PlannedLane:
     experiments: Sequence[Experiment] | None = None
 
     def of(self, names: str, experiments: Sequence[Experiment]) -> "PlannedLane":
-        """Return the same lane of an adapter's target, with its experiments."""
+        """Return a copy of the lane for an adapter's target, with the target's names and experiments."""
         return replace(self, names=names, experiments=experiments)
 
     def __str__(self) -> str:
@@ -125,12 +127,16 @@ class PlannedLane:
 
     @property
     def has_all(self) -> bool:
-        """Whether all experiments run in it. A strict driver would copy a high cache: too much memory."""
+        """Whether all experiments run in it.
+
+        They do not run with high slot numbers: a strict driver would copy the cache, which needs too much
+        memory.
+        """
         return self.is_full and not self.lane.config.high
 
     @property
     def is_pair(self) -> bool:
-        """Whether a backend is checked with a runner that is not the suite's own, on drawn steps."""
+        """Whether it checks a backend together with a runner plugin, on drawn steps."""
         lane = self.lane
         has_partner = lane.kind == "attention_backend" and lane.runner is not ReferenceRunner
         return has_partner and self.recorded is None

@@ -26,8 +26,8 @@ from graphpact_conformance.results import Finding
 from graphpact_tape.tape import TapeDriver
 
 _DECLINE_HELP = (
-    "return the captured shape; or, if its graph must not serve the batch, return an EagerReason of the"
-    " runner's own, and list it in the class attribute `declines`"
+    "return the captured shape; or, if its graph must not serve the batch, define an EagerReason in the"
+    " runner, return it, and list it in the class attribute `declines`"
 )
 MOST_SIZES = 256
 """The value of max_bs for which batches of every size are fitted."""
@@ -36,7 +36,7 @@ MOST_SIZES = 256
 def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
     """Fit and run batches of every size: each takes the smallest captured shape that holds it.
 
-    Or it runs eagerly, with a reason that the runner declares, or because no captured shape holds it.
+    A batch may also run eagerly, if the runner declares the reason or if no captured shape holds it.
     """
     lane = with_room(lane)
     rig = lane.rig()
@@ -77,7 +77,7 @@ def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
 def with_room(lane: LaneUnderTest) -> LaneUnderTest:
     """Return a lane whose limits allow one request more than the largest shape.
 
-    So a step that no graph holds stays within the limits by which a plugin sizes its memory.
+    A plugin sizes its memory by the limits. With this room, a batch that no graph holds still keeps to them.
     """
     return lane.like(replace(lane.config, room=max(lane.config.room, 1)))
 
@@ -85,7 +85,7 @@ def with_room(lane: LaneUnderTest) -> LaneUnderTest:
 def _run_as_fitted(
     lane: LaneUnderTest, rig: Rig, problem: Problem, asked: GraphShape | EagerReason | None
 ) -> Findings:
-    """Run a batch: the lane replays the shape that ``fit`` gave, or runs eagerly and counts the reason."""
+    """Run a batch: the lane replays the shape from ``fit``, or runs eagerly and counts the reason."""
     best = asked if isinstance(asked, GraphShape) else None
     step = rig.step(problem, may_decline=True)
     if step.error is not None:
@@ -121,7 +121,7 @@ def _run_as_fitted(
     found = compare_with_capture(lane, rig, "graph", problem)
     otherwise = [each for each in found if each.rule in ("GP08", "GP10")]
     if lane.kind == "attention_backend":
-        yield from otherwise  # its shapes are not its own
+        yield from otherwise  # the suite chooses the shapes of a backend's lane, so GP12 does not apply
     elif otherwise:
         yield lane.finding(
             "GP12",
@@ -150,14 +150,14 @@ def _ask(
             rule="GP12",
             problem=problem,
             hook="prepare_replay",
-            help="return an EagerReason where no shape holds the batch, and raise no error",
+            help="return an EagerReason if no shape holds the batch; do not raise an error",
         )
 
 
 def smallest_holding(shapes: Sequence[GraphShape], batch: ForwardBatch) -> list[GraphShape]:
     """Return the smallest captured shapes that hold a batch.
 
-    There are several if shapes differ in two sizes, or in their variant.
+    There can be several if shapes differ in two sizes, or in their variant.
     """
     fits = [
         shape
@@ -201,7 +201,7 @@ def _default_shapes(lane: LaneUnderTest, rig: Rig) -> Findings:
                 error,
                 expected=f"shapes for steps of {most} requests",
                 rule="GP12",
-                help="support every limits.max_bs from 1 up in shapes()",
+                help="support every value of limits.max_bs, from 1 up, in shapes()",
             )
             return
         if own:
@@ -242,14 +242,17 @@ def _fit_defaults(lane: LaneUnderTest, rig: Rig) -> Findings:
 
 
 def _in_any_order(lane: LaneUnderTest, rig: Rig) -> Findings:
-    """Fit requests of different lengths in two orders. In mixed batches the order says which ones decode."""
+    """Fit requests of different lengths in two orders: the answers must be equal.
+
+    Mixed batches are left out, because their order says which requests decode.
+    """
     problem = short_and_long(lane.config.unbounded)
     if lane.config.case.mode is ForwardMode.MIXED:
         return
     orders = problem, replace(problem, requests=problem.requests[::-1])
     answers = [_ask(lane, rig, rig.batch_of(each), each) for each in orders]
     if any(refused is not None for _, refused in answers) or answers[0] == answers[1]:
-        return  # what refuses any batch is found above
+        return  # `graph_choice` reports errors of ``fit`` for other batches
     yield lane.finding(
         "GP12",
         hook="prepare_replay",
@@ -262,7 +265,7 @@ def _in_any_order(lane: LaneUnderTest, rig: Rig) -> Findings:
 
 
 def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
-    """Fit batches of other modes and widths: none may take this graph."""
+    """Fit batches of other modes and widths: none of them may take a graph of this lane."""
     problem = of_size(lane.config, 1)
     batch = rig.batch_of(problem)
     others = [
@@ -276,7 +279,7 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
             name: getattr(batch, name).repeat_interleave(2, dim=0)
             for name in ("input_ids", "positions", "out_cache_loc")
         }
-        mode = lane.config.case.lane_mode  # an idle batch has no tokens
+        mode = lane.config.case.lane_mode  # not IDLE, because an idle batch has no tokens
         doubled = replace(batch, forward_mode=mode, **twice)
         others.append(("a batch with twice as many tokens per request", doubled))
     for what, other in others:
@@ -291,7 +294,7 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
             yield lane.finding(
                 "GP12",
                 field="fit()",
-                expected=f"an EagerReason for {what}: {asked} was recorded for another kind",
+                expected=f"an EagerReason for {what}: {asked} was recorded for another kind of batch",
                 actual=str(asked),
                 problem=problem,
                 help="compare the mode, the tokens per request, and everything else that recorded kernels"
@@ -300,13 +303,13 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
 
 
 def declared_graph_support(lane: LaneUnderTest, _: Drawn) -> Findings:
-    """Check that a lane captures shapes unless its backend or its runner declares no graphs of the mode."""
+    """Check that a lane captures shapes, unless its backend or runner declares no graphs for the mode."""
     if lane.captures_nothing and lane.no_graphs_declared is None:
         support = lane.graph_support
         yield lane.finding(
             "GP12",
             field="shapes()" if lane.kind == "runner" else "capabilities.graph_support",
-            expected=f"graphs of {lane.config.case}: declared graph support is {support.value!r}",
+            expected=f"graphs of {lane.config.case}: the declared graph support is {support.value!r}",
             actual="the runner has no shape to capture",
             help="return the shapes to capture from shapes(), or declare needs = GraphSupport.NEVER"
             if lane.kind == "runner"

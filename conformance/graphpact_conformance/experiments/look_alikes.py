@@ -1,9 +1,10 @@
-"""Live requests with the numbers of a padding row: GP04.
+"""Live requests that look like padding rows: GP04.
 
 A kernel or a runner may recognise padding rows by a number: the length that the backend declares for them,
-position 0, token 0. Live requests have these numbers too. Only the number of live rows tells them apart.
+position 0, token 0. But live requests can have these numbers too. Only the number of live rows separates live
+rows from padding rows.
 
-Does not: draw batches; the requests of a drawn batch get the numbers.
+Does not: draw batches; it changes a request of a drawn batch.
 """
 
 from dataclasses import replace
@@ -19,8 +20,8 @@ from graphpact_conformance.lane.rig import Rig
 
 
 def takes_live_rows_for_padding(lane: LaneUnderTest, rig: Rig, steps: Drawn) -> Findings:
-    """Replay batches that end with a live request which looks like padding, with and without padding rows."""
-    expected = "a live request with the numbers of a padding row is live"
+    """Replay batches whose last live request looks like padding, with and without padding rows."""
+    expected = "a live request that has the numbers of a padding row is still treated as live"
     for origin in (steps.padded, steps.exact):
         for problem in look_alikes(lane.config, origin, rig.padded_seq_len):
             step = rig.step(problem, may_decline=True)
@@ -38,15 +39,18 @@ def takes_live_rows_for_padding(lane: LaneUnderTest, rig: Rig, steps: Drawn) -> 
 
 _HELP = (
     "recognise padding rows by the number of live rows, never by a length, a position or a token: a live"
-    " request may have each of these numbers"
+    " request may have any of these numbers"
 )
-_AFTER_OTHERS = "as the first batch it is right: look for what earlier batches leave, such as cached plans"
+_AFTER_OTHERS = (
+    "as the first batch in a new lane it is right: look for state that earlier batches leave, such as cached"
+    " plans"
+)
 
 
 def look_alikes(config: Config, problem: Problem, length: int) -> list[Problem]:
-    """Return a batch with its last request like padding, once by its length and once by its position.
+    """Return copies of a batch whose last request looks like padding: one by its length, one by its position.
 
-    Empty for a batch without requests.
+    The list is empty for a batch without requests.
 
     Args:
         config: The configuration of the lane.
@@ -60,10 +64,11 @@ def look_alikes(config: Config, problem: Problem, length: int) -> list[Problem]:
 
 
 def with_look_alike(config: Config, problem: Problem, length: int) -> Problem:
-    """Return the batch with a last request of token 0, of ``length`` if it can have it, otherwise shorter.
+    """Return a copy of the batch whose last request has token 0 and, if possible, ``length`` tokens.
 
-    It is the request with the fewest new tokens, moved to the end. The number of requests and tokens is that
-    of ``problem``, so it takes the same graph.
+    The last request is the one with the fewest new tokens, moved to the end. It is shorter than ``length`` if
+    it has fewer tokens. The number of requests and tokens is that of ``problem``, so the copy takes the same
+    graph.
     """
     at = min(
         range(len(problem.requests)),

@@ -1,9 +1,9 @@
 """Outputs and KV cache against attention in float64, in eager steps and in replays.
 
-GP02, GP04 to GP10, GP12, GP13, GP15, GP19, and findings without a rule: wrong results of an eager run.
+GP02, GP04 to GP10, GP12, GP13, GP15, GP19. Wrong results of an eager run are findings without a rule.
 
-Does not: find the field at fault (see `graphpact_conformance.experiments.parity` and ``refresh``), or the
-effects of padding rows (see ``padding``).
+Does not: find the field that causes a wrong output (see `graphpact_conformance.experiments.parity` and
+``refresh``), or the effects of padding rows (see ``padding``).
 """
 
 from collections.abc import Sequence
@@ -57,13 +57,13 @@ def answers_eagerly(lane: LaneUnderTest, steps: Drawn) -> Findings:
     if is_wrong or not rig.captured:
         return
     for replayed, problem in ((steps.exact, largest), (steps.padded, steps.exact)):
-        rig.step(replayed, may_decline=True)  # what is wrong with it is a finding of `answers_replayed`
+        rig.step(replayed, may_decline=True)  # `answers_replayed` reports errors of this step
         yield from _judge_eager(lane, rig, rig.step(problem, eagerly=True), after="after a replay")
 
 
 def _judge_eager(lane: LaneUnderTest, rig: Rig, step: StepRecord, after: str = "") -> Findings:
     if step.error is not None:
-        expected = "an eager run of a declared kind of batch" + (f", also {after}" if after else "")
+        expected = "a declared kind of batch runs eagerly" + (f", also {after}" if after else "")
         yield lane.of_error(step.error, expected=expected, step=step)
         return
     for name in step.changed_fields:
@@ -73,18 +73,18 @@ def _judge_eager(lane: LaneUnderTest, rig: Rig, step: StepRecord, after: str = "
             expected="the batch is read-only",
             actual="the step changed it",
             step=step,
-            help="write copies: in an eager step the view is the engine's own batch",
+            help="copy a tensor before you write it: in an eager step the view is the engine's batch",
         )
     if step.changed_fields or not differences(rig, step, lane.answer(rig, step.problem)):
         return
     help_ = "no graph is involved: check the kernels and their metadata"
     if lane.kind == "runner":
-        help_ = "no graph is involved: check what `compose` gives to each pass, and makes of its results"
+        help_ = "no graph is involved: check in `compose` the inputs of each pass and the use of its results"
     if rig.captured and is_right(lane, lane.build(capture=False), step.problem, eagerly=True):
         after = after or "after the captures"
         help_ = (
-            "in a lane without graphs it is right: let eager steps use nothing that captures and replays"
-            " keep, and keep nothing for all lanes of a process"
+            "in a lane without graphs it is right: eager steps must not use state that captures and replays"
+            " keep, nor state that all lanes of a process share"
         )
     what = f"an eager run {after}".strip()
     yield from wrong_results(lane, rig, step, what=what, help=help_)
@@ -103,7 +103,7 @@ def answers_replayed(lane: LaneUnderTest, steps: Drawn) -> Findings:
             "GP02",
             hook="populate",
             field=f"batch.{name}",
-            expected="a slot of that name: a graph ignores a field without a slot, and Lane.run() refuses"
+            expected="a slot of that name: a graph ignores a field without a slot, so Lane.run() refuses"
             " the batch",
             actual="slots() declares none",
             problem=steps[0],
@@ -133,14 +133,14 @@ def answers_replayed(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def _at_edges(lane: LaneUnderTest, rig: Rig) -> Findings:
-    """Replay requests at whose lengths counts or graphs change, and requests of equal lengths.
+    """Replay requests whose lengths are at page, window or graph boundaries, and requests of equal lengths.
 
-    No other experiment has these batches, so what a capture of the wrong one has is compared here.
+    No other experiment uses these batches, so a wrong replay is compared with a capture here.
     """
     for problem in (*edges(lane.config), *_at_tiers(lane, rig)):
         step = rig.step(problem, may_decline=True)
         if step.error is not None:
-            expected = "requests at the end of a page, a window or a graph, or of equal lengths, are replayed"
+            expected = "requests at page, window or graph boundaries, or of equal lengths, are replayed"
             yield lane.of_error(step.error, expected=expected, step=step)
             return
         if step.declined is not None:
@@ -157,7 +157,7 @@ def _at_edges(lane: LaneUnderTest, rig: Rig) -> Findings:
 
 
 def _at_tiers(lane: LaneUnderTest, rig: Rig) -> list[Problem]:
-    """Return requests at the lengths at which the runner takes another graph; none if it cannot be asked."""
+    """Return requests at the lengths where the runner changes graphs; none if its ``fit`` raises."""
     try:
         return at_tiers(lane.config, lambda problem: rig.fit(rig.batch_of(problem)))
     except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything: see `graph_choice`
@@ -165,14 +165,17 @@ def _at_tiers(lane: LaneUnderTest, rig: Rig) -> list[Problem]:
 
 
 _EDGES = (
-    "the requests of this batch end a page or a window, or begin one, have lengths at which the runner takes"
-    " another graph, or share a first page at one length: look for a comparison that is off by one, and for"
-    " requests that are told apart by their lengths or pages"
+    "the requests of this batch are at page, window or graph boundaries, or have equal lengths and share a"
+    " first page: look for an off-by-one comparison, or for code that identifies a request by its length or"
+    " pages"
 )
 
 
 def _every_batch_declined(lane: LaneUnderTest, step: StepRecord, steps: Drawn) -> Findings:
-    """Check that the runner replays a batch with requests; in a lane of idle batches, an idle one."""
+    """Check that the runner does not decline every batch.
+
+    Idle batches count only in a lane of idle batches.
+    """
     config = lane.config
     others = (of_size(config, 1), half_size_batch(config), corner(config))
     asked = [p for p in (*steps, *others) if p.requests or config.case.mode is ForwardMode.IDLE]
@@ -181,16 +184,16 @@ def _every_batch_declined(lane: LaneUnderTest, step: StepRecord, steps: Drawn) -
             "GP12",
             hook="prepare_replay",
             field="fit()",
-            expected="replays of some batches: the runner captures graphs for them",
+            expected="some batches are replayed, because the runner captures graphs",
             actual=f"every batch is declined: {step.declined}",
             step=step,
-            help="return a captured shape for the batches that the graphs are made for; a runner that"
-            " captures nothing returns no shapes()",
+            help="return a captured shape for the batches that the graphs are made for; if the runner"
+            " captures nothing, return no shapes from shapes()",
         )
 
 
 def _judge_run(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
-    """Check that the step was one replay, and changed neither page table nor batch."""
+    """Check that the step was one replay, and that it did not change the page table or the batch."""
     if step.replays != 1:
         how = f"counted {step.replays} replays"
         if step.reason is not None:
@@ -202,8 +205,8 @@ def _judge_run(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
             expected="one replay, prepared by the hooks, for a batch that fits a captured shape",
             actual=f"the lane {how}",
             step=step,
-            help="return from fit() the captured shape that holds the batch, or a reason of the runner's own"
-            " that its `declines` lists; a wrapper of run_step must not replace the step",
+            help="return from fit() the captured shape that holds the batch, or a reason that the runner"
+            " lists in `declines`; a wrapper of run_step must not replace the step",
         )
     table = step.problem.page_table(rig.config)
     if step.table is not None and not torch.equal(step.table, table):
@@ -230,7 +233,7 @@ def _judge_run(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
 def _of_difference(
     lane: LaneUnderTest, rig: Rig, step: StepRecord, found: Difference, exact: Problem
 ) -> Findings:
-    """Yield a finding about a wrong replay, with the rule where the step itself shows it."""
+    """Yield a finding about a wrong replay, with the broken rule if the step itself shows it."""
     shape, problem = step.shape, step.problem
     padded = shape is not None and (
         shape.batch_size > problem.batch_size or shape.num_tokens > len(problem.tokens)
@@ -259,8 +262,8 @@ def _of_difference(
     elif not _is_prepared_otherwise(lane, rig, problem) and is_right(lane, rig, problem, eagerly=True):
         rule = "GP10"
         help_ = (
-            "the hooks prepare the same as a capture of this batch, so the recorded work is wrong for it:"
-            " look for work that runs once, outside the hooks"
+            "the hooks prepare the same inputs as for a capture of this batch, so the recorded work is wrong"
+            " for it: look for work that runs once, outside the hooks"
         )
     yield lane.finding(
         rule,
@@ -273,9 +276,9 @@ def _of_difference(
 
 
 _OVERWRITTEN_HELP = (
-    "with a copy of each result of attention it is right: the eager call of a later layer writes the memory"
-    " of this result while a segment still needs it. Return a copy that belongs to the segment after the"
-    " call, or give each layer memory of its own"
+    "if each result of attention is copied, it is right: the eager call of a later layer overwrites this"
+    " result while a segment still needs it. Return a copy that belongs to the segment after the call, or"
+    " give each layer separate memory"
 )
 
 
@@ -288,7 +291,7 @@ def _is_overwritten(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> bool:
 
 
 def _other_input(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Finding | None:
-    """Return a finding about the first field whose live rows are not those of the batch; None if all are."""
+    """Return a finding about the first field whose live rows differ from the batch, or None."""
     for name, given in rig.batch_of(step.problem).tensors().items():
         leaf = step.leaves.get(f"view.{name}")
         if leaf is None or leaf.value.dim() != given.dim():
@@ -306,13 +309,13 @@ def _other_input(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Finding | N
                 expected=f"the values of the batch: {values_at(given.cpu(), differs)}",
                 actual=values_at(mine, differs),
                 step=step,
-                help="copy what the batch has; a model reads nothing else of this step",
+                help="copy the values of the batch: they are the only input of the model in this step",
             )
     return None
 
 
 def _writes_foreign_slots(problem: Problem, slots: Sequence[int]) -> bool:
-    """Return whether the batch's own tokens do not write one of the slots."""
+    """Return whether one of the slots is not written by the tokens of the batch."""
     own = {slot for token in problem.tokens for slot in token.slots}
     return bool(set(slots) - own)
 
@@ -351,7 +354,7 @@ _SIZES = (
 
 
 def _corners(config: Config) -> list[tuple[Problem, Problem]]:
-    """Return pairs of a smaller and a largest batch; for ragged modes also a pair with padding tokens."""
+    """Return pairs of a smaller and a largest batch; in ragged modes also a pair with padding tokens."""
     largest = corner(config)
     found = [(half_size_batch(config), largest)]
     if config.case.width is None:

@@ -35,13 +35,13 @@ from graphpact_tape.writes import write
 
 
 def padding(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Replay a batch with other contents of its padding rows and of the memory around them."""
+    """Replay a batch with other contents in its padding rows and in memory outside live requests."""
     rig = lane.rig()
     exact = rig.step(steps.exact)
     if exact.error is None and exact.outputs is not None:
         yield from _scratch_leaks(lane, rig, exact)
     padded = [steps.small, steps.padded]
-    if lane.config.case.width is None:  # all requests of the shape, and fewer tokens
+    if lane.config.case.width is None:  # as many requests as the shape holds, but fewer tokens
         padded.append(of_size(lane.config, lane.config.most_requests))
     for problem in padded:
         rig.step(steps.exact)  # may leave stale rows
@@ -61,16 +61,16 @@ def padding(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def _only_padded_fails(lane: LaneUnderTest, rig: Rig, step: StepRecord, exact: Problem) -> Findings:
-    """Yield findings about a batch that fails where one without padding rows passes.
+    """Yield findings about a batch that fails, although a batch without padding rows passes.
 
-    The cause is the contents or the number of padding rows. It is no value that all padding rows have: the
-    dummies consist of them, and were captured.
+    The cause is stale or wrong contents of padding rows, or their number. It is not a value that all padding
+    rows have: dummies consist of padding rows only, and were captured without error.
     """
     if step.error is None or lane.hook_raised(step):
         return
     if rig.step(step.problem).error is None or rig.step(exact).error is not None:
-        return  # an error of the order of batches, or of every batch, not of padding
-    expected = "a batch with padding rows is replayed like one without"
+        return  # the cause is the order of batches, or every batch fails: padding is not the cause
+    expected = "a batch with padding rows is replayed like a batch without them"
     is_stale = rig.step(step.problem, fill=_clear).error is None
     if is_stale or lane.build().step(step.problem).error is None:  # the first replay has nothing stale
         found = lane.of_error(step.error, expected=expected, step=step)
@@ -87,12 +87,12 @@ def _only_padded_fails(lane: LaneUnderTest, rig: Rig, step: StepRecord, exact: P
 
 
 _PADDED_HELP = {
-    "GP04": "point padding rows to request row 0 and KV slot 0: use no other number, such as -1, as an index",
-    "GP05": "count the same rows everywhere: offsets end at the padded rows of q; a fake request for"
-    " padding tokens must be counted in queries, keys and pages",
+    "GP04": "point padding rows to request row 0 and KV slot 0; do not use other indices, such as -1",
+    "GP05": "count the same rows everywhere: offsets end at the padded rows of q; if padding tokens form a"
+    " fake request, count it in queries, keys and pages",
 }
 _STALE_HELP = (
-    "with zeroed slots, or as the first replay, it passes, so the step reads values of an earlier batch:"
+    "with zeroed slots, or as the first replay, it is right, so the step reads values of an earlier batch:"
     " write all rows up to the padded count in every step"
 )
 
@@ -113,7 +113,7 @@ def _extents(lane: LaneUnderTest, step: StepRecord) -> Findings:
                 expected=f"{rows} rows, as in the shape",
                 actual=f"shape {tuple(leaf.value.shape)}",
                 step=step,
-                help="cut the view by the padded counts: BoundSlot.slice_for(padded_bs, padded_num_tokens)",
+                help="slice the view by the padded counts: BoundSlot.slice_for(padded_bs, padded_num_tokens)",
             )
     count = step.leaves.get("view.num_token_non_padded")
     if count is not None:
@@ -161,7 +161,7 @@ def _sentinels(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Findings:
 
 
 def _scratch_leaks(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
-    """Write other numbers, then NaN, into scratch: live rows must not change."""
+    """Write other numbers into scratch, then NaN: live rows must not change."""
     for what, value in (("other numbers", 3.0), ("NaN", NAN)):
 
         def spoil(value: float = value) -> None:
@@ -195,10 +195,10 @@ def pads_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
                 "GP04",
                 field=f"{name} in KV slot {slot}",
                 expected="padding tokens write only scratch, KV slot 0",
-                actual="it changes with the tokens of padding rows, so one of them writes it",
+                actual="it changes with the tokens of padding rows, so a padding row writes it",
                 step=step,
-                help="let padding tokens keep KV slot 0 from the runner: as an index, -1 is the last slot;"
-                " the slot of the first token belongs to a live request",
+                help="keep KV slot 0, which the runner sets for padding tokens: -1 would index the last slot,"
+                " and the slot of the first token belongs to a live request",
             )
             return  # further differences follow from this one
     yield from _compare_real(lane, rig, base, step, "other tokens in padding rows")
@@ -207,7 +207,7 @@ def pads_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
 def _leftovers_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Problem) -> Findings:
     """Write NaN into memory that outlives steps: live rows must not change.
 
-    Only memory that batches without padding do not read counts.
+    Memory that batches without padding read is left out.
     """
     right = rig.step(exact)
     if right.shape != base.shape:
@@ -233,7 +233,7 @@ def _compare_real(lane: LaneUnderTest, rig: Rig, base: StepRecord, step: StepRec
         yield lane.of_error(step.error, expected=f"{what} does not change live rows", rule="GP06", step=step)
         return
     if same_tensors(base.rows, step.rows) or not same_tensors(base.rows, rig.step(base.problem).rows):
-        return  # equal; or the step is not deterministic, a finding of `repeated`
+        return  # equal, or the step is not deterministic, which `repeated` reports
     assert base.rows is not None  # noqa: S101  both ended
     assert step.rows is not None  # noqa: S101  both ended
     name = next(name for name, tensor in base.rows.items() if not equal(tensor, step.rows[name]))
@@ -253,10 +253,11 @@ def _compare_real(lane: LaneUnderTest, rig: Rig, base: StepRecord, step: StepRec
 
 
 def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
-    """Change unowned memory, then memory of live requests: padding rows, on scratch, must not change.
+    """Change unowned memory, then memory of live requests: padding rows, which use scratch, must not change.
 
-    Unowned memory comes first, since live rows do not read it. With work across rows, padding rows may depend
-    on live rows and so on their memory; such lanes are recognised by other queries of live rows.
+    Unowned memory comes first, because live rows do not read it. With work across rows, padding rows may
+    depend on live rows, and so on the memory of live requests. Such lanes are recognised by a change of the
+    queries of live rows; the memory of live requests is not changed there.
     """
     was = _padded_outputs(rig, base)
     ids = _real_ids(rig, base)
@@ -280,11 +281,11 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
     if seen is None or was is None or same_tensors(was, seen):
         return
     if not same_tensors(was, _padded_outputs(rig, rig.step(base.problem))):
-        return  # not deterministic, a finding of `repeated`
+        return  # not deterministic, which `repeated` reports
     clean = _padded_outputs(rig, rig.step(base.problem, fill=_clear))
     anew = _padded_outputs(rig, spoiled(everything=everything, fill=_clear))
     is_stale = clean is None or same_tensors(clean, anew)
-    if not is_stale:  # stale rows may come through memory that is filled once
+    if not is_stale:  # stale values may also come from memory that is filled once
         fresh = lane.build()
         first = _padded_outputs(fresh, fresh.step(base.problem))
         is_stale = same_tensors(first, _padded_outputs(fresh, spoiled(everything=everything, rig=fresh)))
@@ -297,11 +298,11 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
         field=f"row {row} of the graph's outputs, a padding row",
         expected="an output that depends only on scratch",
         actual="it changes with keys of live requests or unowned KV slots"
-        + (", and without earlier batches it does not: it reads values of one of them" if is_stale else ""),
+        + (", but not without earlier batches: it reads stale values of one of them" if is_stale else ""),
         step=base,
         help=_STALE_HELP
         if is_stale
-        else "point padding rows to request row 0 and scratch pages: their metadata must name no other page",
+        else "point padding rows to request row 0 and scratch pages: their metadata must name only these",
     )
 
 
@@ -311,7 +312,10 @@ def _written(request: ProblemRequest) -> list[int]:
 
 
 def _rows_meet(rig: Rig, base: StepRecord, ids: Sequence[int]) -> bool:
-    """Return whether padding rows depend on the queries of live rows, or live rows do not."""
+    """Return whether padding rows depend on the queries of live rows.
+
+    Also returns True if live rows do not depend on these queries, because then the change proves nothing.
+    """
     with rig.other_weights((_QUERIES,), ids):
         other = rig.step(base.problem)
     met = not same_tensors(_padded_outputs(rig, base), _padded_outputs(rig, other))
@@ -319,9 +323,10 @@ def _rows_meet(rig: Rig, base: StepRecord, ids: Sequence[int]) -> bool:
 
 
 def _padded_outputs(rig: Rig, step: StepRecord) -> dict[str, torch.Tensor] | None:
-    """Return the padding rows of the outputs, without work across rows; None for a step that failed.
+    """Return the padding rows of the outputs, without the columns that depend on all rows.
 
-    In a ragged mode a padding request has no token: its row of an output by request is that of another one.
+    Returns None for a step that failed. In a ragged mode a padding request has no token, so its row of an
+    output per request is that of another request; these outputs are left out.
     """
     if step.error is not None or step.outputs is None:
         return None
@@ -336,9 +341,10 @@ def _padded_outputs(rig: Rig, step: StepRecord) -> dict[str, torch.Tensor] | Non
 
 
 def _real_ids(rig: Rig, base: StepRecord) -> list[int]:
-    """Return the token ids that live rows have, in any step of a draft, and padding rows do not.
+    """Return the token ids that occur in live rows but not in padding rows, in any step of a draft.
 
-    With embeddings, which are zeros in padding rows, the ids are those of the tables' rows that they weigh.
+    With embeddings there are no token ids. Then the indices of all table rows that embeddings weigh are
+    returned, because the embeddings of padding rows are zeros.
     """
     if rig.config.case.embeds:
         return [*range(HIDDEN)]
@@ -358,7 +364,7 @@ def _real_ids(rig: Rig, base: StepRecord) -> list[int]:
 
 
 def _pads_count(lane: LaneUnderTest, rig: Rig, base: StepRecord, exact: Problem) -> Findings:
-    """Yield a finding if live rows are wrong only with padding, for any contents of padding and slots."""
+    """Yield a finding if live rows are wrong only with padding, even if all slots were zeroed before."""
     if not differences(rig, base, lane.answer(rig, base.problem)):
         return
     step = rig.step(base.problem, fill=_clear)

@@ -1,9 +1,9 @@
-"""The inputs of a replay against a capture of the same batch: GP01 to GP03, GP05, GP07 to GP11.
+"""Comparison of a replay with a capture of the same batch: GP01 to GP03, GP05, GP07 to GP11.
 
 Capture is a replay of a dummy batch, plus binding. So a capture of a live batch has the inputs that its
-replay must have: the same types, fields, host numbers, shapes, and contents. It also records the same
-operations as the graph of the dummy, with the same host numbers. If the replay has other results, the memory
-that both graphs read is compared too, and the recorded run with the warm-up before it.
+replay must have: the same types, fields, host numbers, shapes, and contents. It must also record the same
+operations as the graph of the dummy, with the same host numbers. If the results differ, the memory that both
+graphs read is compared too, and the recorded run is compared with the warm-up before it.
 
 Does not: check outputs of attention (see `graphpact_conformance.experiments.outputs`), or find stale values
 of earlier batches (see ``refresh``).
@@ -40,7 +40,7 @@ from graphpact_conformance.results import Finding
 
 
 def replay_against_capture(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Capture each batch, and compare with the inputs of its replay and with the recorded work."""
+    """Capture each batch, and compare its inputs and recorded work with those of its replay."""
     problems = [*steps, assorted(lane.config)]
     if lane.config.case.mode is ForwardMode.IDLE:
         problems = problems[:1]  # all idle batches are equal
@@ -64,7 +64,7 @@ def replay_against_capture(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 def compare_with_capture(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> Findings:
-    """Compare the replay of a batch with a capture of it on a new lane; include stale values."""
+    """Compare the replay of a batch with a capture of it in a new lane. Stale slots are included."""
     compared = _compare(lane, rig, way, problem)
     yield from (*compared.found, *compared.past)
 
@@ -74,10 +74,10 @@ class _Compared(NamedTuple):
 
     Args:
         step: The replay.
-        seen: The capture; None where there is none.
+        seen: The replay right after a capture of the batch. None if there is no capture.
         found: Findings about the differences.
         past: Findings about stale slots, which `refresh` also reports.
-        explained: Whether a finding is the cause of wrong results, shown by a right replay without it.
+        explained: Whether a finding shows the cause of wrong results.
     """
 
     step: StepRecord
@@ -91,7 +91,7 @@ def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Comp
     before = Before(rig)
     step = rig.step(problem)
     if lane.hook_raised(step):
-        return _Compared(step, None, [])  # a finding of `answers_replayed`, and no evidence of anything else
+        return _Compared(step, None, [])  # `answers_replayed` reports it; it is no evidence for other rules
     found = of_breaches(lane, step, step.breaches)
     shape = step.shape
     if shape is None or not step.leaves:

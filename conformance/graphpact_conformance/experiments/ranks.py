@@ -3,7 +3,7 @@
 Ranks are simulated: they run one after another in this process, with the rank set by `graphpact.parallel`.
 Real ranks would synchronise in collectives, so the recorded operations and the gathered rows must be equal.
 
-Does not: communicate.
+Does not: start processes or run collectives.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,12 +36,12 @@ from graphpact_conformance.results import Finding
 from graphpact_tape.trace import TracedCall
 
 _RANK_HELP = (
-    "with one rank it does not fail: check sizes that depend on attn_tp_size and offsets that depend on"
+    "with one rank the batch runs: check sizes that depend on attn_tp_size and offsets that depend on"
     " attn_tp_rank"
 )
 _GATHER_HELP = (
-    "without other ranks it does not fail: check the use of global_num_tokens_cpu, and ranks without"
-    " requests and rows"
+    "without other ranks the batch runs: check the use of global_num_tokens_cpu, and ranks that have no"
+    " requests and no rows"
 )
 _COUNT_HELP = (
     "declare the slot whenever layers need it (RunnerContext.num_token_non_padded). With"
@@ -50,18 +50,19 @@ _COUNT_HELP = (
 )
 _GATHERED_HELP = (
     "let a post_fill of the slot write the padded count of FillContext, as"
-    " build_decode_registry(require_gathered_buffer=True) does; the batch's counts are those of live tokens"
+    " build_decode_registry(require_gathered_buffer=True) does; the batch's counts include only live tokens"
 )
 _DECLINE_RANK_HELP = (
-    "let a declared reason depend only on data that all ranks have. Requests of a rank are its own where"
-    " layers gather over ranks: decline every batch with global_num_tokens_cpu, or none"
+    "let a declared reason depend only on data that all ranks have. Where layers gather over ranks, each rank"
+    " has other requests: decline every batch with global_num_tokens_cpu, or none"
 )
 
 
 def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Capture and step as each rank: shapes, recorded work and gathered rows must be equal.
 
-    In lanes with optional fields also as the last of some ranks that do not gather: it has all rows.
+    Lanes with optional fields also run as the last rank of a group that does not gather. Such a rank has all
+    rows.
     """
     config = lane.config
     counted = lane.like(replace(config, counts=True))
@@ -75,10 +76,10 @@ def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
 def _as_ranks(
     lane: LaneUnderTest, counted: LaneUnderTest, numbers: Sequence[int], problems: Sequence[Problem]
 ) -> Findings:
-    """Capture and step as some ranks.
+    """Capture and step as each of some ranks, and compare them.
 
     Args:
-        lane: The lane of one rank.
+        lane: The lane of a single rank, whose layers do not read the counts of tokens.
         counted: The lane whose layers read the counts of tokens.
         numbers: The ranks.
         problems: The batches.
@@ -100,7 +101,7 @@ def _as_ranks(
                 if not _captures(counted):
                     yield lane.of_error(
                         error,
-                        expected="a lane whose layers read the count of live tokens is captured too",
+                        expected="a lane whose layers read the count of live tokens can be captured too",
                         rule="GP11",
                         help=_COUNTED_HELP,
                     )
@@ -118,7 +119,7 @@ def _as_ranks(
         for found in _same_steps(lane, counted, rigs, problems[:number]):
             is_wrong_in_steps |= (found.field or "").startswith(f"view.{COUNT}")
             yield found
-    if not is_wrong_in_steps:  # a count that is wrong at capture alone
+    if not is_wrong_in_steps:  # otherwise a wrong count at capture adds nothing
         yield from at_capture
     if counted.config.gathers:
         yield from _uneven(lane, [*rigs.values()])
@@ -130,7 +131,7 @@ def _as_rank(rank: int, ranks: int) -> AbstractContextManager[object]:
 
 
 def _captures(lane: LaneUnderTest) -> bool:
-    """Return whether a single rank captures a lane."""
+    """Return whether the lane can be captured as a single rank."""
     try:
         with get_parallel().override(attn_tp_rank=0, attn_tp_size=1):
             lane.rig()
@@ -140,14 +141,14 @@ def _captures(lane: LaneUnderTest) -> bool:
 
 
 _COUNTED_HELP = (
-    "declare the slot and set the field in dummy() for each lane by its own context: keep nothing of another"
-    " lane on the class or in the module"
+    "declare the slot, and set the field in dummy(), according to the context of each lane: do not keep state"
+    " of a lane on the class or in the module"
 )
 
 
 @torch.inference_mode()
 def _captured_counts(lane: LaneUnderTest, rank: int, rig: Rig) -> Findings:
-    """Capture, and check that the count of live tokens is that of a replay of the same dummy."""
+    """Capture, and check that the dummy's count of live tokens is the count that a replay would have."""
     counts: list[torch.Tensor | None] = []
 
     def see(view: ForwardBatch, _: object) -> None:
@@ -214,9 +215,9 @@ def _same_captures(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
 
 
 def _other_work(first: Sequence[TracedCall], second: Sequence[TracedCall]) -> tuple[int, str, str] | None:
-    """Return the first recorded operation that differs between two ranks, and both in words.
+    """Return the index of the first operation that differs between two ranks, and a text for each rank.
 
-    Operations and tensor shapes count. Host numbers may differ, such as the first row of a rank.
+    Only operations and tensor shapes are compared. Host numbers may differ, such as the first row of a rank.
     """
     for at, (one, two) in enumerate(zip_longest(first, second)):
         shown = [_work_of(call) for call in (one, two)]
@@ -249,7 +250,7 @@ def _same_steps(
         plain: The lane without a count of live tokens.
         lane: The lane.
         rigs: The rig of each rank.
-        problems: The batches so far; the ranks have stepped all but the last.
+        problems: The batches so far. The ranks have already run all but the last.
     """
     answers: list[GraphShape | EagerReason | None] = []
     declined: EagerReason | None = None
@@ -317,7 +318,7 @@ def _compare_rows(
 
 
 def _is_right_alone(lane: LaneUnderTest, problems: Sequence[Problem]) -> bool:
-    """Return whether a single rank in a new lane runs all batches, and the last one right."""
+    """Return whether a single rank, in a new lane, runs the last batch correctly after the others."""
     with get_parallel().override(attn_tp_rank=0, attn_tp_size=1):
         try:
             rig = lane.build()
@@ -329,15 +330,15 @@ def _is_right_alone(lane: LaneUnderTest, problems: Sequence[Problem]) -> bool:
 
 
 def _has_count(rig: Rig, problem: Problem) -> bool:
-    """Return whether the view of a batch counts all its tokens, if it counts tokens."""
+    """Return whether the view's count of live tokens includes all tokens of the batch, if it has a count."""
     count = rig.step(problem, may_decline=True).leaves.get(f"view.{COUNT}")
     return count is None or int(count.value) == len(problem.tokens)
 
 
 def _share(lane: LaneUnderTest, rank: int, step: StepRecord, problems: Sequence[Problem]) -> Findings:
-    """Check the counts of tokens of a replay on a rank: its own live ones, and those that ranks gather.
+    """Check the token counts of a replay on a rank: its live tokens, and the tokens that ranks gather.
 
-    A count of live tokens that is wrong for a single rank too breaks GP05.
+    If the count of live tokens is wrong for a single rank too, it breaks GP05, otherwise GP17.
     """
     shape, ranks = step.shape, lane.config.ranks
     assert shape is not None  # noqa: S101  it was replayed
@@ -364,7 +365,10 @@ def _share(lane: LaneUnderTest, rank: int, step: StepRecord, problems: Sequence[
 
 
 def _groups(lane: LaneUnderTest, rig: Rig) -> list[list[Problem]]:
-    """Return unequal batches of data-parallel ranks, each of which alone takes the right graph."""
+    """Return groups of unequal batches for data-parallel ranks.
+
+    Batches that do not take the right graph even without other ranks are left out.
+    """
     config = lane.config
     if config.case.width is None:
         most = min(config.shapes[-1].num_tokens, config.context - 1)
@@ -380,7 +384,7 @@ def _groups(lane: LaneUnderTest, rig: Rig) -> list[list[Problem]]:
     declined = next(filter(lane.declined, (corner(config.unbounded), *batches_of_every_size(config))), None)
     if declined is not None:
         groups += [[declined, *[of_size(config, config.most_requests)] * (config.ranks - 1)]]
-    # another graph without other ranks too is a finding of `graph_choice`
+    # if a batch takes another graph even without other ranks, `graph_choice` reports it
     return [group for group in groups if not any(_takes_another_graph(rig, problem) for problem in group)]
 
 
@@ -395,7 +399,7 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
             batch = replace(rig.batch_of(problem), global_num_tokens_cpu=together)
             asked, refused = _ask(lane, rig, batch, problem)
             if refused is not None:
-                return  # a finding of `graph_choice`
+                return  # `graph_choice` reports it
             if isinstance(asked, GraphShape):
                 step = rig.step(problem, batch=batch, may_decline=True)
                 if step.error is not None:
@@ -415,7 +419,10 @@ def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
 
 
 def _uneven_by_default(lane: LaneUnderTest, rig: Rig) -> Findings:
-    """Fit unequal batches of ranks by a runner's default settings: in ragged modes they may limit padding."""
+    """Fit unequal batches of ranks with the default settings of a runner, which may limit padding.
+
+    Only ragged modes have such a limit.
+    """
     if lane.kind != "runner" or lane.config.case.width is not None:
         return
     for group in _groups(lane, rig):
@@ -424,7 +431,7 @@ def _uneven_by_default(lane: LaneUnderTest, rig: Rig) -> Findings:
         try:
             answers = [lane.fit_default(MOST_SIZES, batch) for batch in batches]
         except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
-            return  # a finding of `graph_choice`
+            return  # `graph_choice` reports it
         yield from _of_answers(lane, rig, together, answers)
 
 
@@ -434,7 +441,7 @@ def _of_answers(
     together: tuple[int, ...],
     answers: Sequence[GraphShape | EagerReason | None],
 ) -> Findings:
-    """Yield a finding if ranks with these numbers of tokens take other shapes, or only some of them one."""
+    """Yield a finding if ranks with these token counts take different shapes, or only some take a graph."""
     if len({*answers}) == 1 or not any(isinstance(answer, GraphShape) for answer in answers):
         return
     shown = [
@@ -454,12 +461,12 @@ def _of_answers(
 
 
 def _of_ranks(config: Config, *sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return the numbers of each rank: the given ones of two ranks, then 0 and 1 in turn."""
+    """Return one number for each rank: the given ones for the first two ranks, then 0 and 1 in turn."""
     return [(*two, *islice(cycle((0, 1)), config.ranks - len(two))) for two in sizes]
 
 
 def _takes_another_graph(rig: Rig, problem: Problem) -> bool:
-    """Return whether a batch alone is fitted to another shape than the smallest that holds it."""
+    """Return whether a batch, without other ranks, does not take the smallest shape that holds it."""
     batch = rig.batch_of(problem)
     try:
         asked = rig.fit(batch)

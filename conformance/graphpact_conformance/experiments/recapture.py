@@ -1,6 +1,6 @@
-"""A lane later in an engine: captured again, beside other lanes, on memory that the engine rewrites.
+"""What an engine may do to a lane later: capture it again, run other lanes, rewrite batches and weights.
 
-GP02, GP09, GP10, GP15, GP16, GP19. Each experiment does what the contract allows an engine to do.
+GP02, GP09, GP10, GP15, GP16, GP19. The contract allows an engine each of these actions.
 
 Does not: run eager batches of many sizes between replays; see ``replay_order``.
 """
@@ -30,18 +30,18 @@ from graphpact_tape.poison import poison
 
 
 def captured_again(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Capture again: after a long step, after a short one and `Lane.close`, one shape alone; then replay."""
+    """Capture again after a long step, after a short step and close, and only one shape; then replay."""
     rig = strict_rig(lane)
     if rig is None:
-        lane.rig()  # raises where no lane can be captured
+        lane.rig()  # raises if a fast lane cannot be captured either
         return
     problems = [p for p in (steps.padded, steps.small) if is_right(lane, rig, p, may_decline=True)]
     short = of_size(lane.config, 1) if steps.exact.requests else steps.idle
     for when, before, shape in (
         ("a long step", corner(lane.config), None),
         ("a short step and close()", short, None),
-        ("another one was, alone", short, rig.captured[0]),
-        ("another one was, alone, twice", short, rig.captured[0]),
+        ("one shape was captured again", short, rig.captured[0]),
+        ("one shape was captured again twice", short, rig.captured[0]),
     ):
         rig.step(before, may_decline=True)
         if before is short and shape is None:
@@ -62,8 +62,8 @@ def captured_again(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 _AGAIN = (
-    "bind and record everything anew in every capture: keep no metadata, no tensor of a capture and no flag"
-    " from an earlier one"
+    "bind and record everything anew in every capture: keep no metadata, tensors or flags of an earlier"
+    " capture"
 )
 
 
@@ -75,7 +75,7 @@ def rewritten_memory(lane: LaneUnderTest, steps: Drawn) -> Findings:
     lane = lane.with_sinks()
     rig = strict_rig(lane)
     if rig is None:
-        lane.rig()  # raises where no lane can be captured
+        lane.rig()  # raises if a fast lane cannot be captured either
         return
     yield from _batch_rewritten(lane, rig, steps)
     yield from _batch_reused(lane, rig, steps.exact)
@@ -101,13 +101,13 @@ def _batch_rewritten(lane: LaneUnderTest, rig: Rig, steps: Drawn) -> Findings:
         yield found.model_copy(update={"rule": "GP16"})
         return
     rig.load(other)
-    with contextlib.suppress(Exception, SystemExit):  # a finding of `answers_eagerly`
+    with contextlib.suppress(Exception, SystemExit):  # `answers_eagerly` reports it
         rig.run(rig.batch_of(other), eagerly=True)
     when = "after an eager step"
     if same_tensors(copies(held), right):
         rig.load(last)
         when = "while the next step is prepared"
-        with contextlib.suppress(Exception, SystemExit):  # a finding of `answers_replayed`
+        with contextlib.suppress(Exception, SystemExit):  # `answers_replayed` reports it
             rig.prepare(rig.batch_of(last))
     if not same_tensors(copies(held), right):
         yield lane.finding(
@@ -123,9 +123,9 @@ def _batch_rewritten(lane: LaneUnderTest, rig: Rig, steps: Drawn) -> Findings:
 
 @torch.inference_mode()
 def _batch_reused(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
-    """Step with the tensors of one batch, which the engine fills with the next batch's values.
+    """Run several batches in the same tensors: they are overwritten with the values of each next batch.
 
-    A batch that lacks one of the fields, or has one more, has tensors of its own.
+    Batches with another set of fields are left out.
     """
     batch = rig.batch_of(problem)
     for other in (problem, *neighbours(lane.config, problem)[:2]):
@@ -135,39 +135,39 @@ def _batch_reused(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
         for name, values in following.tensors().items():
             batch.tensors()[name].copy_(values)
         step = rig.step(other, batch=batch, may_decline=True)
-        expected = "a batch in the tensors of the batch before is a new batch"
+        expected = "a batch that reuses the tensors of the batch before is treated as a new batch"
         found = faults(lane, rig, step, rule="GP16", expected=expected, help=_REWRITTEN)
         if found:
-            if is_right(lane, rig, other, may_decline=True):  # in tensors of its own
+            if is_right(lane, rig, other, may_decline=True):  # right in new tensors
                 yield from found
             return
 
 
 _REWRITTEN = (
     "keep no tensor of a batch after its step: the engine owns it and may write the next batch into it. Copy"
-    " what a later step compares, and copy to the device from memory of your own"
+    " the values that a later step compares, and copy to the device from memory that the plugin owns"
 )
 
 
 @torch.inference_mode()
 def _weights_written(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
-    """Write other weights and sinks in place, as an engine does that is trained meanwhile, and replay."""
+    """Write other weights and sinks in place, as engines do in online training, and replay."""
     if not is_right(lane, rig, problem, may_decline=True):
         return
     for weight in rig.weights:
         weight.copy_(weight.flip(0))
-    anew = replace(problem)  # the oracle's answer is another one
-    expected = "results of weights and sinks that were written in place between two steps"
+    anew = replace(problem)  # a new object, because the answer of the old one is cached
+    expected = "the results use weights and sinks that were written in place between two steps"
     step = rig.step(anew, may_decline=True)
-    if step.error is not None:  # a rule that it names, such as GP16, has nothing to do with weights
+    if step.error is not None:  # GP02 even if the error names a rule, such as GP16, unrelated to weights
         yield lane.of_error(step.error, expected=expected, rule="GP02", step=step, help=_WEIGHTS)
         return
     yield from faults(lane, rig, step, rule="GP02", expected=expected, help=_WEIGHTS)
 
 
 _WEIGHTS = (
-    "read weights and `LayerSpec.sinks` where they are, in every step: keep no copy, cast or product of them"
-    " from the time of construction or of capture. A cast inside of `forward` is recorded"
+    "read weights and `LayerSpec.sinks` in place in every step: do not keep a copy, cast or product of them"
+    " from construction or capture. A cast inside `forward` is recorded, and so is correct"
 )
 
 
@@ -202,15 +202,15 @@ def beside_other_lanes(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 _CLASS = (
-    "keep the state of a lane in the instance, or in metadata: attributes of the class, globals of the module"
-    " and caches of functions belong to all lanes of the process"
+    "keep the state of a lane in the instance, or in metadata: class attributes, module globals and function"
+    " caches are shared by all lanes of the process"
 )
 
 
 def _beside_another_mode(lane: LaneUnderTest, rig: Rig, problems: list[Problem]) -> Findings:
-    """Replay between the capture of a lane of another mode and its first step, and after it."""
+    """Replay after the capture of a lane of another mode, and again after the first step of that lane."""
     built = None
-    with contextlib.suppress(Exception, SystemExit):  # findings of its own mode
+    with contextlib.suppress(Exception, SystemExit):  # the lanes of that mode report it
         built = lane.of_another_mode(capture=True)
     if built is None:
         return
@@ -223,7 +223,7 @@ def _beside_another_mode(lane: LaneUnderTest, rig: Rig, problems: list[Problem])
         if rule == "GP15":
             other.step(largest, may_decline=True)
         for problem in problems:
-            expected = f"the results of a lane alone, also {when}"
+            expected = f"the results of a lane without other lanes, also {when}"
             step = rig.step(problem, may_decline=True)
             found = faults(lane, rig, step, rule=rule, expected=expected, help=_CLASS)
             if found:
@@ -232,7 +232,7 @@ def _beside_another_mode(lane: LaneUnderTest, rig: Rig, problems: list[Problem])
 
 
 def _in_turn(lane: LaneUnderTest, one: Rig, two: Rig, problems: list[Problem], how: str) -> Findings:
-    """Step two lanes in turn, with one batch and others, and hold the outputs of one meanwhile."""
+    """Step two lanes in turn, with the same batch and with others, while the outputs of one are held."""
     expected = f"two lanes of one class, {how} a shared pool of inputs, do not affect each other"
     first, *others = problems
     for mine, theirs in ((one, two), (two, one)):
@@ -247,13 +247,13 @@ def _in_turn(lane: LaneUnderTest, one: Rig, two: Rig, problems: list[Problem], h
         if found:
             yield _left_unwritten(lane, step, alone) or found[0]
             return
-        for other in others:  # one of the same shape, too
+        for other in others:  # one of them has the same shape
             theirs.step(other, may_decline=True)
         if not same_tensors(copies(held), right):
             yield lane.finding(
                 "GP15",
                 field="the outputs",
-                expected=f"{expected}: outputs are valid until the next replay of their own driver",
+                expected=f"{expected}: outputs are valid until the next replay of the same driver",
                 actual="a replay of the other lane changes them",
                 problem=first,
                 help=_CLASS,
@@ -262,7 +262,7 @@ def _in_turn(lane: LaneUnderTest, one: Rig, two: Rig, problems: list[Problem], h
 
 
 def _left_unwritten(lane: LaneUnderTest, step: StepRecord, right: StepRecord) -> Finding | None:
-    """Return a finding about the first slot that a wrong step left as it was, None if there is none.
+    """Return a finding about the first slot that a wrong step did not write, or None if there is none.
 
     Args:
         lane: The lane.
@@ -278,7 +278,7 @@ def _left_unwritten(lane: LaneUnderTest, step: StepRecord, right: StepRecord) ->
             hook=hook_of(leaf),
             field=leaf.name,
             expected="the contents that another lane of the class has for this batch",
-            actual="other contents, after the other lane was stepped with the batch",
+            actual="other contents, after the other lane ran the batch",
             step=step,
             help=_CLASS,
         )
@@ -287,10 +287,10 @@ def _left_unwritten(lane: LaneUnderTest, step: StepRecord, right: StepRecord) ->
 
 @torch.inference_mode()
 def _outputs_of(rig: Rig, problem: Problem, batch: ForwardBatch) -> Mapping[str, torch.Tensor] | None:
-    """Return the outputs of a replay, not copied; None for a step that fails or runs eagerly."""
+    """Return the outputs of a replay without a copy, or None if the step fails or runs eagerly."""
     if not isinstance(rig.fit(batch), GraphShape):
         return None
     rig.load(problem)
-    with contextlib.suppress(Exception, SystemExit):  # a finding of `answers_replayed`
+    with contextlib.suppress(Exception, SystemExit):  # `answers_replayed` reports it
         return rig.run(batch)
     return None

@@ -1,7 +1,7 @@
-"""The recorded steps of a real engine, replayed in their order: GP02, GP03, GP09, GP10.
+"""The recorded steps of a real engine, replayed in the recorded order: GP02, GP03, GP09, GP10.
 
-A step that is wrong only after the steps before it depends on them: metadata that is kept while nothing seems
-to change, a page that is appended too late.
+If a step is wrong only after the steps before it, it depends on them. Examples are metadata that is kept
+because nothing seems to change, and a page that is appended too late.
 
 Does not: read a recording (see `graphpact_conformance.draws.scenario`).
 """
@@ -19,16 +19,16 @@ from graphpact_conformance.records.raised import CannotCaptureError
 from graphpact_conformance.records.steps import StepRecord
 
 _KEPT = (
-    "alone, this batch is right: write all that the kernels read in every step, from the view, and keep"
-    " nothing because an earlier batch looked the same"
+    "in a new lane this batch is right: in every step write everything that the kernels read, from the view,"
+    " and do not keep values because an earlier batch looked the same"
 )
-_ALONE = "a new lane replays this batch wrong too: see the other experiments in this lane"
+_ALONE = "this batch is wrong in a new lane too: see the other experiments in this lane"
 
 
 def recorded_steps(lane: LaneUnderTest, steps: Sequence[Problem]) -> Findings:
-    """Replay the recorded batches in their order, fast and strict, and compare with attention in float64."""
+    """Replay the recorded batches in order, fast and strict, and compare with attention in float64."""
     found = [*_replay(lane, lane.rig(), steps)]
-    with suppress(CannotCaptureError):  # a finding of `captures`
+    with suppress(CannotCaptureError):  # `captures` reports it
         found = found or [*_replay(lane, lane.guarded(), steps)]
     yield from found
 
@@ -48,7 +48,7 @@ def _of_step(lane: LaneUnderTest, rig: Rig, step: StepRecord, before: Sequence[P
     after = f"recorded step {len(before) + 1}"
     if before:
         after += f", after: {before[-1].words}"
-    expected = "each recorded step is replayed correctly, whatever ran before it"
+    expected = "each recorded step is replayed correctly after any earlier steps"
     if step.error is not None:
         rule = "GP02" if is_kept else None
         yield lane.of_error(step.error, expected=f"{expected} ({after})", rule=rule, step=step)

@@ -1,11 +1,11 @@
-"""Entries that a replay does not write, or writes from earlier steps: GP02, GP03, GP09, GP10.
+"""Entries that a replay does not write, or that depend on earlier steps: GP02, GP03, GP09, GP10.
 
 A batch is replayed twice, after different batches and over different poison. An entry that still holds poison
-was not written. An entry that was written and differs depends on an earlier step. Only entries that the
-replay reads count: poison in them must have an effect. A plan is also wrong if the step is right with another
-plan.
+was not written. An entry that was written and differs depends on an earlier step. Entries are reported only
+if the replay reads them, that is, if poison in them has an effect. A plan is also wrong if the step is right
+with another plan.
 
-Does not: know the right values; see `graphpact_conformance.experiments.parity`.
+Does not: check that values are right; see `graphpact_conformance.experiments.parity`.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -38,12 +38,12 @@ from graphpact_tape.strict_observer import is_due
 
 
 def is_plan(leaf: Leaf) -> bool:
-    """Return whether a tensor lies in a slot of the role ``plan``."""
+    """Return whether a tensor is in a slot of the role ``plan``."""
     return leaf.slot is not None and leaf.slot.role == "plan"
 
 
 def keeps_rows(slot: BoundSlot | None) -> bool:
-    """Return whether a slot with rows is filled once: its padding rows keep what a step wrote there."""
+    """Return whether a slot with rows is filled once, so its padding rows keep values of earlier steps."""
     is_once = slot is not None and slot.padding_policy is PaddingPolicy.FILL_ONCE
     return is_once and slot is not None and slot.axis != "none" and slot.role != "staging"
 
@@ -93,14 +93,14 @@ def unwritten_and_stale(lane: LaneUnderTest, steps: Drawn) -> Findings:
     for way in lane.ways:
         rig = lane.rig(way)
         for problem, before in ((padded, long), (small, small), (exact, padded)):
-            # the other history fills all rows, so that no row is the same after both
+            # this history fills all rows, so that every row differs between the two histories
             yield from after_two_histories(lane, way, problem, [before], [exact, small])
         if lane.config.case.width is not None and long.requests:
             now, earlier = steady(lane.config)
             for previous in earlier:
                 yield from after_two_histories(lane, way, now, [previous], [small])
         if way != lane.ways[-1]:
-            continue  # both ways keep their plans on the host
+            continue  # plans are kept on the host in both ways, so one way is enough
         for neighbour in neighbours(lane.config, long):
             yield from after_two_histories(lane, way, long, [long, neighbour], [small])
         yield from _plans_at_fault(lane, rig, long)
@@ -113,12 +113,20 @@ def after_two_histories(
     history: Sequence[Problem],
     other: Sequence[Problem],
 ) -> Findings:
-    """Replay a batch after two histories, over two kinds of poison, and compare what the hooks wrote."""
+    """Replay a batch after two histories, over two kinds of poison, and compare what the hooks wrote.
+
+    Args:
+        lane: The lane.
+        way: How metadata is made.
+        problem: The batch.
+        history: The batches before the first replay.
+        other: The batches before the second replay.
+    """
     rig = lane.rig(way)
     before = Before(rig)
     base = rig.step(problem)
     if base.error is not None:
-        return  # an error without poison is a finding of other experiments
+        return  # an error without poison: other experiments report it
     for each in history:
         rig.step(each)
     one = rig.step(problem, fill=poison_slot)
@@ -126,7 +134,8 @@ def after_two_histories(
         rig.step(each)
     two = rig.step(problem, fill=_other_poison)
     compared = [*_compared(one, two)]
-    # Few steps read what was not written: one with all of it as garbage shows whether any does.
+    # Few steps read entries that were not written. One run with garbage in all of them shows whether this
+    # step does, before each entry is tried.
     missed = [(leaf, never | once) for leaf, never, once, _ in compared if bool((never | once).any())]
     is_read = any(
         before.show(rig, base, {leaf.path: put(mask, _garbage(leaf, leaf)[at][1]) for leaf, mask in missed})
@@ -144,7 +153,8 @@ def _compared(
 ) -> Iterator[tuple[Leaf, torch.Tensor, torch.Tensor, torch.Tensor]]:
     """Yield each tensor that both steps have to write, with three masks.
 
-    They are set where neither step wrote it, where one of them did, and where both wrote different values.
+    The masks are set where neither step wrote, where only one step wrote, and where the steps wrote different
+    values.
     """
     for path, leaf in one.leaves.items():
         twin = two.leaves.get(path)
@@ -158,7 +168,7 @@ def _compared(
         left = [same(x.value, torch.full_like(x.value, g)) for x, g in _garbage(leaf, twin)]
         never, once = left[0] & left[1], left[0] ^ left[1]
         if leaf.value.dtype.itemsize == 1:
-            once = torch.zeros_like(once)  # one byte has no value for poison that hooks never write
+            once = torch.zeros_like(once)  # in one byte hooks may write any value, poison included
         yield leaf, never, once, ~same(leaf.value, twin.value) & ~left[0] & ~left[1]
 
 
@@ -175,14 +185,14 @@ def _unwritten(
     never: torch.Tensor,
     once: torch.Tensor,
 ) -> Findings:
-    """Yield a finding for each part of a tensor that the replay reads and the hooks did not write."""
+    """Yield a finding for each part of a tensor that the replay reads but the hooks did not write."""
     rig, (before, base) = lane.rig(way), run
     slot, tail = leaf.slot, leaf.in_tail
     assert slot is not None  # noqa: S101  it is due
     expected = "every entry that the replay reads is written in this step"
     kept = f"; declared reason: {slot.reason}" if slot.reason and slot.copy_from_fb else ""
     sometimes = "written after one history, not written after another"
-    is_missed = bool(never.all()) and not bool(tail.all())  # then the tail is no separate finding
+    is_missed = bool(never.all()) and not bool(tail.all())  # then the tail gets no separate finding
     beside = torch.zeros_like(never) if is_missed else never
     parts: list[tuple[str, torch.Tensor, str]]
     if is_plan(leaf):
@@ -213,15 +223,15 @@ def _unwritten(
             field=f"{leaf.path}{spell(never)} ({slot.label})",
             expected=f"the recorded work writes every entry that {body} writes where the graph records no"
             " metadata work",
-            actual="it writes the entry, and the recorded work does not",
+            actual="the recorded work does not write the entry",
             step=base,
             help="record the same body (fill_metadata) for every step of a draft and in every run, without"
-            " work that runs once or branches on contents",
+            " work that runs only once and without branches on contents",
         )
 
 
 def _hook_writes(lane: LaneUnderTest, problem: Problem, leaf: Leaf, mask: torch.Tensor) -> bool:
-    """Return whether a lane whose hooks make metadata writes entries that the graph does not write."""
+    """Return whether hooks, in a lane where they make the metadata, write entries that the graph does not."""
     if "hook" not in lane.ways or not bool(mask.any()):
         return False
     theirs = lane.rig("hook").step(problem, fill=poison_slot).leaves.get(leaf.path)
@@ -239,7 +249,7 @@ def _stale(
     stale: torch.Tensor,
     pair: tuple[StepRecord, StepRecord],
 ) -> Findings:
-    """Yield findings for entries that were written and depend on earlier batches."""
+    """Yield findings about entries that were written but depend on earlier batches."""
     before, base = run
     tail = leaf.in_tail
     values = [step.leaves[leaf.path].value for step in pair]
@@ -281,7 +291,7 @@ def _finding(
 
 
 def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
-    """Repeat a wrong step with the plans of the largest batch: if rows become right, the plan is at fault."""
+    """Repeat a wrong step with the plans of the largest batch: if rows become right, the plan is wrong."""
     base = rig.step(problem)
     plans = [leaf for leaf in base.leaves.values() if leaf.is_written and is_plan(leaf)]
     if base.error is not None or not plans:
@@ -307,7 +317,7 @@ def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings
                 "GP09",
                 hook="init_metadata_replay",
                 field=", ".join(leaf.name for leaf in chosen),
-                expected=f"a plan of all the work of this batch: {wrong_parts[0].what} is"
+                expected=f"a plan that covers all work of this batch: {wrong_parts[0].what} is"
                 f" {wrong_parts[0].expected}",
                 actual=f"{wrong_parts[0].actual}; with the plan of a larger batch fewer rows are wrong",
                 step=base,
@@ -317,7 +327,10 @@ def _plans_at_fault(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings
 
 
 def _rows_off(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> set[tuple[str, int]]:
-    """Return where the outputs of a step without error differ from the oracle's: name and index."""
+    """Return the entries of a step's outputs that differ from the oracle: (output name, flat index).
+
+    The step must have ended without error.
+    """
     assert step.rows is not None  # noqa: S101  it ended
     off: set[tuple[str, int]] = set()
     for name, right in lane.answer(rig, step.problem).rows.items():
@@ -347,8 +360,8 @@ def refresh_help(lane: LaneUnderTest, rig: Rig, leaf: Leaf, rule: str, texts: Ma
 
 
 _HELP = {
-    "GP02": "write `{name}` in {body}, from the view, in place, or let the kernel not read past what was"
-    " written; if it is the same for every batch, declare its slot with role='constant' and its `contents`",
+    "GP02": "write `{name}` in {body} in place, from the view, or do not let the kernel read past the written"
+    " part; if it is the same for every batch, declare its slot with role='constant' and its `contents`",
     "GP03": "reset the tail in every step: padding_policy=ZERO or FILL_SENTINEL where a fill copies the"
     " head, otherwise write all rows up to the padded count",
     "GP09": "plan before every replay, from the lengths of this batch (plan_metadata); the key of a cached"
@@ -369,7 +382,7 @@ def _other_poison(slot: BoundSlot) -> None:
 
 
 def _other_poison_of(dtype: torch.dtype) -> float | int:
-    """Return a second poison of ``dtype``, which is also no valid index or length."""
+    """Return a second poison value of ``dtype``. Like the first, it is not a valid index or length."""
     if dtype.is_floating_point or dtype.is_complex:
         return float("inf")
     if dtype is torch.bool:

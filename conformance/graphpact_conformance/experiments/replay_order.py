@@ -1,6 +1,6 @@
 """Other orders of batches and of captures, and poisoned memory: GP06, GP14 to GP18, and more.
 
-A guarded lane runs on the strict tape, whose errors name their rule.
+A guarded lane runs on the strict tape, whose errors name the broken rule.
 
 Does not: compare with attention in float64, except where no other comparison is possible.
 """
@@ -62,7 +62,7 @@ def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
     for way in lane.ways:
         rig = strict_rig(lane, way)
         if rig is None:
-            lane.rig()  # raises where no lane can be captured
+            lane.rig()  # raises if a fast lane cannot be captured either
             return
         for problem in (exact, small, idle, padded, *others, small, exact):
             step = rig.step(problem)
@@ -71,7 +71,7 @@ def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
                 continue
             if lane.hook_raised(step):
                 plain = lane.rig(way).step(problem)
-                step = plain if lane.hook_raised(plain) else step  # also without poison: not of the poison
+                step = plain if lane.hook_raised(plain) else step  # poison is not the cause
             yield from _of_strict_error(lane, step, has_padding=problem is not exact)
             break
 
@@ -79,8 +79,8 @@ def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
 def _unwritten_rows(lane: LaneUnderTest, way: Way, step: StepRecord) -> Findings:
     """Yield a finding if padding rows of attention are NaN: kernels left memory of the graph unwritten.
 
-    Live rows are right. But models take scales over all rows, and one NaN spoils every row then. What is NaN
-    without poison in the graph's memory too was read from memory that no request owns.
+    Live rows are right here. But models compute scales over all rows, and then one NaN makes every row wrong.
+    Rows that are NaN without poison too are left out: their NaN was read from memory that no request owns.
     """
     rows, unwritten = _not_a_number(step)
     if not bool(unwritten.any()):
@@ -91,7 +91,7 @@ def _unwritten_rows(lane: LaneUnderTest, way: Way, step: StepRecord) -> Findings
         yield lane.finding(
             "GP06",
             field=f"row {first} of the result of attention, of {len(rows)} with padding",
-            expected="a finite number in every row: an amax or another scale of a model reads all of them",
+            expected="finite numbers in every row: an amax or another scale of a model reads all rows",
             actual="NaN: memory that the graph has not written in this replay",
             step=step,
             help=_SPREAD_HELP,
@@ -99,7 +99,10 @@ def _unwritten_rows(lane: LaneUnderTest, way: Way, step: StepRecord) -> Findings
 
 
 def _not_a_number(step: StepRecord) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the rows of attention of a replay, and which padding rows are NaN; nothing of other steps."""
+    """Return the result of attention of a replay, and a mask of the padding rows that are NaN.
+
+    Both are empty for a step that was not replayed, and for outputs without one row per token.
+    """
     rows = (step.outputs or {}).get("rows")
     if rows is None or step.shape is None or step.axes.get("rows") != "tokens":
         rows = torch.zeros(0, 0)
@@ -124,31 +127,31 @@ def _of_strict_error(lane: LaneUnderTest, step: StepRecord, *, has_padding: bool
 
 
 def _is_dropped(error: BaseException) -> bool:
-    """Return whether an attribute of the backend was a tensor that a graph reads, and no longer is one."""
+    """Return whether the backend dropped a tensor that a graph reads: the attribute is no longer a tensor."""
     breaches = error.breaches if isinstance(error, PactBreach) else ()
     return any(b.path.startswith("backend.") and b.rule == "type" for b in breaches)
 
 
 def _spreads(error: BaseException) -> bool:
-    """Return whether no call failed and all slots were written, but live rows are NaN.
+    """Return whether live rows are NaN although no call failed and all slots were written.
 
-    If a batch without padding passes, the NaN comes from padding rows: kernels may leave them unwritten, and
-    uninitialised memory is NaN here.
+    If a batch without padding passes, the NaN comes from padding rows: kernels may leave these unwritten, and
+    uninitialised memory is filled with NaN in a strict lane.
     """
     return isinstance(error, PoisonError) and error.__cause__ is None and error.rule is None
 
 
 _SPREAD_HELP = (
     "batches without padding pass: a padding row is NaN, and live rows read it. Write every output row in"
-    " kernels, zeros for rows without keys, and mask padding rows in work across rows (scales, routing)"
+    " kernels, with zeros for rows without keys, and mask padding rows in work across rows (scales, routing)"
 )
 
 
 def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Replay a batch cold, after one of the same shape, and after one of another shape: equal bits."""
+    """Replay a batch first, after one of the same shape, and after one of another shape: equal bits."""
     exact, small, _, padded = steps[:4]
     rig = lane.rig()
-    rig.states()  # names the attributes, which an eager step may bind anew
+    rig.states()  # records the names of attributes now, because an eager step may rebind them
     rig.step(exact, eagerly=True)  # as engines do between replays
     cold, armed, used = {}, {}, {}
     for problem in (padded, small):
@@ -182,49 +185,52 @@ def _of_other_results(
     rule: str,
     after: str,
 ) -> Findings:
-    """Yield a finding about a replay whose results are not those of the first replay after capture.
+    """Yield a finding about a replay whose results differ from those of the first replay after capture.
 
     Args:
         lane: The lane.
         rig: The rig of the replay.
         before: The batch that was replayed before.
         pair: The first replay after capture, and the replay.
-        memory: Copies of the memory that outlives steps, as it was after capture, and after the first replay.
+        memory: Two copies of the memory that outlives steps: after capture, and after the first replay.
         rule: The rule, unless something else is the cause.
-        after: The batch before, in words.
+        after: A description of the batch before.
     """
     (first, step), problem, (armed, used) = pair, pair[1].problem, memory
     expected = f"the results of the first replay after capture, also after {after}"
-    if step.error is not None:  # its cause is not known here
+    if step.error is not None:  # without a rule, because the cause is unknown
         yield lane.of_error(step.error, expected=expected, step=step)
         return
     if not _same_real(rig, step, rig.step(problem)):
-        return  # not deterministic, a finding of `repeated`
+        return  # not deterministic, which `repeated` reports
     now = rig.states()
     changed = [name for name in _comparable(armed, now) if not equal(armed[name], now[name])]
     for name in changed:
         write(now[name], armed[name])
     if changed and _same_real(rig, first, rig.step(problem)):
-        yield _unarmed(lane, rig, step, changed, f"the same after {after} as right after capture")
+        yield _unarmed(lane, rig, step, changed, f"the same contents after {after} as right after capture")
         return
     if _comes_by_slots(lane, rig, before, problem):
         return
     culprit = _at_fault(rig, before, first, used)
     yield lane.finding(
         rule,
-        # Memory that nothing holds was bound anew: it says nothing about the hook that renews it.
+        # If neither lane nor backend holds the memory any more, it was rebound, and no hook can renew it.
         hook="init_metadata_replay" if culprit is not None and rig.holds(now[culprit]) else None,
         field=culprit or "the outputs, or the KV cache",
         expected=expected,
         actual="other results" if culprit is None else "not renewed for this batch: other results",
         step=step,
         help="do not read memory of an earlier step or of another graph: copy outputs before another"
-        " graph replays, plan for each batch, and share no memory that a capture allocated",
+        " graph replays, plan for each batch, and do not share memory that a capture allocated",
     )
 
 
 def _at_fault(rig: Rig, before: Problem, first: StepRecord, used: dict[str, torch.Tensor]) -> str | None:
-    """Return the memory that gives the results of the first replay if it has the contents of that replay.
+    """Return the name of the memory that causes other results than in the first replay; None if not found.
+
+    Each tensor gets the contents that it had after the first replay, and the batch is replayed. If the
+    results become those of the first replay, this tensor is the cause.
 
     Args:
         rig: The rig of the replay.
@@ -250,7 +256,7 @@ def _at_fault(rig: Rig, before: Problem, first: StepRecord, used: dict[str, torc
 
 
 def _captured_for(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Rig:
-    """Return a new lane that captured the shape of a batch alone; all shapes for a batch without one."""
+    """Return a new rig that captured only the shape of a batch, or all shapes if the batch has no shape."""
     shape = rig.fit(rig.batch_of(problem))
     fresh = lane.build(capture=not isinstance(shape, GraphShape))
     if isinstance(shape, GraphShape):
@@ -259,7 +265,7 @@ def _captured_for(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Rig:
 
 
 def _comes_by_slots(lane: LaneUnderTest, rig: Rig, before: Problem, problem: Problem) -> bool:
-    """Return whether the difference comes from slots that each step has to write, a finding of `refresh`."""
+    """Return whether the difference comes from slots that each step has to write, which `refresh` reports."""
     rig.step(before)
     cold = _captured_for(lane, rig, problem).step(problem, fill=reset_slot)
     return _same_real(rig, cold, rig.step(problem, fill=reset_slot))
@@ -270,7 +276,7 @@ def _same_real(rig: Rig, a: StepRecord, b: StepRecord) -> bool:
 
 
 def repeated(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Replay one batch three times on the same inputs: outputs and remaining memory must be equal."""
+    """Replay one batch three times on the same inputs: outputs and persistent memory must be equal."""
     rig = lane.rig()
     for problem in (steps.padded, steps.small):
         results: list[tuple[StepRecord, dict[str, torch.Tensor]]] = []
@@ -304,7 +310,7 @@ def _unarmed(
         "GP18",
         field=", ".join(changed) or "the outputs",
         expected=expected,
-        actual="the replays differ" if gives_other else "the contents differ after each replay",
+        actual="the results differ" if gives_other else "the contents differ after each replay",
         step=step,
         help="reset counters and flags inside the graph, before their first use, or in"
         f" {rig.writer}; draw random numbers only from the device's default generator",
@@ -312,7 +318,7 @@ def _unarmed(
 
 
 def _comparable(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    """Return the names of tensors that two looks at the memory have, with one layout and dtype."""
+    """Return the names of tensors that are in both snapshots with the same shape and dtype."""
     facts = [{name: (t.shape, t.dtype) for name, t in each.items()} for each in (one, other)]
     return [name for name, fact in facts[0].items() if facts[1].get(name) == fact]
 
@@ -349,13 +355,14 @@ def smallest_first(lane: LaneUnderTest, steps: Drawn) -> Findings:
                 error=step.error,
                 help="size and allocate shared memory before the first capture",
             )
-        return  # not deterministic otherwise, a finding of `repeated`
+        return  # if not reported, it is not deterministic, which `repeated` reports
 
 
 def _freed_upwards(lane: LaneUnderTest, problems: Sequence[Problem]) -> Findings:
-    """Replay in a strict rig, captured upwards: what a later capture grows, an earlier graph still reads.
+    """Replay in a strict rig that captured the smallest shape first, to find memory that later captures grow.
 
-    A plain tape keeps all memory that its graphs use; a strict one and CUDA graphs do not.
+    An earlier graph still reads the old, smaller memory. A fast tape keeps all memory that its graphs use
+    alive; a strict tape and CUDA graphs do not.
     """
     usual = strict_rig(lane)
     if usual is None:
@@ -370,7 +377,7 @@ def _freed_upwards(lane: LaneUnderTest, problems: Sequence[Problem]) -> Findings
         step = rig.step(problem)
         if step.error is not None and usual.step(problem).error is None:
             expected = "memory that a graph uses stays at its address, in any order of captures"
-            if rule_of(step.error) in (None, "GP14", "GP15"):  # others do not come from the order of captures
+            if rule_of(step.error) in (None, "GP14", "GP15"):  # other rules do not depend on the order
                 yield lane.of_error(step.error, expected=expected, rule="GP14", step=step, help=_GROWS)
             return
 

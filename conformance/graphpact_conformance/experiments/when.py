@@ -1,6 +1,8 @@
-"""Where an experiment runs: predicates of a planned lane and the size of its run; `all_of` and `any_of` them.
+"""Predicates that decide in which lanes of a run an experiment runs.
 
     Experiment(..., runs_in=any_of(unless_quick, with_optional_fields))
+
+Each predicate takes a planned lane and the size of the run. `all_of` and `any_of` combine predicates.
 
 A run has one full lane of each kind of step, and lanes that differ from it in sizes, fields or plugins.
 
@@ -12,23 +14,23 @@ from graphpact_conformance.targets import Size
 
 
 def all_of(*predicates: RunsIn) -> RunsIn:
-    """Return a predicate that holds where all of some hold."""
+    """Return a predicate that is true if all given predicates are true."""
     return lambda plan, size: all(holds(plan, size) for holds in predicates)
 
 
 def any_of(*predicates: RunsIn) -> RunsIn:
-    """Return a predicate that holds where any of some holds."""
+    """Return a predicate that is true if at least one of the given predicates is true."""
     return lambda plan, size: any(holds(plan, size) for holds in predicates)
 
 
 def everywhere(plan: PlannedLane, size: Size) -> bool:
-    """Return True: it runs in every lane."""
+    """Return True, so that the experiment runs in every lane."""
     del plan, size
     return True
 
 
 def in_full_lanes(plan: PlannedLane, size: Size) -> bool:
-    """Return whether all experiments run in the lane; others differ from such a lane only in sizes."""
+    """Return whether all experiments run in the lane."""
     del size
     return plan.has_all
 
@@ -39,7 +41,7 @@ def unless_quick(plan: PlannedLane, size: Size) -> bool:
 
 
 def in_plain_lanes(plan: PlannedLane, size: Size) -> bool:
-    """Return whether it is the plain lane of its kind of step, for one plugin."""
+    """Return whether the lane is the plain one of its kind of step and checks one plugin."""
     del size
     config = plan.lane.config
     return not (config.unusual or plan.is_pair or config.case.embeds)
@@ -52,13 +54,13 @@ def in_long_contexts(plan: PlannedLane, size: Size) -> bool:
 
 
 def with_optional_fields(plan: PlannedLane, size: Size) -> bool:
-    """Return whether the lane of a checked runner, which declares their slots, has optional fields."""
+    """Return whether batches carry optional fields and a runner is checked, which declares their slots."""
     del size
     return plan.lane.config.fields and plan.lane.kind == "runner"
 
 
 def without_embeddings(plan: PlannedLane, size: Size) -> bool:
-    """Return whether batches carry token ids. Lanes with embeddings differ from others only in that."""
+    """Return whether batches carry token ids. Lanes with embeddings differ from others only in this."""
     del size
     return not plan.lane.config.case.embeds
 
@@ -70,12 +72,12 @@ def in_recorded_lanes(plan: PlannedLane, size: Size) -> bool:
 
 
 def outside_pairs(plan: PlannedLane, size: Size) -> bool:
-    """Return whether only one plugin is checked, not a backend with a runner."""
+    """Return whether only one plugin is checked, not a pair of a backend and a runner."""
     del size
     return not plan.is_pair
 
 
 of_one_plugin = all_of(outside_pairs, without_embeddings)
-"""Every lane of one plugin but those with embeddings."""
+"""All lanes of one plugin, except those with embeddings."""
 in_full_lanes_of_one_plugin = all_of(in_full_lanes, of_one_plugin)
 """The full lanes among `of_one_plugin`."""

@@ -1,16 +1,16 @@
 """The acts of ``graph_acts.toml``: legal and illegal work in and around graphs, performed on a driver.
 
-    act       `Act`, the memory that acts use, and how a region is performed
+    act       `Act`, the memory that acts use, and functions that perform a region
     regions   acts that are one region
     host      Python, host values and other threads
     memory    memory that is freed, moved, written and copied
     streams   streams and events
-    state     random numbers, shapes, and captures in each other
+    state     random numbers, shapes, and nested captures
 
-An act has the id of its row as its name: a region in `regions`, or a function of that name with a leading
-underscore.
+The name of an act is the id of its row. The act is a region in `regions`, or a function with this name and a
+leading underscore in another module.
 
-Does not: say what has to come of an act; see `graphpact_conformance.drivers.strictness`.
+Does not: define the allowed outcomes of an act; see `graphpact_conformance.drivers.strictness`.
 """
 
 from graphpact_conformance.drivers.acts import host, memory, regions, state, streams

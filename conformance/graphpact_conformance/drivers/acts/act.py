@@ -1,8 +1,8 @@
-"""`Act`: what is performed on a driver. `ActMemory`: the tensors that it uses. `Seen`: its results.
+"""`Act`, something that is performed on a driver, `ActMemory`, the tensors that it uses, `Seen`, its results.
 
-`legal` performs a region as legal work, `frozen` one with values that a capture freezes.
+`legal` performs a region as legal work. `frozen` performs a region with values that a capture freezes.
 
-Does not: have an act, or judge one; see `graphpact_conformance.drivers.strictness`.
+Does not: define acts, or judge their results; see `graphpact_conformance.drivers.strictness`.
 """
 
 import inspect
@@ -40,11 +40,11 @@ class ActMemory:
         self.refresh(0)
 
     def host(self, n: int) -> torch.Tensor:
-        """Return host memory of ``[n]``, pinned where there is a GPU to copy to."""
+        """Return a float32 host tensor ``[n]`` of zeros, pinned if the driver's device is a GPU."""
         return torch.zeros(n, pin_memory=self.device.type == "cuda")
 
     def declare(self, **more: Any) -> None:
-        """Declare this memory, and ``more``."""
+        """Declare the tensors of the act to the driver. ``more`` are further fields of `DeclaredMemory`."""
         device = [self.x, self.y, self.index, self.lengths, self.start, self.end, self.mask]
         host = [self.pageable, self.pinned, self.host_index, self.number, *more.pop("host", [])]
         self.driver.declare(DeclaredMemory(refreshed=device, host=host, **more))
@@ -73,12 +73,12 @@ class ActMemory:
 
 @dataclass(frozen=True)
 class Seen:
-    """The results of an act, as one list of values for each turn.
+    """The results of an act: lists with one entry for each turn.
 
     Args:
         replayed: Results of the replays.
-        eager: Results of eager execution on the same contents; empty if there are none.
-        cuda: Results of CUDA graphs; None if they equal ``eager``.
+        eager: Results of eager execution on the same contents. Empty if eager execution has no result.
+        cuda: Results of CUDA graphs. None means that they equal ``eager``.
     """
 
     replayed: list[Any]
@@ -92,10 +92,10 @@ class Act:
 
     Args:
         perform: Performs the act.
-        line: Whether the error that refuses it names a line of the act.
-        error: Type or types of the error that refuses it.
-        gpu: Whether a GPU can perform it safely, with a result that can be checked.
-        region: The function whose lines perform it; None for ``perform``.
+        line: Whether an error that refuses it must name a line of the act.
+        error: The allowed types of an error that refuses it.
+        gpu: Whether a GPU can perform it safely, with a defined result.
+        region: The function whose lines perform it. None means ``perform``.
     """
 
     perform: Callable[[ActMemory], Seen]
@@ -105,12 +105,12 @@ class Act:
     region: Callable[[ActMemory], Any] | None = None
 
     def lines(self) -> set[tuple[str, int]]:
-        """Return the files and numbers of the lines that may perform it, without those of other functions."""
+        """Return the (file, line number) pairs of the function that performs it, without called functions."""
         return lines_of(self.region or self.perform)
 
 
 def lines_of(*functions: Callable[..., Any]) -> set[tuple[str, int]]:
-    """Return the files and numbers of the lines of functions."""
+    """Return the (file, line number) pairs of the source lines of some functions."""
     found: set[tuple[str, int]] = set()
     for function in functions:
         text, first = inspect.getsourcelines(function)
@@ -123,10 +123,10 @@ Perform = Callable[[ActMemory], Seen]
 
 
 def registering_in(acts: dict[str, Act]) -> Callable[..., Callable[[Perform], Perform]]:
-    """Return a decorator with fields of `Act`, which keeps a function as the act of its name, in order.
+    """Return a decorator that adds a function to ``acts``. Its keyword arguments are fields of `Act`.
 
     Args:
-        acts: The acts by name; new ones are added.
+        acts: The acts by name, in order. The name of an act is the function's, without leading underscore.
     """
 
     def act(**about: Any) -> Callable[[Perform], Perform]:
@@ -150,7 +150,7 @@ def values_of(tree: Any) -> list[torch.Tensor]:
 
 
 def clear_outputs(graph: Graph, w: ActMemory) -> None:
-    """Overwrite the outputs that are not tensors of the act's memory."""
+    """Overwrite the outputs of a graph, except those in the act's memory."""
     given = {t.untyped_storage().data_ptr() for t in _tensors([*vars(w).values()])}
     for t in _tensors(graph.outputs):
         if t.untyped_storage().data_ptr() not in given:
@@ -158,7 +158,7 @@ def clear_outputs(graph: Graph, w: ActMemory) -> None:
 
 
 def eager_results(w: ActMemory, region: Callable[[], Any]) -> list[Any]:
-    """Run a region eagerly on the contents of both turns, and return its results."""
+    """Run a region eagerly on the contents of both turns, and return copies of its results."""
     left = []
     for turn in (0, 1):
         w.refresh(turn)
@@ -167,7 +167,7 @@ def eager_results(w: ActMemory, region: Callable[[], Any]) -> list[Any]:
 
 
 def replay_results(w: ActMemory, graph: Graph) -> list[Any]:
-    """Replay a graph on the contents of both turns, and return its results."""
+    """Replay a graph on the contents of both turns, and return copies of its outputs."""
     left = []
     for turn in (0, 1):
         w.refresh(turn)
@@ -179,12 +179,12 @@ def replay_results(w: ActMemory, graph: Graph) -> list[Any]:
 
 
 def legal(w: ActMemory, region: Callable[[], Any]) -> Seen:
-    """Return the results of replays of a region and of eager execution."""
+    """Capture a region, and return the results of its replays and of eager execution."""
     return Seen(replay_results(w, w.driver.capture(region)), eager_results(w, region))
 
 
 def frozen(w: ActMemory, region: Callable[[], Any], change: Callable[[], Any]) -> Seen:
-    """Replay after ``change`` changed frozen values: CUDA gives the eager results of before the change."""
+    """Replay after ``change`` has changed frozen values: CUDA still gives the eager results from before."""
     before = eager_results(w, region)
     graph = w.driver.capture(region)
     change()

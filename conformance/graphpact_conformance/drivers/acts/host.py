@@ -153,7 +153,7 @@ def _go_on_after_error(w: ActMemory) -> Seen:
 
 
 def elsewhere(w: ActMemory) -> torch.Tensor:
-    """Work that a region has another thread do."""
+    """Write ``2 * x`` into ``y``. Regions run this function in another thread."""
     with torch.inference_mode():
         return w.y.copy_(w.x * 2)
 
@@ -172,7 +172,7 @@ def _work_in_another_thread(w: ActMemory) -> Seen:
 @act(gpu=False)
 def _work_in_a_pool(w: ActMemory) -> Seen:
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(int).result()  # its thread starts
+        pool.submit(int).result()  # starts the thread before the capture
         return legal(w, lambda: pool.submit(elsewhere, w).result() + 1)
 
 

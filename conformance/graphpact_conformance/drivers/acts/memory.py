@@ -31,7 +31,7 @@ act = registering_in(ACTS)
 
 
 def after(w: ActMemory, change: Callable[[list[torch.Tensor]], Any]) -> Seen:
-    """Replay after ``change`` changed an input, to which its list holds the only reference."""
+    """Replay after ``change`` has changed an input. The list passed to it holds the only reference."""
     box = [torch.ones(4, device=w.device)]
     graph = w.driver.capture(lambda: w.x + box[0])
     change(box)
@@ -97,7 +97,7 @@ def _compiled_code(w: ActMemory) -> Seen:
 
 @act(gpu=False)
 def _autocast_cache(w: ActMemory) -> Seen:
-    @torch.inference_mode(mode=False)  # in inference mode, autocast caches no cast
+    @torch.inference_mode(mode=False)  # in inference mode autocast does not cache casts
     @torch.no_grad()
     def region() -> torch.Tensor:
         return functional.linear(rows, weight)

@@ -1,4 +1,4 @@
-"""Acts that are one region, which uses only the memory of the act.
+"""Acts that are only a region, which uses only the memory of the act.
 
 Does not: change anything between capture and replays; see ``host`` and ``memory``.
 """
@@ -18,7 +18,7 @@ def put_at(tensor: torch.Tensor, key: Any, value: Any) -> torch.Tensor:
     return tensor
 
 
-# A region gets an `ActMemory`. Several calls are wrong by their types too.
+# A region gets an `ActMemory`. It is typed Any here, because the types of several calls are wrong on purpose.
 _REGIONS: dict[str, Callable[[Any], Any]] = {
     "item": lambda w: w.x * w.start.item(),
     "tolist": lambda w: w.x * w.x.tolist()[0],

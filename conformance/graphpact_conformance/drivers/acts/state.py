@@ -1,4 +1,4 @@
-"""Acts on the state of a driver: random numbers, shapes, and captures in each other.
+"""Acts on the state of a driver: random numbers, shapes, and nested captures.
 
 Does not: use more than one stream; see ``streams``.
 """
