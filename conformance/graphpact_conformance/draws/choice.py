@@ -132,7 +132,7 @@ def valued(config: Config, capabilities: Capabilities, names: Iterable[str]) -> 
 
 
 def other_dim(config: Config, capabilities: Capabilities) -> int | None:
-    """Return the head width of a third layer, another one if the backend declares it."""
+    """Return the head width of a third layer: the nearest other declared width, or the same if none is."""
     dims, mine = capabilities.head_dims, config.heads.head_dim
     if config.heads.kv_lora_rank is not None:
         return mine  # a latent has the same width in all layers; only window and scale differ

@@ -435,7 +435,7 @@ def it_says_when_it_captures(driver: GraphDriver) -> None:
     require("`is_capturing` is False outside of a capture", not driver.is_capturing)
 
 
-@_promise("GP19", "GraphDriver.capture", "undo in `finally` what the capture changed")
+@_promise("GP19", "GraphDriver.capture", "undo all changes of the capture in `finally`")
 def an_error_leaves_no_half_graph(driver: GraphDriver) -> None:
     """An error in any segment of a region is raised unchanged, and the driver can record again."""
     for at in range(3):

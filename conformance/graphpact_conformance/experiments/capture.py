@@ -103,7 +103,7 @@ def _rule_of_dummy(lane: LaneUnderTest, live: Problem) -> str | None:
 
 
 def _rule_of_size(lane: LaneUnderTest) -> str | None:
-    """Return GP13 if only larger shapes cannot be captured, otherwise None."""
+    """Return GP13 if there are several shapes and the smallest can be captured, otherwise None."""
     try:
         with torch.inference_mode():
             rig = lane.build(capture=False)

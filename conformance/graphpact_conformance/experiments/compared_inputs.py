@@ -215,7 +215,7 @@ def _of_contents(
 
 
 def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tensor) -> list[str]:
-    """Return the rules that a tensor breaks whose contents at replay differ from those at capture."""
+    """Return the rules that are broken if the contents of a tensor differ between replay and capture."""
     if mine.slot is not None and mine.slot.name == "num_token_non_padded":
         return ["GP05"]
     if is_plan(mine):

@@ -1,4 +1,4 @@
-"""Comparisons of the results of two steps, and of a step with the oracle; edits of what a replay reads.
+"""Comparisons of the results of two steps, and of a step with the oracle; edits of the inputs of a replay.
 
 Does not: check a rule.
 """

@@ -77,7 +77,7 @@ def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
 def with_room(lane: LaneUnderTest) -> LaneUnderTest:
     """Return a lane whose limits allow one request more than the largest shape.
 
-    A plugin sizes its memory by the limits. With this room, a batch that no graph holds still keeps to them.
+    Plugins size their memory by the limits, so a batch that no graph holds must still be within them.
     """
     return lane.like(replace(lane.config, room=max(lane.config.room, 1)))
 
@@ -89,7 +89,7 @@ def _run_as_fitted(
     best = asked if isinstance(asked, GraphShape) else None
     step = rig.step(problem, may_decline=True)
     if step.error is not None:
-        if best is None:  # a failing replay is a finding of other experiments
+        if best is None:  # other experiments report a failing replay
             yield lane.of_error(
                 step.error,
                 expected=f"a batch for which fit() returns a reason runs eagerly: {asked}",

@@ -157,7 +157,7 @@ def _at_edges(lane: LaneUnderTest, rig: Rig) -> Findings:
 
 
 def _at_tiers(lane: LaneUnderTest, rig: Rig) -> list[Problem]:
-    """Return requests at the lengths where the runner changes graphs; none if its ``fit`` raises."""
+    """Return requests at the lengths where the runner changes graphs, or an empty list if ``fit`` raises."""
     try:
         return at_tiers(lane.config, lambda problem: rig.fit(rig.batch_of(problem)))
     except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything: see `graph_choice`

@@ -72,7 +72,7 @@ def _only_padded_fails(lane: LaneUnderTest, rig: Rig, step: StepRecord, exact: P
         return  # the cause is the order of batches, or every batch fails: padding is not the cause
     expected = "a batch with padding rows is replayed like a batch without them"
     is_stale = rig.step(step.problem, fill=_clear).error is None
-    if is_stale or lane.build().step(step.problem).error is None:  # the first replay has nothing stale
+    if is_stale or lane.build().step(step.problem).error is None:  # a first replay has no stale values
         found = lane.of_error(step.error, expected=expected, step=step)
         yield found.model_copy(update={"rule": "GP03", "help": _STALE_HELP})
         return
@@ -92,7 +92,7 @@ _PADDED_HELP = {
     " fake request, count it in queries, keys and pages",
 }
 _STALE_HELP = (
-    "with zeroed slots, or as the first replay, it is right, so the step reads values of an earlier batch:"
+    "the step is right with zeroed slots, or as the first replay, so it reads values of an earlier batch:"
     " write all rows up to the padded count in every step"
 )
 

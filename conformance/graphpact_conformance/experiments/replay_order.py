@@ -148,7 +148,7 @@ _SPREAD_HELP = (
 
 
 def interleaved(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Replay a batch first, after one of the same shape, and after one of another shape: equal bits."""
+    """Replay a batch in a new lane, after a batch of its shape, and after another shape: equal results."""
     exact, small, _, padded = steps[:4]
     rig = lane.rig()
     rig.states()  # records the names of attributes now, because an eager step may rebind them

@@ -54,7 +54,7 @@ def in_long_contexts(plan: PlannedLane, size: Size) -> bool:
 
 
 def with_optional_fields(plan: PlannedLane, size: Size) -> bool:
-    """Return whether batches carry optional fields and a runner is checked, which declares their slots."""
+    """Return whether batches carry optional fields, in a lane that checks a runner with slots for them."""
     del size
     return plan.lane.config.fields and plan.lane.kind == "runner"
 

@@ -105,7 +105,7 @@ def _autocast_cache(w: ActMemory) -> Seen:
     with torch.inference_mode(mode=False):
         weight, rows = torch.nn.Parameter(torch.ones(4, 4, device=w.device)), w.x.new_ones(2, 4)
         with torch.autocast(w.device.type, torch.bfloat16):
-            functional.linear(rows, weight)  # casts the weight, and caches the cast until the end
+            functional.linear(rows, weight)  # casts the weight; autocast caches the cast
             graph = w.driver.capture(region)
     return Seen(replay_results(w, graph), [])
 
