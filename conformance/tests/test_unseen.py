@@ -242,7 +242,7 @@ def test_one_shape_captured_again_leaves_the_others_as_they_are() -> None:
     """A capture of one shape alone that takes the memory of another shape's graph is found."""
     (plan,) = lanes(_TwoRegions, case="decode")
     found = findings(results(plan, "captured_again"))
-    assert "captured again after another one was" in found["GP10"].expected
+    assert "captured again after one shape was captured again" in found["GP10"].expected
 
 
 # -- orders, and what ran before ----------------------------------------------------------------------
