@@ -98,7 +98,7 @@ def _drawn(rng: random.Random, config: Config, declines: Declines) -> Drawn:
         Problem(config.case, [], rng.randint(0, 99)),
         problem(most, exact=False),
     ]
-    if declines(four[2]):  # if ranks gather, `ranks_agree` reports it
+    if declines(four[2]):  # `ranks_agree` reports this if ranks gather
         four[2] = problem(most, exact=False)
     return Drawn([*four, *(problem(index, exact=False) for index in range(1, most))])
 

@@ -22,7 +22,7 @@ from graphpact_conformance.draws.lanes import HIDDEN, VOCAB, Config
 
 @dataclass(frozen=True)
 class Token:
-    """A new token; in draft decode a branch, which has a token in every step.
+    """A new token. In draft decode it is a branch, which has one token in every step.
 
     Args:
         token_id: Id in the first step. `next_id` returns the ids of later steps.

@@ -202,7 +202,7 @@ class RecordedLane:
         return config if allows(capabilities, config, device) else None
 
     def sequences(self, config: Config, count: int, seed: int, declines: Declines) -> list[Drawn]:
-        """Return ``count`` sequences of its batches. Drawn batches take the roles that none of them can."""
+        """Return ``count`` sequences of its batches. Drawn batches take roles that no recorded one can."""
         drawn = draw(config, count, seed, declines)
         if not self.steps:
             return drawn

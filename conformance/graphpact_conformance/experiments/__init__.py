@@ -184,13 +184,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             _in_full_lanes(graph_choice.graph_choice, "GP08", "GP10", "GP12", "GP20"),
         ],
         last=[
-            _in_full_lanes(recapture.captured_again, "GP10"),  # captures anew
+            _in_full_lanes(recapture.captured_again, "GP10"),  # captures the lane again
             _in_full_lanes(recapture.rewritten_memory, "GP02", "GP15", "GP16"),  # writes weights
         ],
     ),
     _in_full_lanes(replay_order.repeated, "GP18"),
-    # It captures anew, because it steps lanes of another mode. State that these leave on a class could hide
-    # the finding when it is repeated.
+    # This experiment needs new captures, because it steps lanes of another mode. These may leave state on a
+    # class, and then a repeated run could miss the finding.
     _in_full_lanes(recapture.beside_other_lanes, "GP02", "GP09", "GP10", "GP15", "GP19"),
     _in_full_lanes(eager_activity.survives_eager_activity, "GP14"),
     _in_full_lanes(capture.capture_side_effects, "GP19"),

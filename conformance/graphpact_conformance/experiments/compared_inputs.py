@@ -49,7 +49,7 @@ def compare_numbers(lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: StepR
         if not (is_readable(now) and is_readable(then)) or now == then or now != now:  # noqa: PLR0124  NaN
             continue
         if then is ForwardMode.IDLE:
-            continue  # it comes from a capture of an idle batch, and lanes never capture one
+            continue  # only a capture of an idle batch has this mode, and lanes never capture one
         promise = promised.get(path)
         if _is_updated(promised, path) or (promise is not None and _keeps_bound(promise, then)):
             continue
@@ -246,7 +246,7 @@ def _is_moved(mine: torch.Tensor, theirs: torch.Tensor) -> bool:
     """
     here, there = (Counter(t[t != 0].flatten().tolist()) for t in (mine, theirs))
     if bool((mine[mine != 0] == theirs[mine != 0]).all()):
-        return False  # numbers are missing, but none has another index
+        return False  # some numbers are missing, but none has moved
     return len(here) > 1 and here <= there and 2 * here.total() >= there.total()
 
 
@@ -278,7 +278,7 @@ def compare_ways(lane: LaneUnderTest, by_graph: StepRecord, by_hook: StepRecord)
         return
     if gives_the_same(lane.rig(), by_graph, by_hook):
         return
-    by_graph, by_hook = (  # with slots reset, because the two lanes have replayed different batches
+    by_graph, by_hook = (  # resets slots, because the two lanes have replayed different batches
         lane.rig(way).step(by_graph.problem, fill=reset_slot) for way in lane.ways
     )
     rig = lane.rig("hook")

@@ -210,5 +210,5 @@ def _has_effect(rig: Rig, step: StepRecord, path: str, differs: torch.Tensor, th
     if leaf is None or base.error is not None:
         return False
     if leaf.slot is not None and leaf.slot.axis == "none" and leaf.value.numel() == 1:
-        return True  # counts are always reported: they may have no effect on a dummy, which is all on scratch
+        return True  # report every count: it may have no effect on a dummy, whose rows are all on scratch
     return matters(rig, base, leaf, differs, then, batch=batch)

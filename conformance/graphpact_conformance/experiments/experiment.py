@@ -71,10 +71,10 @@ class Experiment:
         try:
             with lane.watch.during(Call(f"other calls in {self.name}")):
                 for finding in self.run(lane, steps):
-                    found.append(finding)  # noqa: PERF402  those before an error count
+                    found.append(finding)  # noqa: PERF402  keeps the findings before an error
         except DeclinedError as declined:
             return Found(found, declined=str(declined))
-        except Exception as error:  # noqa: BLE001  from the plugin or the suite; the caller decides which
+        except Exception as error:  # noqa: BLE001  the caller decides whether plugin or suite raised it
             return Found(found, error=error)
         return Found(found)
 

@@ -332,7 +332,7 @@ def largest_step(lane: LaneUnderTest, _: Drawn) -> Findings:
     rig = lane.rig()
     for smaller, largest in _corners(lane.config):
         if not is_right(lane, rig, smaller):
-            continue  # the size is not the cause
+            continue  # the smaller batch is wrong, so the size is not the cause
         step = rig.step(largest)
         expected = "the largest batch that the limits allow is replayed correctly"
         if step.error is not None:

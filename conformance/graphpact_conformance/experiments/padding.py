@@ -44,7 +44,7 @@ def padding(lane: LaneUnderTest, steps: Drawn) -> Findings:
     if lane.config.case.width is None:  # as many requests as the shape holds, but fewer tokens
         padded.append(of_size(lane.config, lane.config.most_requests))
     for problem in padded:
-        rig.step(steps.exact)  # may leave stale rows
+        rig.step(steps.exact)  # fills all rows, so that stale values may remain
         base = rig.step(problem)
         if base.error is not None or base.outputs is None:
             yield from _only_padded_fails(lane, rig, base, steps.exact)
@@ -200,7 +200,7 @@ def pads_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
                 help="keep KV slot 0, which the runner sets for padding tokens: -1 would index the last slot,"
                 " and the slot of the first token belongs to a live request",
             )
-            return  # further differences follow from this one
+            return  # this difference causes the later ones
     yield from _compare_real(lane, rig, base, step, "other tokens in padding rows")
 
 
@@ -233,7 +233,7 @@ def _compare_real(lane: LaneUnderTest, rig: Rig, base: StepRecord, step: StepRec
         yield lane.of_error(step.error, expected=f"{what} does not change live rows", rule="GP06", step=step)
         return
     if same_tensors(base.rows, step.rows) or not same_tensors(base.rows, rig.step(base.problem).rows):
-        return  # equal, or the step is not deterministic, which `repeated` reports
+        return  # the rows are equal, or the step is not deterministic: `repeated` reports that
     assert base.rows is not None  # noqa: S101  both ended
     assert step.rows is not None  # noqa: S101  both ended
     name = next(name for name, tensor in base.rows.items() if not equal(tensor, step.rows[name]))
@@ -281,7 +281,7 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
     if seen is None or was is None or same_tensors(was, seen):
         return
     if not same_tensors(was, _padded_outputs(rig, rig.step(base.problem))):
-        return  # not deterministic, which `repeated` reports
+        return  # the step is not deterministic: `repeated` reports it
     clean = _padded_outputs(rig, rig.step(base.problem, fill=_clear))
     anew = _padded_outputs(rig, spoiled(everything=everything, fill=_clear))
     is_stale = clean is None or same_tensors(clean, anew)

@@ -66,7 +66,7 @@ def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """
     config = lane.config
     counted = lane.like(replace(config, counts=True))
-    together = counted if config.case.width is None else with_room(counted)  # for one request too many
+    together = counted if config.case.width is None else with_room(counted)  # has room for one more request
     yield from _as_ranks(lane, together, range(config.ranks), (steps.padded, steps.small, steps.idle))
     if config.fields:
         alone = lane.like(replace(config, counts=True, gathers=False))
@@ -119,7 +119,7 @@ def _as_ranks(
         for found in _same_steps(lane, counted, rigs, problems[:number]):
             is_wrong_in_steps |= (found.field or "").startswith(f"view.{COUNT}")
             yield found
-    if not is_wrong_in_steps:  # otherwise a wrong count at capture adds nothing
+    if not is_wrong_in_steps:  # one finding about the count is enough
         yield from at_capture
     if counted.config.gathers:
         yield from _uneven(lane, [*rigs.values()])
@@ -276,7 +276,7 @@ def _same_steps(
                 shares = [*_share(lane, rank, step, problems)]
                 yield from shares
                 if shares:
-                    continue  # wrong rows follow from a wrong count
+                    continue  # the wrong count explains wrong rows
             yield from _compare_rows(plain, lane, rig, rank, step, problems)
     if len(set(answers)) > 1:
         yield lane.finding(
@@ -304,7 +304,7 @@ def _compare_rows(
     yield from leaks
     wrong = differences(rig, step, rig.answer(problems[-1]))
     if not wrong or not _is_right_alone(plain, problems):
-        return  # right, or wrong without ranks and counts too
+        return  # the step is right, or it is also wrong without ranks and counts
     is_of_ranks = _is_right_alone(lane, problems)
     if is_of_ranks or not leaks:
         yield lane.finding(

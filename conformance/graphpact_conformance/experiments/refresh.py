@@ -43,7 +43,7 @@ def is_plan(leaf: Leaf) -> bool:
 
 
 def keeps_rows(slot: BoundSlot | None) -> bool:
-    """Return whether a slot with rows is filled once, so its padding rows keep values of earlier steps."""
+    """Return whether the padding rows of a slot are filled only once, and so keep values of earlier steps."""
     is_once = slot is not None and slot.padding_policy is PaddingPolicy.FILL_ONCE
     return is_once and slot is not None and slot.axis != "none" and slot.role != "staging"
 
@@ -168,7 +168,7 @@ def _compared(
         left = [same(x.value, torch.full_like(x.value, g)) for x, g in _garbage(leaf, twin)]
         never, once = left[0] & left[1], left[0] ^ left[1]
         if leaf.value.dtype.itemsize == 1:
-            once = torch.zeros_like(once)  # in one byte hooks may write any value, poison included
+            once = torch.zeros_like(once)  # a hook may write the poison value into a byte
         yield leaf, never, once, ~same(leaf.value, twin.value) & ~left[0] & ~left[1]
 
 
@@ -188,11 +188,11 @@ def _unwritten(
     """Yield a finding for each part of a tensor that the replay reads but the hooks did not write."""
     rig, (before, base) = lane.rig(way), run
     slot, tail = leaf.slot, leaf.in_tail
-    assert slot is not None  # noqa: S101  it is due
+    assert slot is not None  # noqa: S101  a tensor that hooks have to write has a slot
     expected = "every entry that the replay reads is written in this step"
     kept = f"; declared reason: {slot.reason}" if slot.reason and slot.copy_from_fb else ""
     sometimes = "written after one history, not written after another"
-    is_missed = bool(never.all()) and not bool(tail.all())  # then the tail gets no separate finding
+    is_missed = bool(never.all()) and not bool(tail.all())  # one finding includes the tail
     beside = torch.zeros_like(never) if is_missed else never
     parts: list[tuple[str, torch.Tensor, str]]
     if is_plan(leaf):

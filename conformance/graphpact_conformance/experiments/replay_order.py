@@ -198,11 +198,11 @@ def _of_other_results(
     """
     (first, step), problem, (armed, used) = pair, pair[1].problem, memory
     expected = f"the results of the first replay after capture, also after {after}"
-    if step.error is not None:  # without a rule, because the cause is unknown
+    if step.error is not None:  # the finding has no rule, because the cause is unknown
         yield lane.of_error(step.error, expected=expected, step=step)
         return
     if not _same_real(rig, step, rig.step(problem)):
-        return  # not deterministic, which `repeated` reports
+        return  # the step is not deterministic: `repeated` reports it
     now = rig.states()
     changed = [name for name in _comparable(armed, now) if not equal(armed[name], now[name])]
     for name in changed:
@@ -340,7 +340,7 @@ def smallest_first(lane: LaneUnderTest, steps: Drawn) -> Findings:
     taken = [rig.step(p) for p in problems]
     if len(rig.captured) < 2 or all(map(partial(_same_real, rig), map(usual.step, problems), taken)):
         return
-    rig, fresh = _captured_upwards(lane), lane.build()  # the others have replayed different batches
+    rig, fresh = _captured_upwards(lane), lane.build()  # the rigs above have replayed different batches
     for problem in problems:
         step, right = (each.step(problem, fill=reset_slot) for each in (rig, fresh))
         if _same_real(rig, right, step):
@@ -355,7 +355,7 @@ def smallest_first(lane: LaneUnderTest, steps: Drawn) -> Findings:
                 error=step.error,
                 help="size and allocate shared memory before the first capture",
             )
-        return  # if not reported, it is not deterministic, which `repeated` reports
+        return  # a step without a finding here is not deterministic: `repeated` reports it
 
 
 def _freed_upwards(lane: LaneUnderTest, problems: Sequence[Problem]) -> Findings:

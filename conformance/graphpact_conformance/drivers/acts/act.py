@@ -184,7 +184,7 @@ def legal(w: ActMemory, region: Callable[[], Any]) -> Seen:
 
 
 def frozen(w: ActMemory, region: Callable[[], Any], change: Callable[[], Any]) -> Seen:
-    """Replay after ``change`` has changed frozen values: CUDA still gives the eager results from before."""
+    """Capture, change frozen values, and replay. CUDA gives the eager results from before the change."""
     before = eager_results(w, region)
     graph = w.driver.capture(region)
     change()

@@ -1,4 +1,4 @@
-"""Acts that are only a region, which uses only the memory of the act.
+"""Acts that consist of one region. The region uses only the memory of the act.
 
 Does not: change anything between capture and replays; see ``host`` and ``memory``.
 """
