@@ -46,7 +46,7 @@ class ReadsHostCopies(PagedBuilder):
 
 
 class ReadsHostCopiesByTensor(ReadsHostCopies):
-    """Does the same with ``.to(tensor)`` instead of ``.to(device)``."""
+    """The same class, with ``.to(tensor)`` instead of ``.to(device)``."""
 
     def back(self, lens: torch.Tensor) -> torch.Tensor:
         """Return lengths on the device again."""

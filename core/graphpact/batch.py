@@ -152,7 +152,7 @@ class ForwardBatch:
         return self.extend_seq_lens, self.extend_seq_lens_cpu
 
     def require_consistent(self) -> None:
-        """Raise `EngineError` for conflicting fields, which no kernel can detect. Only host work."""
+        """Raise `EngineError` for conflicting fields, which no kernel can detect. It does no device work."""
         mode, bs, tokens = self.forward_mode, self.batch_size, self.num_tokens
         if mode is ForwardMode.IDLE:
             return

@@ -18,7 +18,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/third_party"
-NEEDED = ("core", "plugins/tape", "conformance")
+NEEDED = ("core", "cli", "plugins/tape", "conformance")
 """The packages that ``graphpact[conformance]`` installs."""
 
 RIGHT = "page_table.copy_(torch.where(first_key < view.seq_lens[:, None], pages, 0))"

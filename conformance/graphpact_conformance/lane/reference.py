@@ -472,7 +472,7 @@ _BY_REQUEST = {name: field for name, field in DRAWN.items() if field.axis == "bs
 
 
 def _gathered(name: str) -> GraphSlot:
-    """Return the slot ``[1]`` of a count over ranks that gather: the padded tokens, not the batch's."""
+    """Return the slot ``[1]`` of a count over ranks that gather; it counts padding tokens too."""
 
     def post_fill(buffer: torch.Tensor, _: ForwardBatch, context: FillContext) -> None:
         buffer.fill_(context.padded_num_tokens)

@@ -223,7 +223,7 @@ class FA3Backend(AttentionBackend):
     def _attend_cascade(
         self, call: PageTableCall[KeyRows], drafts: KeyRows
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return the attention over the sequence, which ``call`` has, and the visible drafts."""
+        """Return attention over the sequence of ``call`` and over the visible drafts."""
         shared, lse = self.kernels.attend(call)
         own, own_lse = self.kernels.attend(replace(call, rows=drafts, schedule=None))
         assert lse is not None  # noqa: S101  call.with_lse
