@@ -95,7 +95,7 @@ def test_nothing_of_this_repository_is_there(elsewhere: Elsewhere) -> None:
     code = """
         import sys, graphpact, my_attention
         from graphpact.plugins import PluginCatalog
-        there = {"graphpact", "graphpact-tape", "graphpact-conformance", "my-attention"}
+        there = {"graphpact", "graphpact-cli", "graphpact-tape", "graphpact-conformance", "my-attention"}
         print(graphpact.__file__, my_attention.__file__, *sys.path)
         print({info.distribution for info in PluginCatalog.scan().infos()} == there)
     """
