@@ -170,7 +170,7 @@ def count_ops(fill: Callable[[], None], device: torch.device) -> int:
     from torch.profiler import ProfilerActivity, profile  # noqa: PLC0415  only on a GPU
 
     torch.cuda.synchronize()
-    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU]) as profiled:
+    with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiled:
         fill()
         torch.cuda.synchronize()
     return sum(event.device_type.name == "CUDA" for event in profiled.events())

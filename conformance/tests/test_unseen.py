@@ -19,7 +19,7 @@ from graphpact.step import StepOutputs
 from graphpact.tensors import same
 from graphpact_conformance.draws.batches import Drawn, corner, draw, edges, steady
 from graphpact_conformance.draws.cases import Case
-from graphpact_conformance.draws.choice import CAN_BE_HIGH
+from graphpact_conformance.draws.choice import CPU, can_be_high
 from graphpact_conformance.draws.lanes import TILES, Config
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments import EXPERIMENTS
@@ -93,7 +93,7 @@ class _FewPages(ReferenceBackend):
         super().__init__(context)
 
 
-@pytest.mark.skipif(not CAN_BE_HIGH, reason="the system has no sparse memory")
+@pytest.mark.skipif(not can_be_high(CPU), reason="the system has no sparse memory")
 @pytest.mark.parametrize("error", [EngineError, ValueError])
 def test_a_plugin_may_refuse_a_very_large_cache_by_an_engine_error(error: type[Exception]) -> None:
     """The lane is unsupported, with the plugin's words; any other error there is a failure."""

@@ -202,7 +202,7 @@ class TestOnAGPU:
             lens.copy_(torch.randint(1, 256, (bs,), generator=generator))
             for tensor in got:
                 tensor.fill_(-7)
-            with profile(activities=[ProfilerActivity.CUDA]) as seen:
+            with profile(activities=[ProfilerActivity.CUDA], acc_events=True) as seen:
                 graph.replay()
                 torch.cuda.synchronize()
             portable()

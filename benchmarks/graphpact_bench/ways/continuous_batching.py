@@ -6,6 +6,7 @@ cache has room for twice the measured requests.
 Does not: use graphpact.
 """
 
+import dataclasses
 import logging
 import time
 from typing import Any
@@ -18,6 +19,8 @@ from graphpact_bench.ways.base import Way, WaySetting, intervals
 from graphpact_bench.ways.generate import load_model
 
 _PAGE = 32
+_OPTIONS = {option.name for option in dataclasses.fields(ContinuousBatchingConfig)}
+_PAGE_OPTION = "page_size" if "page_size" in _OPTIONS else "block_size"  # the name in transformers 5.17
 _LOGGER = "ContinuousBatchingLogger"
 _PATIENCE = 600.0  # seconds for one result
 
@@ -42,10 +45,10 @@ class ContinuousBatchingWay(Way):
                 max_new_tokens=setting.new, do_sample=False, eos_token_id=-1
             ),
             continuous_batching_config=ContinuousBatchingConfig(
-                page_size=_PAGE,
                 num_blocks=2 * largest * pages,
                 max_batch_tokens=max(largest * setting.prompt, 2 * largest),
                 allow_block_sharing=False,  # a prompt is read each time, as by the others
+                **{_PAGE_OPTION: _PAGE},
             ),
         )
         self.manager.start()

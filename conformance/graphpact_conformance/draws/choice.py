@@ -25,8 +25,11 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 VARIATIONS, CANDIDATES = 8, 12
 """How many random lanes are drawn for each plain lane, and how many lanes are compared for a combination."""
 CPU = torch.device("cpu")
-CAN_BE_HIGH = sys.platform == "linux"
-"""Whether the system allocates only the pages that are written. A cache with high slot numbers needs this."""
+
+
+def can_be_high(device: torch.device) -> bool:
+    """Return whether a device's memory is allocated when it is written, as a cache with high slots needs."""
+    return device.type == "cpu" and sys.platform == "linux"
 
 
 def configs_of(
@@ -83,13 +86,16 @@ def _plainness(config: Config) -> tuple[bool, bool, int]:
     return config.dtype is not torch.float32, config.heads.name == "mha", abs(config.page_size - 16)
 
 
-def scaled_up(config: Config, capabilities: Capabilities, *, high: bool = False) -> Config:
+def scaled_up(
+    config: Config, capabilities: Capabilities, device: torch.device, *, high: bool = False
+) -> Config:
     """Return a lane with the unusual value of every dimension of scale.
 
     Args:
         config: A lane with plain values.
         capabilities: The capabilities of the backend.
-        high: Whether the cache also has high slot numbers, if the system supports it. In such a lane only
+        device: The device of the lane.
+        high: Whether the cache also has high slot numbers, if the device supports it. In such a lane only
             experiments without strict drivers run, because these copy all memory that a graph writes.
     """
     scaled = replace(
@@ -98,21 +104,22 @@ def scaled_up(config: Config, capabilities: Capabilities, *, high: bool = False)
         capture_shapes=(),
         scale="middle",
         mixed_dim=other_dim(config, capabilities),
-        high=high and CAN_BE_HIGH,
+        high=high and can_be_high(device),
         fields=True,
     )
-    return scaled if allows(capabilities, scaled) else replace(scaled, case=config.case)
+    return scaled if allows(capabilities, scaled, device) else replace(scaled, case=config.case)
 
 
-def valued(config: Config, capabilities: Capabilities, names: Iterable[str]) -> Config:
+def valued(config: Config, capabilities: Capabilities, device: torch.device, names: Iterable[str]) -> Config:
     """Return a lane with some unusual values of scale.
 
     Args:
         config: A lane with plain values.
         capabilities: The capabilities of the backend.
+        device: The device of the lane.
         names: The values, as in names of lanes. ``page1`` is allowed too.
     """
-    scaled = scaled_up(config, capabilities, high=True)
+    scaled = scaled_up(config, capabilities, device, high=True)
     values: dict[str, dict[str, Any]] = {
         **{name: {"case": config.case.sized(name), "capture_shapes": ()} for name in DRAFTS},
         "tall": {"capture_shapes": ()},
@@ -165,6 +172,7 @@ def combinations(config: Config, strength: int = 2) -> set[tuple[tuple[str, Any]
 def covering(
     configs: Sequence[Config],
     capabilities: Capabilities,
+    device: torch.device,
     seen: Iterable[Config] = (),
     *,
     strength: int = 2,
@@ -177,13 +185,14 @@ def covering(
     Args:
         configs: Lanes with plain values of scale.
         capabilities: The capabilities of the backend.
+        device: The device of the lanes.
         seen: Lanes whose combinations are covered already.
         strength: Number of dimensions of a combination: 1 for every value, 2 for every pair of values.
     """
     rng = random.Random(0)  # noqa: S311  test data
     has_trees = any(config.case.tree for config in configs)
     drawn = [
-        _drawn(rng, config, capabilities, broad=config.case.tree or not has_trees)
+        _drawn(rng, config, capabilities, device, broad=config.case.tree or not has_trees)
         for config in configs
         for _ in range(VARIATIONS)
     ]
@@ -205,16 +214,19 @@ def covering(
     return chosen
 
 
-def _drawn(rng: random.Random, config: Config, capabilities: Capabilities, *, broad: bool) -> Config:
+def _drawn(
+    rng: random.Random, config: Config, capabilities: Capabilities, device: torch.device, *, broad: bool
+) -> Config:
     """Return a lane with random values of the dimensions of scale, with or without optional fields.
 
     Args:
         rng: The random generator.
         config: A lane with plain values.
         capabilities: The capabilities of the backend.
+        device: The device of the lane.
         broad: Whether drafts may have the size ``broad``. It is used only with several branches.
     """
-    whole = scaled_up(config, capabilities, high=True)
+    whole = scaled_up(config, capabilities, device, high=True)
     scale: Scale = rng.choice(("short", "tall", "long"))
     mixed, high, fields = rng.choices((False, True), k=3)
     broad &= config.case.branches > 1 and scale == "short"  # other scales would take too long
@@ -222,7 +234,7 @@ def _drawn(rng: random.Random, config: Config, capabilities: Capabilities, *, br
     sized = replace(config, case=config.case.sized(rng.choice(sizes)))
     return replace(
         whole,
-        case=sized.case if allows(capabilities, sized) else config.case,
+        case=sized.case if allows(capabilities, sized, device) else config.case,
         scale=scale,
         mixed_dim=whole.mixed_dim if mixed else None,
         high=whole.high and high,

@@ -216,7 +216,7 @@ def planned_lanes(
     if runner is not ReferenceRunner:
         configs = [c for c in configs if not c.case.embeds or takes(_EMBEDS, runner, c, can, device)]
     plans = []
-    for drawn, is_full in _choose(configs, can, options.size, values, kind=kind, is_pair=is_pair):
+    for drawn, is_full in _choose(configs, can, device, options.size, values, kind=kind, is_pair=is_pair):
         chosen = _with_fields_of(runner, drawn, can, device)
         config = chosen if runner is ReferenceRunner else _with_shapes_of(runner, chosen, backend, device)
         own = SegmentsRunner if config.case.segments else runner
@@ -320,6 +320,7 @@ def _with_shapes_of(
 def _choose(
     configs: Sequence[Config],
     capabilities: Capabilities,
+    device: torch.device,
     size: Size,
     values: Sequence[str] | None,
     *,
@@ -337,6 +338,7 @@ def _choose(
     Args:
         configs: All lanes with plain values of scale.
         capabilities: Of the backend.
+        device: Of the lanes.
         size: Size of the run.
         values: See `planned_lanes`.
         kind: The kind of the checked plugin.
@@ -344,14 +346,14 @@ def _choose(
     """
     plain = plainest(configs)
     if values is not None:
-        return [(valued(config, capabilities, values), True) for config in plain]
+        return [(valued(config, capabilities, device, values), True) for config in plain]
     if is_pair:
         return [(config, size != "quick" or _is_of_its_own(config)) for config in plain]
-    scaled = [] if size == "quick" else [scaled_up(c, capabilities) for c in _of_two_kinds(plain)]
+    scaled = [] if size == "quick" else [scaled_up(c, capabilities, device) for c in _of_two_kinds(plain)]
     if kind == "runner":  # a ragged one would take as long as all other lanes of a runner
         scaled = [replace(config, mixed_dim=None) for config in scaled if config.case.width is not None]
     strength = 1 if kind == "runner" or size == "quick" else 2
-    more = covering(configs, capabilities, [*plain, *scaled], strength=strength)
+    more = covering(configs, capabilities, device, [*plain, *scaled], strength=strength)
     if kind == "runner":
         have = {config.case.plain for config in (*scaled, *more) if config.fields}
         more += [replace(config, fields=True) for config in plain if config.case not in have]

@@ -19,6 +19,7 @@ import contextlib
 import gc
 import inspect
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
@@ -121,6 +122,11 @@ class DeviceGraph(Graph):
                     hint="keep the tensors that a graph reads for as long as the graph, and copy into them",
                     rule="GP14",
                 ) from error
+
+    @property
+    def is_released(self) -> bool:
+        """Whether the executable graphs are freed."""
+        return self._externals is None
 
     def release(self) -> None:
         """Free the executable graphs. The pool is kept, because other graphs share it."""
@@ -244,6 +250,7 @@ class DeviceDriver(GraphDriver):
         super().__init__(device, strict=strict)
         self._torch = self.kind.module
         self._pool = self._torch.graph_pool_handle()
+        self._in_pool: weakref.WeakSet[DeviceGraph] = weakref.WeakSet()
         self._stream = self._torch.Stream(device)
         self._capture: _Capture | None = None
 
@@ -275,6 +282,8 @@ class DeviceDriver(GraphDriver):
         self.refuse_nested_capture()
         current = self._torch.current_stream(self.device)
         self._stream.wait_stream(current)
+        if all(graph.is_released for graph in self._in_pool):
+            self._new_pool()  # torch refuses a pool whose graphs were all freed
         capture = _Capture(self.kind, self._pool, self._options(), self.device)
         with torch.inference_mode(), self._torch.stream(self._stream):
             for _ in range(warmup):
@@ -309,18 +318,25 @@ class DeviceDriver(GraphDriver):
         current.wait_stream(self._stream)
         watches = bool(capture.options)
         # If memory is short, the allocator frees other segments, so the difference can be negative.
-        return DeviceGraph(
+        graph = DeviceGraph(
             capture.steps,
             outputs,
             max(reserved, 0),
             capture.externals,
             watches_inputs=watches,
         )
+        self._in_pool.add(graph)
+        return graph
 
     def _abandon(self, capture: _Capture) -> None:
         """End a failed capture, and replace the pool, which torch treats as still in capture."""
         capture.abandon()
+        self._new_pool()
+
+    def _new_pool(self) -> None:
+        """Let later captures use a new pool. Graphs of the old one keep it alive."""
         self._pool = self._torch.graph_pool_handle()
+        self._in_pool.clear()
 
     def _options(self) -> dict[str, Any]:
         """Return the options of torch's capture for strict mode; empty if this torch lacks them (2.11)."""

@@ -14,6 +14,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from graphpact.errors import CaptureError, ConfigError
+from graphpact.graphs import Graph
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance.drivers.promises import CHECKS
 from graphpact_cuda_graph.driver import DEVICES, Device, DeviceDriver
@@ -57,11 +58,21 @@ class _Calls(TorchDispatchMode):
 _CALLS = _Calls()
 
 
+class _Pool:
+    """A memory pool with the number of its graphs; None before the first."""
+
+    graphs: int | None = None
+
+
 class StandIn:
-    """A graph class with the methods of ``torch.cuda.CUDAGraph`` that a driver calls."""
+    """A graph class with the methods of ``torch.cuda.CUDAGraph`` that a driver calls.
+
+    As torch's, it refuses a pool whose graphs were all freed.
+    """
 
     def __init__(self) -> None:
         self.work: list[Any] = []
+        self.pool: _Pool | None = None
 
     def by_value(self, tree: Any) -> Any:
         """Return the arguments with copies of host numbers, which a kernel takes by value."""
@@ -73,8 +84,12 @@ class StandIn:
 
     def capture_begin(self, pool: Any = None) -> None:
         """Begin a capture; the pool must be the driver's."""
-        assert isinstance(pool, str)
+        assert isinstance(pool, _Pool)
         assert _CALLS.graph is None
+        if pool.graphs == 0:
+            raise RuntimeError("use_count > 0 INTERNAL ASSERT FAILED")
+        pool.graphs = (pool.graphs or 0) + 1
+        self.pool = pool
         _CALLS.graph = self
 
     def capture_end(self) -> None:
@@ -89,8 +104,12 @@ class StandIn:
             op(*args, **kwargs)
 
     def reset(self) -> None:
-        """Discard the work."""
+        """Discard the work, and leave the pool."""
         self.work = []
+        if self.pool is not None:
+            assert self.pool.graphs
+            self.pool.graphs -= 1
+            self.pool = None
 
 
 class _Stream:
@@ -135,7 +154,7 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         "stream": lambda _: contextlib.nullcontext(),
         "current_stream": _Stream,
         "synchronize": lambda _=None: None,
-        "graph_pool_handle": lambda: "pool",
+        "graph_pool_handle": _Pool,
         "empty_cache": lambda: None,
         "memory_reserved": lambda _: 0,
         "is_available": lambda: True,
@@ -167,6 +186,30 @@ def test_a_refused_capture_names_the_device() -> None:
         StandInDriver(CPU).capture(lambda: x * x.sum().item())
     assert refused.value.rule == "GP20"
     assert "strict tape" in str(refused.value.hint)
+
+
+@pytest.mark.usefixtures("_device")
+def test_graphs_share_a_pool_while_one_of_them_lives() -> None:
+    """A capture uses the pool of graphs that still live; after all were released it uses a new pool."""
+    driver, x = StandInDriver(CPU), torch.ones(2)
+
+    def captured() -> tuple[Graph, Any]:
+        graph = driver.capture(lambda: x + 1)
+        return graph, vars(graph)["_graphs"][0].pool
+
+    first, pool = captured()
+    second, shared = captured()
+    assert shared is pool
+    first.release()
+    third, shared = captured()
+    assert shared is pool
+    second.release()
+    third.release()
+    fourth, other = captured()
+    assert other is not pool
+    with torch.inference_mode():
+        fourth.replay()
+    assert fourth.outputs.tolist() == [2, 2]
 
 
 def test_a_driver_without_sync_debug_mode_has_no_strict_mode() -> None:
