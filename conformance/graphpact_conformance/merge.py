@@ -20,7 +20,7 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
     results = [
         result for groups in zip_longest(*by_lane, fillvalue=[]) for group in groups for result in group
     ]
-    kept: dict[str, Result] = {}  # one copy of results that all parts have, whenever they had them
+    kept: dict[str, Result] = {}  # keep one copy of equal results; times may differ
     for result in results:
         kept.setdefault(result.model_dump_json(exclude={"seconds"}), result)
     results = [*kept.values()]
@@ -86,7 +86,7 @@ def of_claims(claims: Sequence[Claim], results: Iterable[Result]) -> Result:
 
 
 def joined(runs: Iterable[Values]) -> dict[str, list[str]]:
-    """Return the values of several lanes or runs together."""
+    """Join the values of several lanes or runs."""
     found: dict[str, dict[str, None]] = {}
     for run in runs:
         for name, values in run.items():

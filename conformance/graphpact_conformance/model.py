@@ -184,7 +184,7 @@ class Model:
         return _inputs(w_q, ids, batch) * turn_q, k, v
 
     def _own(self, batch: ForwardBatch) -> torch.Tensor | None:
-        """Return ``[T, fields]`` float64 from -1 to 1: 0 for a field that is absent; None without fields."""
+        """Return ``[T, fields]`` float64 from -1 to 1, with 0 for an absent field; None without fields."""
         if not self._columns:
             return None
         columns, there = [], batch.tensors()
@@ -239,7 +239,7 @@ class Model:
     def _of_draft(
         self, batch: ForwardBatch, ids: torch.Tensor, positions: torch.Tensor, features: torch.Tensor
     ) -> dict[str, Any]:
-        """Return logits and hidden states, in float64 until the end: choices made of them are stable."""
+        """Return logits and hidden states, computed in float64 so that choices from them are stable."""
         ranks, values, to_logits, hidden, to_hidden = self._tables
         selected, axis = batch.selected_rows, "tokens"
         if selected is not None:

@@ -99,7 +99,7 @@ def _on_host(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 class _RightPasses:
-    """The suite's model, given what each pass has by the contract.
+    """The suite's model, with the inputs that the contract defines for each pass.
 
     Args:
         problem: The problem.
@@ -273,7 +273,7 @@ class OracleBackend(AttentionBackend):
     def attend_one(self, q: torch.Tensor, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Return ``[heads, v_head_dim]``: a query ``[heads, head_dim]`` attends to all keys, in float64.
 
-        A subclass may have another kind of attention.
+        A subclass may compute another kind of attention.
         """
         grouped = q.view(layer.num_kv_heads, -1, q.shape[1])  # the query heads of each KV head
         scores = grouped @ k.permute(1, 2, 0) * layer.scaling

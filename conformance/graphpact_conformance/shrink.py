@@ -42,7 +42,7 @@ def shrunk(
     rules = {finding.rule for finding in found}
     best, left = found, TRIALS
     if not isinstance(steps, Drawn):
-        left += 4 * len(steps).bit_length()  # to find the few that matter of many
+        left += 4 * len(steps).bit_length()  # more trials find the few relevant batches
     tried = {repr(steps)}
     for smaller in (_fewer, _alone, _without_one, _halved, _with_one_halved):
         candidates = smaller(steps)
@@ -68,7 +68,7 @@ def _found_in(lane: LaneUnderTest, experiment: Experiment, steps: Steps) -> list
 
 
 def _fewer(steps: Steps) -> Iterator[Steps]:
-    """Yield a recorded sequence without a half, a quarter, and so on; a drawn one keeps its batches."""
+    """Yield a recorded sequence without a half, a quarter, and so on; yield nothing for a drawn one."""
     if isinstance(steps, Drawn):
         return
     size = len(steps) // 2

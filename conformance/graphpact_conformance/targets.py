@@ -25,7 +25,7 @@ class Options:
 
     Args:
         seed: Seed of all random batches.
-        examples: Sequences of batches for each experiment that repeats, in a plain lane of a plugin alone.
+        examples: Sequences of batches for each experiment that repeats, in a plain lane of a single plugin.
             Pairs and lanes with unusual values have half, unless the run is thorough; a quick run has one.
         size: Number of lanes: quick, normal or thorough.
         only: Ids of rules; empty for all.

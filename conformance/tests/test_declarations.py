@@ -31,9 +31,9 @@ from graphpact_conformance.targets import Options, Target, TargetKind
 from support import ListedCatalog, thinned
 
 FULL = Options(size="quick", examples=1, shrink=False)
-"""In lanes that are not full: eager and replayed outputs."""
+"""Options with which lanes that are not full compare only eager and replayed outputs."""
 LIGHT = replace(FULL, size="normal")
-"""In lanes that are not full: also padding, and the largest step."""
+"""Options with which lanes that are not full also check padding and the largest step."""
 RIGHT = ReferenceBackend.capabilities
 MODES = {
     "decode": {ForwardMode.DECODE},
@@ -105,7 +105,7 @@ def _require_level(modes: set[ForwardMode], support: GraphSupport, *, full: bool
     [pytest.param(m, marks=pytest.mark.sweep) if m in MINOR else m for m in MODES],
 )
 def test_a_right_backend_of_every_level_is_conformant(modes: str, support: GraphSupport) -> None:
-    """For every level and set of modes: no failure, no error; eager runs are checked where none is captured.
+    """No level or set of modes has a failure or error; eager runs are checked where none is captured.
 
     The results of a lane that cannot be captured say so, for every rule.
     """
@@ -198,7 +198,7 @@ class CapturesRaggedAsUniform(ReferenceBackend):
 def test_a_level_that_is_not_kept_fails(backend: type[ReferenceBackend], rule: str) -> None:
     """A backend that declares more than its graphs hold fails, without an error of the suite.
 
-    With the support that it has it is conformant. Below eager attention it is right with any.
+    It is conformant with its real support. With eager attention it is right with any declared support.
     """
     modes = frozenset({ForwardMode.EXTEND})
     require_right(checked(declaring(backend, modes=modes, graph_support=GraphSupport.UNIFORM)))

@@ -89,7 +89,7 @@ def results_of(runner: type[GraphRunner], *experiments: str | Experiment) -> dic
 @settings(derandomize=True, max_examples=40)
 @given(seed=st.integers(0, 9999), longest=st.integers(0, CONTEXT))
 def test_a_declined_batch_is_drawn_again(seed: int, longest: int) -> None:
-    """Drawn batches are not declined if others can be drawn, and are as ever where nothing is declined."""
+    """Declined batches are drawn again if possible; draws do not change if nothing is declined."""
     config = next(c for c in configs_of(ReferenceBackend.capabilities) if c.case.mode is ForwardMode.DECODE)
     asked: list[Problem] = []
 
@@ -129,7 +129,7 @@ def test_the_longest_requests_that_are_replayed_are_found(lane: str, longest: in
 
 
 def test_what_does_not_depend_on_lengths_leaves_them_as_they_are() -> None:
-    """Without reasons, or with reasons that lengths do not decide, requests are as long as ever."""
+    """Requests keep their lengths if there are no reasons, or if the reasons do not depend on lengths."""
     for runner in (ReferenceRunner, declining(lambda _: True), declining(lambda b: b.batch_size == 3)):
         assert plan_of(runner).lane.config.most_cached is None
 

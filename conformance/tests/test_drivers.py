@@ -44,7 +44,7 @@ TAPE = Target("graph_driver", "tape")
 
 
 class Notes:
-    """A listener that keeps what it hears."""
+    """A listener that keeps all work and results."""
 
     def __init__(self) -> None:
         self.works: list[str] = []
@@ -137,7 +137,7 @@ class Nests(TapeDriver):
 
 
 class LeavesGarbage(TapeDriver):
-    """A driver that disables the garbage collector, and enables it again after a success alone."""
+    """A driver that disables the garbage collector, and enables it again only after a success."""
 
     def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
         """Capture without garbage collection."""
@@ -336,7 +336,7 @@ def test_what_a_check_leaves_behind_fails_no_other() -> None:
 
 
 class StrictInName(TapeDriver):
-    """A driver that claims a strict mode, and has the fast one."""
+    """A driver that claims a strict mode but has only the fast one."""
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
         super().__init__(device)
@@ -394,7 +394,7 @@ def test_a_name_of_two_kinds_is_asked_about() -> None:
 
 
 def test_an_unknown_driver_is_refused() -> None:
-    """A kind and an unknown name are refused like a name alone."""
+    """An unknown name is refused in the same way with and without a kind."""
     with pytest.raises(UnknownPluginError):
         suite.targets(["driver:tapes"], PluginCatalog.scan())
 
@@ -479,7 +479,7 @@ def test_a_driver_that_hangs_or_ends_the_process_fails_the_check_at_fault(name: 
 def test_a_known_failure_of_a_driver_is_listed(
     plugin: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A list in a driver's package excuses its rule: by its name, or alone in its distribution."""
+    """A list in a driver's package excuses its rule, by name or as the only plugin of its distribution."""
     lines = [] if plugin is None else [f'plugin = "{plugin}"']
     target = Target("graph_driver", "hangs")
     failed = Result(rule="GP10", check="c", lane="fast", outcome=Outcome.FAIL)

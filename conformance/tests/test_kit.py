@@ -49,7 +49,7 @@ def _config(name: str) -> Config:
 @settings(derandomize=True, max_examples=150)
 @given(data=st.data())
 def test_a_batch_in_words_is_complete(data: st.DataObject) -> None:
-    """The words of a batch say of each request, in its order, all that the batch has, without notation."""
+    """The words of a batch describe every request completely, in order, without notation."""
     config = data.draw(st.sampled_from([*configs_of(ReferenceBackend.capabilities)]), label="config")
     for problem in (*data.draw(sequences(config)), *neighbours(config, corner(config))):
         size, *requests, seed = problem.words.split("; ")

@@ -1,4 +1,4 @@
-"""Runners whose region is more than one forward pass: what only lowers acceptance is a wrong result here.
+"""Runners whose region has several forward passes. A fault that only lowers acceptance is a wrong result.
 
 A right runner has no finding, for any tokens, dtype and backend. A region that is wrong in eager steps and in
 graphs alike has one, though nothing in its own outputs may show it.
@@ -98,7 +98,7 @@ def test_rounding_flips_no_choice(runner: type[GraphRunner], backend: type[Atten
 
 @pytest.mark.sweep
 def test_rounding_that_passes_hand_on_is_no_wrong_result() -> None:
-    """A lane where a second pass is 1.3 times as far off as one pass alone may be, with few keys, passes."""
+    """A lane with few keys passes if a second pass is 1.3 times as far off as a single pass may be."""
     lane = "draft_decode-page64-mha-bfloat16"
     options = Options(size="thorough", lanes=(lane,), only=frozenset({"GP04"}), shrink=False)
     (plan,) = planned_lanes(ReferenceBackend, EagleDraftRunner, options, kind="runner")

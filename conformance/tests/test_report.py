@@ -207,7 +207,7 @@ def test_what_names_a_hook_comes_before_what_only_sees_outputs(broken: list[tupl
 
 
 def test_why_to_begin_with_a_rule_is_said_if_others_fail_too() -> None:
-    """Of several failures the first is given a reason: what it concerns; of errors that the suite stopped."""
+    """The first of several failures has a reason: what it concerns, or that the suite stopped."""
 
     def why(*results: Result) -> str:
         return why_first(to_fix(rows(plugin(results))))
@@ -243,7 +243,7 @@ def test_a_plugin_stands_as_its_verdict_says(
     strict: bool,  # noqa: FBT001  a parameter
     stands: str,
 ) -> None:
-    """A plugin's sign is that of a pass exactly if its verdict begins with conformant."""
+    """A plugin has the sign of a pass if and only if its verdict begins with conformant."""
     held = plugin(results)
     assert standing(held, strict=strict) == stands
     said = verdict(held, strict=strict)
@@ -261,7 +261,7 @@ def test_the_summary_counts_plugins_and_results() -> None:
 
 
 def test_a_failure_is_told_whole_in_a_terminal() -> None:
-    """The tree has requirement, all evidence, claims, hints, parts that were not shown, and the verdict."""
+    """The tree shows requirement, all evidence, claims, hints, parts that were not shown, and the verdict."""
     claim = Claim(capability="trees", declared="full", shown="fail")
     held = plugin(
         [result("fail"), result(rule="GP04"), result("not_run", "GP17", reason="one process")],

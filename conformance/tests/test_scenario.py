@@ -74,7 +74,7 @@ def recording(tmp_path: Path) -> Path:
 
 @dataclass(slots=True)
 class KeptMetadata(ReferenceMetadata):
-    """Also the table and the length of each request row after its last step."""
+    """Metadata that also keeps the table and the length of each request row after its last step."""
 
     tables: torch.Tensor | None = None
     lengths: torch.Tensor | None = None

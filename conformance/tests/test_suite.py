@@ -108,7 +108,7 @@ def test_what_cannot_be_checked_is_refused(name: str, error: type[UsageError], s
 def test_a_plugin_of_another_kind_is_told_by_its_kind(kind: Kind, hint: str) -> None:
     """The name of an observer or a command is known; the hint says which kinds are checked.
 
-    With the kind in front of the name it is the same.
+    The error is the same if the kind precedes the name.
     """
     info = PluginInfo(kind, "other", "a test", "0", "a:B", "1")
     catalog = Mock(infos=lambda asked: [info] if asked == kind else [])
@@ -589,7 +589,7 @@ def test_a_capability_that_works_undeclared_keeps_from_a_strict_pass(
 
 
 def test_parts_of_an_adapters_run_lose_nothing() -> None:
-    """Hints and notes of every part are in the whole, each once: the last one tries what is undeclared."""
+    """The joined results have all hints and notes once; the last part probes undeclared capabilities."""
     parts = [
         PluginResults(
             kind="adapter",
@@ -657,7 +657,7 @@ def test_an_experiment_finds_no_trace_of_another() -> None:
     both = [Experiment(name, ("GP01",), leaves_traces, everywhere) for name in "ab"]
     before = torch.get_rng_state()
     results = {r.rule: r.outcome for r in suite.examine_lane(plan, QUICK, experiments=both)}
-    assert results == {"GP01": Outcome.PASS, "GP19": Outcome.FAIL}  # the draw is no plugin's, but is seen
+    assert results == {"GP01": Outcome.PASS, "GP19": Outcome.FAIL}  # the draw of the experiment is noticed
     assert seen[0] == seen[1]
     assert seen[0][:2] == (0, 0)
     assert torch.equal(before, torch.get_rng_state())
@@ -665,14 +665,14 @@ def test_an_experiment_finds_no_trace_of_another() -> None:
 
 @pytest.mark.parametrize("trace", ["replays", "nothing"])
 def test_what_is_found_on_used_captures_alone_does_not_count(trace: str) -> None:
-    """An experiment may begin with the captures of one that found nothing; what it finds, new ones show too.
+    """An experiment may reuse captures of one without findings; its findings must recur on new captures.
 
     A lane with a finding is not used again.
     """
     seen: list[int] = []
 
     def leaves_a_replay(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
-        """Run a step; it finds something if it began after a replay, or always."""
+        """Run a step, and yield a finding if it began after a replay, or always."""
         seen.append(lane.rig().lane.stats.replays)
         lane.rig().step(steps.exact)
         if trace == "replays" and seen[-1]:

@@ -503,7 +503,7 @@ def test_torch_is_imported_once_for_all_processes(bench: Bench) -> None:
 
 
 def test_a_plugin_that_kills_the_parent_of_its_process_fails_alone(bench: Bench) -> None:
-    """The server of the workers is started again, and those that it had left go on to their end."""
+    """The server of the workers is started again, and its remaining workers run to their end."""
     bench.add("orphan", "def work_1(): os.kill(os.getppid(), signal.SIGKILL); time.sleep(600)")
     bench.add("slow", "def work_1(): time.sleep(1)\ndef work_2(): pass")
     report = bench.check("orphan", "slow", "good", workers=2)
@@ -536,7 +536,7 @@ def test_an_interrupt_leaves_no_process_behind(bench: Bench) -> None:
 
 
 def test_a_stopped_run_has_what_it_had_found(bench: Bench) -> None:
-    """The results before a signal are there, what was not examined is said, and it is no verdict."""
+    """The report has the results before a signal, names the unexamined parts, and gives no verdict."""
 
     def interrupt(target: Target, work: str) -> None:
         if (target.name, work) == ("hangs", "work_2"):

@@ -1,7 +1,8 @@
-"""What the suite once did not see: bugs that no batch or lane of a run showed, each planted in one lane.
+"""Test bugs that the suite once missed because no batch or lane of a run showed them.
 
-The museum has the bugs of public threads; here are those of a class of inputs: a capture that fails in some
-lanes alone, ranks of prefill, eager steps after replays, one shape captured again, drafts of one step.
+The museum has the bugs of public threads. The bugs here depend on a class of inputs, and each is planted in
+one lane: a capture that fails in some lanes only, ranks of prefill, eager steps after replays, one shape
+captured again, drafts of one step.
 """
 
 from collections.abc import Iterable, Sequence
@@ -202,7 +203,7 @@ class _LastGraphs(ReferenceBackend):
 
 
 def test_an_eager_step_after_a_replay_is_compared_with_the_oracle() -> None:
-    """What a replay leaves behind does not reach an eager step; the finding says that graphs matter."""
+    """State from a replay must not affect an eager step; the finding says that graphs matter."""
     (plan,) = lanes(_LastGraphs, case="decode")
     found = findings(results(plan, "answers_eagerly"))[None]
     assert (found.field or "").startswith("an eager run after a replay")
@@ -239,7 +240,7 @@ class _TwoRegions(ReferenceBackend):
 
 
 def test_one_shape_captured_again_leaves_the_others_as_they_are() -> None:
-    """A capture of one shape alone that takes the memory of another shape's graph is found."""
+    """The suite finds a capture of a single shape that takes the memory of another shape's graph."""
     (plan,) = lanes(_TwoRegions, case="decode")
     found = findings(results(plan, "captured_again"))
     assert "captured again after one shape was captured again" in found["GP10"].expected
@@ -263,7 +264,7 @@ class _LongestEagerStep(ReferenceBackend):
 
 
 def test_a_capture_comes_after_the_longest_eager_step() -> None:
-    """What an eager step of the longest requests leaves behind must not change the recorded work."""
+    """State from an eager step of the longest requests must not change the recorded work."""
     (plan,) = lanes(_LongestEagerStep, case="decode")
     assert findings(results(plan, "cold_and_warm"))["GP10"].experiment == "cold_and_warm"
 
@@ -311,7 +312,7 @@ class _WritesTheBatch(ReferenceRunner):
 
 
 def test_an_eager_step_that_writes_the_batch_is_told_by_the_field() -> None:
-    """The finding names the field of the batch, also where all results are right."""
+    """The finding names the field of the batch, even if all results are right."""
     (plan,) = lanes(runner=_WritesTheBatch, case="decode")
     found = findings(results(plan, "answers_eagerly"))
     assert found[None].field == "an eager run: batch.positions"
@@ -333,7 +334,7 @@ def test_quick_runs_are_strict_in_every_kind_of_step() -> None:
 
 
 def test_verified_trees_of_many_drafts_have_a_lane_in_quick_runs() -> None:
-    """Their mask has more columns than a word of 64 bits."""
+    """A quick run has a lane with trees whose mask has more columns than a word of 64 bits."""
     plans = planned_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
     widths = [plan.lane.config.case.width or 0 for plan in plans if plan.lane.config.case.tree]
     assert max(widths) > 64
@@ -404,7 +405,7 @@ def test_keys_that_requests_share_are_the_same_in_every_run() -> None:
     (plan,) = lanes(case="decode", values=["tall", "mixed"])
     problem, rig = _with_one_beginning(plan), plan.lane.build(capture=False)
     threads = torch.get_num_threads()
-    torch.set_num_threads(4)  # writes to equal indices are in no order then
+    torch.set_num_threads(4)  # writes to equal indices have no fixed order then
     try:
         runs = []
         for _ in range(4):

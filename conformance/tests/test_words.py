@@ -65,7 +65,7 @@ class ReplayRaises(ReferenceBackend):
 
 
 OF_NO_MODULE = type("OfNoModule", (ReplayRaises,), {"__module__": "made.at.run.time"})
-"""A class of which nothing says in which file it is."""
+"""A class without any information about its file."""
 
 
 @pytest.mark.parametrize(
@@ -169,7 +169,7 @@ class ThroughAnAttribute(ReferenceRunner):
 
 
 class ThroughASlot(ThroughAnAttribute):
-    """The same, through a slot with FILL_ONCE."""
+    """A runner that does the same through a slot with FILL_ONCE."""
 
     def slots(self) -> list[GraphSlot]:
         """Return the usual slots and one that is filled once."""
@@ -187,7 +187,7 @@ class ThroughASlot(ThroughAnAttribute):
 
 @pytest.mark.parametrize("runner", [ThroughAnAttribute, ThroughASlot])
 def test_a_stale_tail_through_memory_filled_once_is_a_stale_tail(runner: type[ReferenceRunner]) -> None:
-    """It is GP03 that names the field, and what else is found of the values is a bad padding value."""
+    """GP03 names the field; any other finding about the values is a bad padding value."""
     lane = LaneUnderTest(DECODE, runner=runner, kind="runner")
     names = ("unwritten_and_stale", "replay_against_capture", "padding")
     found = {failed.rule: failed.findings[0] for failed in found_in(lane, *names)}
@@ -196,7 +196,7 @@ def test_a_stale_tail_through_memory_filled_once_is_a_stale_tail(runner: type[Re
 
 
 def test_what_is_wrong_without_ranks_too_is_not_of_ranks() -> None:
-    """A stale tail makes the rows of ranks wrong, as those of a single rank: no GP17."""
+    """A stale tail makes rows wrong with one rank and with several, so GP17 is not reported."""
     lane = LaneUnderTest(DECODE, runner=ThroughAnAttribute, kind="runner")
     assert "GP17" not in {failed.rule for failed in found_in(lane, "ranks_agree")}
 
@@ -254,7 +254,7 @@ def in_a_cache(rows: int) -> torch.Tensor:
 
 @lru_cache(maxsize=2)
 def in_a_small_cache(rows: int) -> torch.Tensor:
-    """Return memory that lives until two others are asked for."""
+    """Return memory that is freed after two other requests."""
     return torch.zeros(rows)
 
 
@@ -268,7 +268,7 @@ class Slotted:
 
 
 class OneSlot(Slotted):
-    """One with a single slot, and those of its base."""
+    """An object with a single slot, and the slots of its base."""
 
     __slots__ = "mask"  # noqa: PLC0205  Python allows it
 
@@ -336,7 +336,7 @@ class CountsInADict(ReferenceBackend):
 
 
 def test_state_in_a_dictionary_has_a_name() -> None:
-    """Memory that differs after each replay is named by the attribute and the key that hold it."""
+    """The finding names the attribute and the key of memory that differs after each replay."""
     failures = found_in(LaneUnderTest(DECODE, CountsInADict), "repeated")
     assert {each.field for failed in failures for each in failed.findings} == {"CountsInADict._kept['count']"}
 

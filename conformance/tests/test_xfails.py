@@ -97,7 +97,7 @@ class MissesOne(ReferenceBackend):
 
 @pytest.mark.sweep
 def test_a_backend_with_known_failures_alone_is_conformant(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The broken rule is the only failure of a whole run, without one of the claims; if listed, none is."""
+    """The broken rule is the only failure of a whole run, and no claim fails; if listed, none."""
     catalog = ListedCatalog(mine=MissesOne)
     monkeypatch.setattr(PluginCatalog, "scan", lambda: catalog)
     target = Target("attention_backend", "mine")

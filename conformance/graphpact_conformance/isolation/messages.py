@@ -1,4 +1,4 @@
-"""What a worker tells besides results, and how its output is quoted.
+"""Messages that a worker sends besides results, and functions that quote its output.
 
 Does not: import torch; the supervisor does not.
 """

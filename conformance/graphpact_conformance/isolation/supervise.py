@@ -64,7 +64,7 @@ def check_plugins(
     workers: int | None = None,
     timeout: float | None = None,
 ) -> Report:
-    """Examine plugins, alone and as pairs, and return the report.
+    """Examine single plugins and pairs, and return the report.
 
     The order of targets and results does not depend on the timing of processes.
 

@@ -63,7 +63,7 @@ def examine_for_parent(
     """Examine a target.
 
     Args:
-        parent: What hears the results.
+        parent: The receiver of the results.
         target: The plugin, or the pair.
         options: Options of the run.
         skip: See `suite.examine`.
@@ -82,7 +82,7 @@ def _run(
 ) -> None:
     """Run a job and send its answer, or why there is none."""
     torch.set_num_threads(1)
-    gc.freeze()  # the imported modules: without it, looking through them takes a third of a run
+    gc.freeze()  # otherwise scans of the imported modules take a third of a run
     reporter, code = _Reporter(parent), _PluginCode(homes)
     try:
         with _noticing_warnings(code, parent):
@@ -101,7 +101,7 @@ def _run(
 
 
 class _Reporter:
-    """A listener of the suite that tells the supervisor.
+    """A listener of the suite that reports to the supervisor.
 
     Args:
         parent: The supervisor.
@@ -142,7 +142,7 @@ class _Reporter:
 
 
 class _PluginCode:
-    """Tells the code of a plugin from that of the suite and of libraries.
+    """Distinguishes the code of a plugin from code of the suite and of libraries.
 
     Args:
         homes: The packages of the plugin.

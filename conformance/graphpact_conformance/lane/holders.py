@@ -18,7 +18,7 @@ import torch
 from graphpact.tensors import storage_id
 
 _MOST = 20_000
-"""Values that one search looks at."""
+"""Largest number of values that one search examines."""
 _SEQUENCES = (list, tuple, set, frozenset, deque)
 
 

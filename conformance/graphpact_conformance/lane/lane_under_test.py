@@ -1,6 +1,7 @@
-"""`LaneUnderTest`: the checked backend and runner in one configuration; it makes rigs, and findings of them.
+"""`LaneUnderTest`: the checked backend and runner in one configuration. It makes rigs and findings.
 
-An experiment gets one. Code of another engine is one too: its backend calls the code (`ForeignCode`).
+Each experiment gets a lane. Code of another engine is checked in a lane whose backend calls the code
+(`ForeignCode`).
 
 Does not: run a step (see `graphpact_conformance.lane.rig`), or judge one (see ``experiments``).
 """
@@ -210,8 +211,8 @@ class LaneUnderTest:
     def of_another_mode(self, *, capture: bool = False) -> tuple[Rig, Problem] | None:
         """Return a lane of another mode, as prefill beside decode, and its largest batch.
 
-        It has nothing in common with this lane but the plugin's class and module. None for a plugin that does
-        not declare another mode.
+        It shares only the plugin's class and module with this lane. Returns None if the plugin declares no
+        other mode.
         """
         here, runner = self.config.case.lane_mode, self.runner
         mode = ForwardMode.DECODE if here.is_ragged else ForwardMode.EXTEND
@@ -274,7 +275,7 @@ class LaneUnderTest:
         return self._steps() - self._before
 
     def _steps(self) -> Counter[EagerReason | None]:
-        """Count the steps of its rigs, those of earlier experiments too."""
+        """Count the steps of its rigs, including the steps of earlier experiments."""
         counted: Counter[EagerReason | None] = Counter()
         for rig in self._counted:
             counted[None] += rig.lane.stats.replays
@@ -347,7 +348,7 @@ class LaneUnderTest:
     def _hook_writes(self) -> bool:
         """Return whether the replay hook writes any slot of the backend."""
         rig = self.rig("hook")
-        del self._rigs["hook", False]  # experiments get one without poison
+        del self._rigs["hook", False]  # experiments get a rig without poison
         rig.serve_declined(rig.config.shapes[0])
         batch = rig.dummy(rig.config.shapes[0])
         rig.step(Problem(self.config.case, [], 0), batch=batch, fill=poison_slot)
@@ -437,9 +438,9 @@ class LaneUnderTest:
     ) -> Finding:
         """Return a finding about an error, with the error's own rule and hint, otherwise with the given ones.
 
-        A rule that the current experiment does not list is ignored; other experiments check it. So is the
-        given rule if a hook of the plugin raised the error. If a kernel refuses its inputs, its line is in
-        the message.
+        A rule that the current experiment does not list is ignored; other experiments check it. The given
+        rule is also ignored if a hook of the plugin raised the error. If a kernel refuses its inputs, its
+        line is in the message.
         """
         own = next((e.hint for e in causes(error) if isinstance(e, GraphpactError)), None)
         named = rule_of(error)

@@ -21,8 +21,8 @@ from graphpact_tape.tape import Tape
 def states(lane: Lane, weights: Sequence[torch.Tensor], names: dict[int, str]) -> dict[str, torch.Tensor]:
     """Return the external memory of a lane's graphs by name, without the slots that every step writes.
 
-    An attribute of the backend is whole; after the backend binds the attribute anew, the part that a graph
-    reads, under the same name.
+    An attribute of the backend is returned whole. After the backend rebinds the attribute, the part that a
+    graph reads is returned under the same name.
 
     Args:
         lane: The lane.
@@ -47,7 +47,7 @@ def states(lane: Lane, weights: Sequence[torch.Tensor], names: dict[int, str]) -
 
 
 def _unlike(name: str, taken: Collection[str]) -> str:
-    """Return a name that is not taken: with a number, if it is."""
+    """Return the name, with a number added if it is already taken."""
     numbered = (f"{name} ({at})" if at > 1 else name for at in itertools.count(1))
     return next(each for each in numbered if each not in taken)
 
@@ -94,7 +94,7 @@ def name_of(lane: Lane, shape: GraphShape, tensor: torch.Tensor) -> str:
 
 
 def _reader_of(lane: Lane, shape: GraphShape, tensor: torch.Tensor) -> str:
-    """Return words for a tensor that nothing holds: its type, and the line of a graph that reads it."""
+    """Describe a tensor without a holder by its type and the line of a graph that reads it."""
     graph = lane.captured[shape].graph
     line = graph.line_of(tensor) if isinstance(graph, Tape) else None
     what = f"a tensor of {tensor.dtype} {tuple(tensor.shape)} that no attribute holds now"

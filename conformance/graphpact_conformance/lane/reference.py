@@ -1,11 +1,11 @@
 """A correct backend and a correct runner for every mode, as partners of the checked plugin.
 
-`ReferenceBackend` is attention in plain torch operations. Its metadata has a table of KV slots by position
-for every request, the request and the last visible position of every token, and extra columns for drafts. The
-number of key chunks is planned on the host, so that lengths on the host are read too. It has no custom kernel
-and no pages. `ReferenceRunner` captures the shapes of one mode and pads them.
+`ReferenceBackend` computes attention with plain torch operations. Its metadata contains a table of KV slots
+by position for every request, the request and the last visible position of every token, and extra columns for
+drafts. The number of key chunks is planned on the host, so that lengths on the host are read too. It has no
+custom kernel and no pages. `ReferenceRunner` captures the shapes of one mode and pads them.
 
-Does not: run fast: every query reads a whole context.
+Does not: run fast. Every query reads a whole context.
 """
 
 from collections.abc import Sequence
@@ -38,7 +38,7 @@ from graphpact_conformance.draws.lanes import SCALES, Config
 
 CPU = torch.device("cpu")
 CHUNK = 16
-"""Keys of a chunk. The host plans the number of chunks."""
+"""Number of keys in a chunk. The host plans the number of chunks."""
 
 
 @dataclass(slots=True)
@@ -176,7 +176,7 @@ class ReferenceBackend(AttentionBackend):
         if self.driver is None:
             metadata.most.copy_(keys)
             return
-        if staging is None:  # nobody writes these lengths again
+        if staging is None:  # these lengths are not written again
             self.driver.copy_async(metadata.most, keys)
             return
         copied = self._copied.setdefault(staging.data_ptr(), self.driver.event())
@@ -267,7 +267,7 @@ class ReferenceSizes:
     shapes: tuple[GraphShape, ...]
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
-        """Return the smallest shape with room for the requests and tokens, of the largest rank if known."""
+        """Return the smallest shape that holds the batch, or that of the largest rank if it is known."""
         mode = self.shapes[0].mode
         if batch.forward_mode not in (mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
@@ -290,8 +290,7 @@ class ReferenceRunner(GraphRunner):
 
     A padding request has request row 0 and the length that the backend declares, and no token in a ragged
     batch. A padding token writes KV slot 0. In a tree, a padding token sees all draft tokens of its request,
-    including
-    itself: no row of its scores is empty, and it sees only scratch.
+    including itself. So no row of its scores is empty, and it sees only scratch.
 
     Where batches carry ``mrope_positions`` and no embeddings, they carry the optional fields of
     `graphpact_conformance.draws.fields.DRAWN` too.
@@ -302,7 +301,7 @@ class ReferenceRunner(GraphRunner):
 
     @classmethod
     def of(cls, config: Config) -> type["ReferenceRunner"]:
-        """Return the runner of a lane with the shapes and the draft of ``config``, whatever its own are."""
+        """Return a runner class that always uses the shapes and the draft of ``config``."""
 
         class OfConfig(cls):  # type: ignore[misc, valid-type]
             """The reference runner with given shapes."""
@@ -435,7 +434,7 @@ class ReferenceRunner(GraphRunner):
         lens = torch.full((bs,), self._padded_seq_len)
         extend = None
         if case.width is None:
-            # The first requests have as many tokens as a sequence may have, the others one.
+            # The first requests have as many tokens as a sequence may have; the others have one.
             before = torch.arange(bs) * (most - 1)
             extend = 1 + (tokens - bs - before).clamp(0, most - 1)
             lens = lens.maximum(extend)
@@ -492,7 +491,7 @@ def _gathered(name: str) -> GraphSlot:
 class SegmentsRunner(ReferenceRunner):
     """A runner whose attention leaves the graphs: an eager call between two segments in every layer.
 
-    So the backend makes metadata as for an eager step, for the rows that it declares by ``eager_rows``.
+    The backend therefore makes metadata as for an eager step, for the rows that ``eager_rows`` declares.
     """
 
     modes: ClassVar = frozenset({ForwardMode.EXTEND, ForwardMode.MIXED})
@@ -513,7 +512,7 @@ def broken_at_attention(forward: Forward, step: RegionContext) -> Region:
     """Return a forward pass whose attention is an eager call between two segments, in every layer."""
 
     def attend(q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> torch.Tensor:
-        del metadata  # that of the capture
+        del metadata  # the metadata of the capture, which the eager call does not use
         return step.driver.eager_call(step.attend, q, k, v, layer)
 
     return lambda: forward(step.view, step.metadata, attend)

@@ -1,12 +1,12 @@
 """`Rig`: a lane of a backend and a runner, with its memory and a record of each step.
 
 The lane runs as in an engine, through `Lane.run`. An observer of the hooks sees view and metadata, and may
-edit them before the replay. Unowned memory is poisoned: freed request rows hold slots out of range, free KV
-slots hold NaN. This makes reads of stale rows visible.
+edit them before the replay. Unowned memory is poisoned: freed request rows hold slots out of range, and free
+KV slots hold NaN. This makes reads of stale rows visible.
 
 The model (`graphpact_conformance.model`) reads every field of the batch with a slot. So a wrong value in any
-of these fields changes the outputs. A runner may run it several times in one region. The record of a step
-then has the token ids and the attention of each pass too, whatever the runner makes of them.
+of these fields changes the outputs. A runner may run the model several times in one region. The record of a
+step then also contains the token ids and the attention of each pass, even if the runner does not return them.
 
 Does not: check anything; `graphpact_conformance.experiments` compares the records.
 """
@@ -168,7 +168,7 @@ class Rig:
         *,
         ready: Ready | None = None,
     ) -> None:
-        """Capture with dummy batches; an earlier capture of a shape is replaced.
+        """Capture with dummy batches, and replace earlier captures of the same shapes.
 
         Args:
             shape: The shape; None for every shape of the runner.
@@ -188,7 +188,7 @@ class Rig:
             self.observer.ready = None
 
     def _as_a_dummy(self, batch: ForwardBatch, shape: GraphShape) -> ForwardBatch:
-        """Return a batch with every optional field that the runner's own batch of the shape has."""
+        """Return the batch with every optional field that the runner's dummy of the shape has."""
         has = self.runner.dummy(shape).tensors()
         return completed(batch, [slot for slot in self.fields if slot.name in has])
 
@@ -214,11 +214,11 @@ class Rig:
 
     @property
     def _may_draw(self) -> bool:
-        """Whether regions may draw from the default generator: those of runners, for drafts they sample."""
+        """Whether regions may draw from the default generator; those of runners may, to sample drafts."""
         return type(self.runner) not in (ReferenceRunner, SegmentsRunner)
 
     def serve_declined(self, shape: GraphShape) -> None:
-        """Let this rig replay what the runner declines in the graph of ``shape``, such as its own dummy."""
+        """Make this rig replay declined batches in the graph of ``shape``, for example the dummy batch."""
         self.lane.serves = dict.fromkeys(self.declines, shape)
 
     @property
@@ -250,7 +250,7 @@ class Rig:
         return memory.states(self.lane, self.net.tensors(), self._names)
 
     def held(self) -> dict[str, torch.Tensor]:
-        """Return copies of the backend's tensors, and of slots that are filled once; no scratch rows."""
+        """Return copies of the backend's tensors and of slots that are filled once, without scratch rows."""
         return memory.held(self.lane, self.config)
 
     def external(self, shape: GraphShape) -> list[torch.Tensor]:
@@ -258,11 +258,11 @@ class Rig:
         return memory.external(self.lane, shape)
 
     def name_of(self, tensor: torch.Tensor, shape: GraphShape) -> str:
-        """Return the name of what holds a tensor that a graph reads, or the line that reads it."""
+        """Return the name of the holder of a tensor that a graph reads, or the line that reads it."""
         return memory.name_of(self.lane, shape, tensor)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a slot or an attribute of the backend has the memory of ``tensor``."""
+        """Return whether the memory of ``tensor`` belongs to a slot or an attribute of the backend."""
         return memory.holds(self.lane, tensor)
 
     def trace(self, shape: GraphShape) -> list[TracedCall]:
@@ -276,7 +276,7 @@ class Rig:
         return {} if captured is None else {p.path: p for p in captured.pact.promises}
 
     def num_segments(self, shape: GraphShape) -> int:
-        """Return the number of segments of a graph; 1 without eager calls in between."""
+        """Return the number of segments of a graph; it is 1 if the graph has no eager calls."""
         return self.lane.captured[shape].graph.num_segments
 
     @property
@@ -334,7 +334,7 @@ class Rig:
             may_decline: Whether the batch may be left to an eager step, with a declared reason.
 
         Raises:
-            DeclinedError: It was, and may not.
+            DeclinedError: The runner declined the batch, and ``may_decline`` is false.
         """
         self._clear_outputs()
         self.load(problem)
@@ -355,7 +355,7 @@ class Rig:
             step.rows, step.axes, step.stage = copies(outputs), outputs.axes, "done"
         except (Exception, SystemExit) as error:  # the plugin's code may raise anything
             if need_of(error) is not None:
-                raise  # what the suite lacks is no fault of the step
+                raise  # a value that the suite lacks is not a fault of the step
             step.error = error
         finally:
             self.observer.ready = self.observer.before = None
@@ -384,7 +384,7 @@ class Rig:
 
     @torch.inference_mode()
     def run(self, batch: ForwardBatch, *, eagerly: bool = False) -> StepOutputs:
-        """Run a batch on memory as it is; return its outputs where they lie, valid until the next replay."""
+        """Run a batch on the current memory; return its outputs uncopied, valid until the next replay."""
         return self.lane.run_eager(batch) if eagerly else self.lane.run(batch)
 
     @torch.inference_mode()
@@ -401,7 +401,7 @@ class Rig:
         self.lane.driver.synchronize()
 
     def replay(self, problem: Problem, shape: GraphShape) -> StepRecord:
-        """Replay a graph on its inputs as they are, without hooks; the record names ``problem``."""
+        """Replay a graph on its current inputs, without hooks; the record names ``problem``."""
         graph = self.lane.captured[shape].graph
         graph.replay()
         step = StepRecord(problem, stage="done", shape=shape)
@@ -411,7 +411,7 @@ class Rig:
         return step
 
     def _clear_outputs(self) -> None:
-        """Poison the outputs that graphs allocated, so that a graph that does not run is seen.
+        """Poison the outputs that graphs allocated. This shows when a graph does not run.
 
         Other outputs may be memory that no replay writes, such as a constant.
         """
@@ -482,7 +482,7 @@ class Rig:
         self.load(problem)
         padded = self.padded_tokens(problem) if self.net.counts else None
         compact, batch = self.cache.compact(problem), self.batch_of(problem)
-        if compact is not problem:  # a region of the runner's own may move keys, in the copy
+        if compact is not problem:  # a region that the runner composes may move keys in the copy
             batch = replace(batch, out_cache_loc=self.batch_of(compact).out_cache_loc)
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)
 
@@ -512,7 +512,7 @@ class Rig:
 
     @property
     def feeds_itself(self) -> bool:
-        """Whether later passes of a step read results of earlier ones, so that rounding reaches keys."""
+        """Whether later passes of a step read results of earlier ones; then rounding affects keys."""
         return self.net.is_draft
 
     def other_weights(self, which: Collection[int], ids: Collection[int]) -> AbstractContextManager[None]:
@@ -527,7 +527,7 @@ class Rig:
 class _RigLane(Lane):
     """A lane whose regions return what each pass reads and attends to too, unless the runner returns it."""
 
-    serves: Mapping[EagerReason, GraphShape] = {}  # what the runner declines, and the graph that serves it
+    serves: Mapping[EagerReason, GraphShape] = {}  # the graph for each declined reason
 
     def compose(self, context: RegionContext) -> Region:
         """Return the region of the runner, with its passes watched."""

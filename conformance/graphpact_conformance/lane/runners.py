@@ -33,7 +33,7 @@ def runner_context(
 
     It has the sizes to capture, except for runners of ragged modes, which choose their shapes, and for
     runners that need no graph support, which may capture nothing and refuse sizes. It does not limit padding:
-    the more padding tokens a batch has, the more they can do.
+    more padding tokens in a batch can reveal more errors.
     """
     mode, limits = config.case.lane_mode, config.limits
     chooses = mode.is_ragged or not declares_graphs(runner)
@@ -66,8 +66,8 @@ def drawn_batch(
 ) -> ForwardBatch:
     """Return the batch of a problem, with a value for each optional field that has a slot.
 
-    Fields of slots that are declared optional are absent in some batches. Where the lane's batches carry
-    embeddings, so does it.
+    Fields of slots that are declared optional are absent in some batches. The batch carries embeddings if the
+    lane's batches do.
 
     In a runner's own fields floats are normal, but negative in fields of one number for each row, such as log
     probabilities; integers are token ids. Rows of one request that a frozen cache repeats are equal.

@@ -1,4 +1,4 @@
-"""What is seen of a step between its hooks and its replay: `Observer`, and copies of what the step reads.
+"""`Observer` keeps the inputs of a step between its hooks and its replay; `snapshot` copies them.
 
 `poison_slot` and `reset_slot` write a slot before a step, to show what the step itself writes.
 
@@ -114,7 +114,7 @@ def snapshot(
     numbers: dict[str, Any] = {}
     seen: set[tuple[int, torch.Size, tuple[int, ...]]] = set()
     raw = problem.batch_size, len(problem.tokens)
-    # What metadata has of a view is judged as part of the view, whose host numbers are the engine's.
+    # Parts of the view in metadata are judged with the view. The engine makes the view's host numbers.
     of_view, others = {"view": parts["view"]}, {n: part for n, part in parts.items() if n != "view"}
     for path, value in itertools.chain(walk(of_view), walk(others, without=views)):
         if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""The code that a lane checks, by its classes: the line of it that raised an error, and its caches.
+"""Find the line of the checked code that raised an error, and the caches of that code.
 
 `ForeignCode` is code of another engine, which the backend of a lane calls.
 
@@ -55,13 +55,13 @@ class ForeignCode:
 
 
 PLUGIN = ForeignCode()
-"""A plugin's code is the classes of the lane: nothing differs."""
+"""The default for plugins: the tested code is the classes of the lane."""
 
 
 def raised_at(error: BaseException, classes: Iterable[type[Any]], whose: Whose | None = None) -> str | None:
     """Return the file, line and function of the tested code that raised an error or a cause of it.
 
-    None if no frame of it comes after the suite's last frame: something else raised the error.
+    Returns None if no frame of this code comes after the suite's last frame. Then other code raised it.
 
     Args:
         error: The error.
@@ -83,7 +83,7 @@ def raised_at(error: BaseException, classes: Iterable[type[Any]], whose: Whose |
 
 
 def _by_classes(classes: Iterable[type[Any]]) -> Whose:
-    """Return whose a frame is, by the files and packages of classes."""
+    """Return a function that decides by files and packages of classes whose code a frame is in."""
     others = {*classes} - {*KITS, abc.ABC, object}
     files = {file for cls in others for file in _files_of(cls)}
     packages = {cls.__module__.partition(".")[0] for cls in others} - _OWN_PACKAGES
@@ -108,7 +108,7 @@ def _files_of(cls: type[Any]) -> Iterator[str]:
 
 
 def caches_of(classes: Iterable[type[Any]]) -> Iterator[Callable[[], object]]:
-    """Yield a function that clears it, for each cache of tensors in classes and their packages."""
+    """Yield a clearing function for each cache of tensors in classes and their packages."""
     classes = [*classes]
     packages = {c.__module__.partition(".")[0] for c in classes} - {
         "graphpact",

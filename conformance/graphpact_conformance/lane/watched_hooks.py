@@ -22,22 +22,22 @@ class WatchedHooks:
 
     @hookimpl(wrapper=True, trylast=True)
     def populate(self) -> Generator[None, Any, Any]:
-        """Watch it."""
+        """Watch the state during this hook."""
         return (yield from self._around("populate"))
 
     @hookimpl(wrapper=True, trylast=True)
     def prepare_replay(self) -> Generator[None, Any, Any]:
-        """Watch it."""
+        """Watch the state during this hook."""
         return (yield from self._around("prepare_replay"))
 
     @hookimpl(wrapper=True, trylast=True)
     def init_metadata_capture(self) -> Generator[None, Any, Any]:
-        """Watch it."""
+        """Watch the state during this hook."""
         return (yield from self._around("init_metadata_capture"))
 
     @hookimpl(wrapper=True, trylast=True)
     def init_metadata_replay(self) -> Generator[None, Any, Any]:
-        """Watch it."""
+        """Watch the state during this hook."""
         return (yield from self._around("init_metadata_replay"))
 
     def _around(self, hook: str) -> Generator[None, Any, Any]:

@@ -2,7 +2,7 @@
 
 Torch, Python and numpy have settings and generators that all code of a process shares. A plugin that changes
 one changes the results of the engine, of the model and of every other plugin. `StateWatch` charges each
-change to the call in which it happens, and undoes it: the next call begins as in an engine.
+change to the call in which it happens, and undoes it. The next call then begins as in an engine.
 
     settings     grad and inference mode, autocast, default dtype and device, modes left pushed, threads,
                  deterministic algorithms, precision of float32, attention kernels, denormals, anomaly mode
@@ -285,7 +285,7 @@ class SettingChange:
 class StateWatch:
     """Charges changes of the process's state to calls.
 
-    Calls may lie within each other: a change is charged to the innermost one.
+    Calls may be nested. A change is charged to the innermost call.
 
     Attributes:
         changes: The changes, the first of each call and its settings.
@@ -318,7 +318,7 @@ class StateWatch:
     def _charge(
         self, call: Call, modes: tuple[Any, ...] | None = None, *, all_settings: bool = False
     ) -> None:
-        """Note and undo what changed since the last charge; ``modes``: those at the beginning of the call."""
+        """Note and undo the changes since the last charge; ``modes`` are those at the start of the call."""
         pushed = _values(_MODES)
         changed = _restored(_MODES, modes or pushed, pushed)  # first: a mode sees how others are read
         quick = _values(_QUICK)

@@ -1,9 +1,9 @@
 """`KvMemory`: the KV cache of a rig, and the copies of it that experiments compare.
 
 A low cache is an ordinary tensor for each layer. The last slots of a high cache lie beyond `draws.lanes.HIGH`
-elements. It is mostly holes: the operating system gives memory only to pages that are written. So only some
-slots are filled, copied and compared: scratch, the pages that requests may have, and one unowned page. The
-others hold zeros.
+elements. Most of it is unallocated: the operating system gives memory only to pages that are written. So only
+some slots are filled, copied and compared: scratch, the pages that requests may have, and one unowned page.
+The others hold zeros.
 
 Does not: know batches.
 """
@@ -66,7 +66,7 @@ class KvMemory:
         }
 
     def copy(self) -> SimpleNamespace:
-        """Return a copy of the cache with the slots `slots` alone, on the device."""
+        """Return a copy of the cache on the device, with only the slots in `slots`."""
         k = [each[self._at] for each in self.kv.k]
         rank = self.config.heads.kv_lora_rank
         v = [each[self._at] for each in self.kv.v] if rank is None else [each[..., :rank] for each in k]
@@ -122,7 +122,7 @@ class KvMemory:
     def right_beside_kv(
         self, problem: Problem, caches: Mapping[str, torch.Tensor]
     ) -> dict[str, torch.Tensor]:
-        """Return the right contents of other memory than keys and values after a step; none here.
+        """Return the right contents of memory besides keys and values after a step; empty in this class.
 
         Args:
             problem: The step, with rows of ``caches`` in place of KV slots.

@@ -1,4 +1,4 @@
-"""What a raised error says: its causes, its rule, the value that it lacks, and its message in one line.
+"""Read a raised error: its causes, its rule, the missing value, and its message in one line.
 
 `CannotCaptureError` and `DeclinedError` end an experiment early: there is no graph, or no replay.
 
@@ -67,7 +67,7 @@ def need_of(error: BaseException) -> NeedsValueError | None:
 def message_of(error: BaseException) -> str:
     """Return the first line of an error's message, with the type for errors outside graphpact.
 
-    An error without a message is told with its place instead.
+    For an error without a message, return the place where it was raised.
     """
     if isinstance(error, GraphpactError):
         return error.message.strip().splitlines()[0]

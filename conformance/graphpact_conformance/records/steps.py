@@ -1,4 +1,4 @@
-"""`StepRecord`: what one step of a rig read and gave. `Leaf`: one tensor that it read.
+"""`StepRecord`: the inputs and results of one step of a rig. `Leaf`: one tensor that the step read.
 
 Does not: run a step, or compare two; see `graphpact_conformance.lane.lane_under_test` and ``experiments``.
 """
@@ -81,7 +81,7 @@ class StepRecord:
         replayed: The shapes of the replays that were counted, one entry for each.
         eager_runs: Number of eager runs that were counted.
         reason: The reason of a counted eager run; None if none was counted.
-        declined: The same, if it is a reason of the runner's own, which it declares.
+        declined: The same reason, if the runner declares it in ``declines``.
         leaves: The tensors of view and metadata, by path.
         numbers: The host values of view and metadata, by path.
         tasks: The host arguments of the graph's tasks in this replay, by task and name.

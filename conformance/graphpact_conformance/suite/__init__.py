@@ -1,10 +1,10 @@
 """The suite: the lanes of a backend or runner, the experiments in each lane, and the results by rule.
 
     names     the targets that names of plugins stand for
-    adapter   what another engine's code is checked by: an adapter, found by its name
+    adapter   adapters, which check another engine's code, and how they are found by name
     plan      the lanes of a target, the experiments in each, and the parts of a run
     run       the experiments of one lane, and a result for each rule
-    target    all of it for one target, in this process
+    target    the whole run for one target, in this process
 
 Does not: implement experiments, or survive a plugin that crashes (see `graphpact_conformance.isolation`).
 """

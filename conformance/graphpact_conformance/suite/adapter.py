@@ -25,7 +25,7 @@ from graphpact_conformance.targets import Options, Target
 
 @dataclass(frozen=True)
 class Needs:
-    """What the code reads in one kind of step, and the adapter has no value for.
+    """The values that the code reads in one kind of step and the adapter lacks.
 
     Args:
         kind: The kind of step, with which the names of its lanes begin; None if it makes nothing to run.
@@ -44,7 +44,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class Uncalled:
-    """A method of the code that its engine calls, and no lane does.
+    """A method of the code that its engine calls and no lane calls.
 
     Args:
         name: The method.
@@ -68,10 +68,10 @@ class Adapter(Protocol):
 
     @property
     def not_shown(self) -> Sequence[str]:
-        """What lanes on a CPU cannot exercise, each with the reason."""
+        """The parts that lanes on a CPU cannot exercise, each with the reason."""
 
     def needs(self, options: Options) -> Iterable[Needs]:
-        """Return what the code reads and the adapter lacks, by kind of step: none if nothing is missing."""
+        """Return the values that the code reads and the adapter lacks, by kind of step."""
 
     def lanes(self, options: Options) -> Iterable[PlannedLane]:
         """Return the lanes of a run."""

@@ -222,7 +222,7 @@ def planned_lanes(
         own = SegmentsRunner if config.case.segments else runner
         partner = backend
         if kind == "runner" and runner.eager_attention and config.case.mode is ForwardMode.MIXED:
-            partner = PaddedReferenceBackend  # other lanes have the live tokens alone
+            partner = PaddedReferenceBackend  # other lanes have only the live tokens
         lane = LaneUnderTest(config, partner, own, kind, device=device)
         plans.append(PlannedLane(_within_graphs(lane), is_full))
     plans = _different(plans)  # without its fields a lane may be another one
@@ -423,7 +423,7 @@ def in_parts(plans: Sequence[PlannedLane], parts: int, options: Options) -> list
 
 
 _KEYS = 10_000
-"""So many keys of tokens and layers take as long as one captured step, in each experiment."""
+"""Number of keys, over tokens and layers, that take as long as one captured step in an experiment."""
 
 
 def cost_of(plan: PlannedLane, options: Options) -> int:

@@ -118,10 +118,10 @@ def _run_beside(
     options: Options,
     on_trial: Callable[[], object] | None,
 ) -> tuple[Done, LaneUnderTest | None]:
-    """Run one experiment, and return its lane too if the next one may use it.
+    """Run one experiment, and also return its lane if the next experiment may use it.
 
-    Captures take much of the time of a run. An experiment that finds something on used ones is repeated on
-    new ones, and only that counts: no finding depends on the experiments before it.
+    Captures take much of the time of a run. An experiment that finds something on used captures is repeated
+    on new ones, and only the second result counts. So no finding depends on earlier experiments.
     """
     if experiment.shares_captures and used is not None:
         lane = used.again(experiment.examines)
