@@ -209,7 +209,9 @@ def test_an_error_here_ends_the_children() -> None:
 
 
 SCRIPT = """
+import signal
 import sys
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
 from graphpact_cli import children
 sys.path[:0] = [{tests!r}, {folder!r}]
 from test_children import Work

@@ -311,7 +311,7 @@ def test_hidden_states_through_graphs_are_those_of_transformers(
         )
     assert lanes[ForwardMode.DECODE].stats.replays == 1
     assert dict(outputs.axes) == {"logits": "bs", "hidden_states": "tokens"}
-    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32)
+    plain = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
     for row, prompt in enumerate(prompts):
         with torch.inference_mode():
             expected = plain(prompt[None], output_hidden_states=True)

@@ -39,6 +39,7 @@ _NOT_FAST = {
     "copy_into_pinned_host": "it takes every copy to the host for a host read",
     "pinned_allocation": "without a GPU, torch pins no memory",
     "resize_in_region": "refused, as by the strict tape",
+    "restored_generator": "refused, as by the strict tape",
     "transpose_in_region": "refused, as by the strict tape",
     "to_cpu": "to the fast tape, host and device of a CPU are one device",
     "to_cpu_non_blocking": "as above",

@@ -1,5 +1,7 @@
 """Fills on a GPU: the same rows as on a CPU, in the expected number of launches."""
 
+import warnings
+
 import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
@@ -74,8 +76,10 @@ def test_a_decode_fill_is_a_few_launches(size: int, padded: int, lengths: torch.
     registry, batch = _registry("cuda"), _batch("cuda", size, lengths)
     _fill(registry, batch, padded)
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "Synchronization debug mode is a prototype")
+            torch.cuda.set_sync_debug_mode("error")
         with profile(activities=[ProfilerActivity.CUDA, ProfilerActivity.CPU], acc_events=True) as profiled:
             _fill(registry, batch, padded)
     finally:

@@ -133,7 +133,7 @@ def _backend(module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., S
         part += attends
         parts[node] = part
         part += attends
-    trace = split_module(module, module, parts.__getitem__, keep_original_order=True, tuple_return=True)
+    trace = split_module(module, module, parts.__getitem__, keep_original_order=True)
     pieces: _Pieces = _current.pieces
     pieces.traces.append(trace)
     return partial(_run_first, weakref.ref(trace))
@@ -261,6 +261,11 @@ class _Compiled(torch.nn.Module):
         from torch import _inductor  # noqa: PLC0415  heavy to import
         from torch.fx.experimental.symbolic_shapes import ShapeEnv  # noqa: PLC0415  heavy to import
 
+        output = piece.graph.output_node()
+        self._is_single = not isinstance(output.args[0], tuple)
+        if self._is_single:  # inductor compiles only graphs that return a tuple
+            output.args = ((output.args[0],),)
+            piece.recompile()
         with torch.inference_mode(mode=False), torch.no_grad():
             # The shapes are numbers, but torch looks for an equal graph in its cache only if there is a
             # ShapeEnv.
@@ -281,5 +286,6 @@ class _Compiled(torch.nn.Module):
                 ) from error
 
     def forward(self, *inputs: Any) -> Any:
-        """Run the compiled code."""
-        return self._code(*inputs)
+        """Run the compiled code, and return its result in the form of the piece's."""
+        results = self._code(*inputs)
+        return results[0] if self._is_single else results

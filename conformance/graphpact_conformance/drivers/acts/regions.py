@@ -80,9 +80,12 @@ _REGIONS: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def _act_of(region: Callable[[Any], Any]) -> Act:
-    return Act(lambda w: legal(w, lambda: region(w)), region=region)
+_NOT_ON_A_GPU = {"tensor_split_by_tensor"}  # torch refuses it outside a capture too
 
 
-ACTS = {name: _act_of(region) for name, region in _REGIONS.items()}
+def _act_of(name: str, region: Callable[[Any], Any]) -> Act:
+    return Act(lambda w: legal(w, lambda: region(w)), region=region, gpu=name not in _NOT_ON_A_GPU)
+
+
+ACTS = {name: _act_of(name, region) for name, region in _REGIONS.items()}
 """The acts by name."""
