@@ -248,7 +248,9 @@ def test_other_extents_may_round_otherwise() -> None:
 class OtherKernels(TapeDriver):
     """A driver that does not promise to repeat the kernels of eager runs."""
 
-    repeats_eager_kernels = False
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.repeats_eager_kernels = False
 
 
 def test_other_kernels_may_round_otherwise() -> None:

@@ -66,7 +66,7 @@ class TimedDriver(RecordingDriver):
     """A driver of `TimedGraph`."""
 
     name: ClassVar[str] = "timed"
-    repeats_eager_kernels: ClassVar[bool] = True
+    repeats_eager_kernels = True
 
     @classmethod
     def unavailable(cls, device: torch.device) -> str | None:

@@ -175,9 +175,9 @@ class GraphDriver(abc.ABC):
     has_strict_mode: ClassVar[bool] = False
     has_tasks: ClassVar[bool] = False
     """Whether graphs may contain tasks, whose arguments are updated for each replay; see `task`."""
-    repeats_eager_kernels: ClassVar[bool] = False
+    repeats_eager_kernels: bool = False
     """Whether a replay runs the same kernels as an eager run of the same shapes, so that results are
-    bit-equal.
+    bit-equal. It may depend on the device.
     """
 
     def __init__(self, device: torch.device, *, strict: bool = False) -> None:
