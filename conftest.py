@@ -1,6 +1,7 @@
 """A fixture with small checkpoints, which are written to disk once per session; hypothesis's profile.
 
-The option ``--program`` runs one random program again; see `random_programs`.
+The option ``--program`` runs one random program again; see `random_programs`. The option ``--share K/N`` leaves
+of each sweep only every N-th case, beginning with the K-th: N runs together have all cases.
 
 The compiled kernels are built before the first test: no test then waits for it, or sees what it says.
 
@@ -10,6 +11,7 @@ Does not: limit the time of an example: the machines that run the tests are shar
 """
 
 import gc
+import random
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,15 +27,43 @@ settings.load_profile("shared machine")
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option that runs one random program again."""
+    """Add the options that run one random program again, and a share of the sweeps."""
     parser.addoption("--program", type=int, help="the seed of the only random program to run")
+    parser.addoption("--share", type=_share, help="K/N: every N-th case of each sweep, beginning with case K")
+
+
+def _share(text: str) -> tuple[int, int]:
+    """Return ``K`` and ``N``; K may be any number, and counts modulo N."""
+    first, of = map(int, text.split("/"))
+    return first % of, of
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave a share of the cases of each sweep; a sweep of fewer cases than shares has one in each."""
+    share: tuple[int, int] | None = config.getoption("--share")
+    if share is None:
+        return
+    first, of = share
+    shuffled = random.Random(0)  # noqa: S311  so that a share has all values of every parameter
+    sweeps: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker("sweep") is not None:
+            sweeps.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    kept: set[pytest.Item] = set()
+    for cases in sweeps.values():
+        several = shuffled.sample(cases, len(cases))
+        kept.update(several[first::of] or [several[first % len(cases)]])
+    left_out = [item for cases in sweeps.values() for item in cases if item not in kept]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in {*left_out}]
 
 
 @pytest.fixture
 def program_seeds(request: pytest.FixtureRequest) -> Callable[[int, int], Sequence[int]]:
     """Return a function of a first seed and a number that returns the seeds of random programs to run."""
     seed: int | None = request.config.getoption("--program")
-    return lambda first, count: range(first, first + count) if seed is None else [seed]
+    part, of = request.config.getoption("--share") or (0, 1)
+    return lambda first, count: range(first + part, first + count, of) if seed is None else [seed]
 
 
 def pytest_configure(config: pytest.Config) -> None:
