@@ -1,7 +1,7 @@
 """A fixture with small checkpoints, which are written to disk once per session; hypothesis's profile.
 
-The option ``--program`` runs one random program again; see `random_programs`. The option ``--share K/N`` leaves
-of each sweep only every N-th case, beginning with the K-th: N runs together have all cases.
+The option ``--program`` runs one random program again; see `random_programs`. The option ``--share K/N``
+leaves of each sweep only every N-th case, beginning with the K-th: N runs together have all cases.
 
 The compiled kernels are built before the first test: no test then waits for it, or sees what it says.
 
