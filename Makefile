@@ -30,7 +30,7 @@ test test-all: export OMP_NUM_THREADS ?= 1
 test: $(STAMP)        ## run the tests, but for the long sweeps; five minutes
 	$(PYTEST) -m "not sweep"
 
-test-all: test        ## run the tests, and then the long sweeps; 40 minutes or more. SHARE=0/3: a third of the sweeps
+test-all: test        ## run the tests, and then the long sweeps; 40 minutes or more. SHARE=0/5: a fifth of the sweeps
 	$(PYTEST) -m sweep $(SHARE:%=--share %)
 
 bench: $(STAMP)       ## measure, as ratios inside one process; tens of minutes
