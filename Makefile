@@ -27,6 +27,7 @@ break: $(STAMP)       ## plant three real bugs: silent, and then named; half a m
 # is a process for each core, up to eight, and each takes whole files, whose fixtures are made once.
 PYTEST := $(BIN)/python -m pytest -q -n auto --maxprocesses 8 --dist loadfile
 test test-all: export OMP_NUM_THREADS ?= 1
+unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes; each would compile every source again
 test: $(STAMP)        ## run the tests, but for the long sweeps; five minutes
 	$(PYTEST) -m "not sweep"
 

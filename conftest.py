@@ -38,24 +38,43 @@ def _share(text: str) -> tuple[int, int]:
     return first % of, of
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what ``-m`` does not name
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave a share of the cases of each sweep; a sweep of fewer cases than shares has one in each."""
+    """Make sweeps of all but ``few`` cases of a test, and leave a share of the cases of each sweep.
+
+    A sweep of fewer cases than shares has one in each.
+    """
+    for cases in _by_test(items, "few"):
+        (count,) = cases[0].get_closest_marker("few").args  # type: ignore[union-attr]  they have it
+        others = [case for case in cases if case.get_closest_marker("sweep") is None]
+        kept = {at * len(others) // count for at in range(count)}
+        for at, case in enumerate(others):
+            if at not in kept:
+                case.add_marker("sweep")
     share: tuple[int, int] | None = config.getoption("--share")
-    if share is None:
-        return
-    first, of = share
+    if share is not None:
+        _leave_share(config, items, *share)
+
+
+def _leave_share(config: pytest.Config, items: list[pytest.Item], first: int, of: int) -> None:
     shuffled = random.Random(0)  # noqa: S311  so that a share has all values of every parameter
-    sweeps: dict[str, list[pytest.Item]] = {}
-    for item in items:
-        if item.get_closest_marker("sweep") is not None:
-            sweeps.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    sweeps = _by_test(items, "sweep")
     kept: set[pytest.Item] = set()
-    for cases in sweeps.values():
+    for cases in sweeps:
         several = shuffled.sample(cases, len(cases))
         kept.update(several[first::of] or [several[first % len(cases)]])
-    left_out = [item for cases in sweeps.values() for item in cases if item not in kept]
-    config.hook.pytest_deselected(items=left_out)
-    items[:] = [item for item in items if item not in {*left_out}]
+    left_out = {item for cases in sweeps for item in cases if item not in kept}
+    config.hook.pytest_deselected(items=[*left_out])
+    items[:] = [item for item in items if item not in left_out]
+
+
+def _by_test(items: list[pytest.Item], mark: str) -> list[list[pytest.Item]]:
+    """Return the cases of each test that have a mark."""
+    found: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.get_closest_marker(mark) is not None:
+            found.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    return [*found.values()]
 
 
 @pytest.fixture

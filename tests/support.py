@@ -132,16 +132,6 @@ def pairwise(dimensions: Mapping[str, Sequence[Any]], seed: int = 0) -> list[dic
     return cases
 
 
-def thinned(cases: Sequence[Any], keep: int) -> list[Any]:
-    """Return cases as test parameters; all but ``keep`` evenly spread ones are marked as sweeps."""
-    kept = {at * len(cases) // keep for at in range(keep)}
-    found = []
-    for at, case in enumerate(cases):
-        values, name = (case.values, case.id) if hasattr(case, "marks") else ((case,), None)
-        found.append(pytest.param(*values, id=name, marks=() if at in kept else pytest.mark.sweep))
-    return found
-
-
 def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
     """Return the tokens that transformers generates greedily after ``prompt``."""
     import transformers

@@ -73,6 +73,7 @@ def test_the_traceback_variable_is_no_configuration() -> None:
     assert EngineConfig.load(env={"GRAPHPACT_TRACEBACK": "1"}) == EngineConfig()
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "arguments", [["explain"], ["explain", "--json"], ["--version"], ["explain", "--help"]]
 )
@@ -112,6 +113,7 @@ def completed(*words: str, of: str = "bash") -> tuple[list[str], str]:
     return done.stdout.split("\n")[:-1] if done.stdout.strip() else [], done.stderr
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("words", "offered"),
     [

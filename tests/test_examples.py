@@ -49,6 +49,7 @@ def test_the_planted_bugs_are_silent_and_then_named(capsys: pytest.CaptureFixtur
     assert "first field that differs: metadata.kv_indptr" in out
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("file", "backend"),
     [

@@ -43,6 +43,7 @@ class _ComparesMemory(DispatchMode):
         return result
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("kernels", ["portable", "compiled"])
 @pytest.mark.parametrize(
     ("backend", "model", "page_size"),

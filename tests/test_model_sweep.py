@@ -15,7 +15,6 @@ from model_sweep.processes import run_cases
 from model_sweep.small_models import CASES, MAX_POSITIONS, VOCAB, small_config
 
 from compiling import compiler  # noqa: F401  a fixture
-from support import thinned
 
 SAMPLE = (
     "bert",
@@ -48,8 +47,9 @@ def quiet() -> Iterator[None]:
         yield
 
 
+@pytest.mark.few(2)
 @of_this_version
-@pytest.mark.parametrize("case", thinned(SAMPLE, 7))
+@pytest.mark.parametrize("case", SAMPLE)
 def test_a_sample_is_as_the_page_says(case: str, quiet: None) -> None:
     """The verdict and the reason of an architecture equal its row, and no verdict is `wrong`."""
     assert row(compare(case)) == rows(written)[case]

@@ -54,7 +54,7 @@ from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_tape.tape import TapeDriver
-from support import load_reference, thinned
+from support import load_reference
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(f"recipes.{path.stem}" for path in (ROOT / "examples/recipes").glob("*.py"))
@@ -103,9 +103,10 @@ LONG = (
 """The slowest recipes; `engine/tests/test_prefill_graphs.py` runs the first two in engines."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "name",
-    thinned([n for n in [*RECIPES, *THIRD_PARTY] if n not in LONG], 1)
+    [n for n in [*RECIPES, *THIRD_PARTY] if n not in LONG]
     + [pytest.param(n, marks=pytest.mark.sweep) for n in LONG],
 )
 def test_every_plugin_of_the_recipes_is_conformant(name: str) -> None:
@@ -460,6 +461,7 @@ RUN = ("docs/graphs.md", "docs/sglang.md", "docs/vllm.md")
 """Pages whose tests also run: those of a driver, a builder, and a backend of another engine."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("page", "code"), _blocks("python"))
 def test_every_block_of_python_runs(
     page: str, code: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

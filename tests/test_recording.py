@@ -45,6 +45,7 @@ def record(path: Path, *, count: int = 18, **speculative: Any) -> tuple[list[Rec
     return read(path), engine, recorder.num_steps
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "speculative",
     [
@@ -95,6 +96,7 @@ def test_the_requests_of_a_recording_grow_as_they_did(tmp_path: Path) -> None:
     assert not keys & {"token_ids", "input_ids", "text", "prompt"}
 
 
+@pytest.mark.sweep
 def test_a_shipped_backend_passes_what_an_engine_recorded(tmp_path: Path) -> None:
     """The recorded steps of a speculating engine are replayed correctly in each of its lanes."""
     record(tmp_path / "steps.jsonl", **EAGLE, topk=1, num_draft_tokens=3)

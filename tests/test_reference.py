@@ -95,6 +95,7 @@ def test_the_site_has_the_api_of_every_distribution() -> None:
     assert listed == {*PACKAGES.values()}
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("package", PACKAGES)
 def test_every_public_name_is_documented(package: str) -> None:
     """Each public module, class, function and method has a docstring; each name of an `__all__` is bound."""

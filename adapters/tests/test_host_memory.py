@@ -11,7 +11,6 @@ from vllm_builders import LANES, OwnedBuilder, PagedBuilder
 from graphpact_adapters.sglang import Backends
 from graphpact_adapters.vllm import Builders, CommonAttentionMetadata
 from graphpact_conformance.targets import Options
-from support import thinned
 
 # -- planted bugs, which do not show if host and device share memory ----------------------------------
 
@@ -70,6 +69,7 @@ class SendsHostBuffer(PagedBuilder):
         return metadata
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "rule"),
     [
@@ -122,8 +122,9 @@ class KnowsItsDevice(OwnedBuilder):
         return metadata
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [Pinned, KnowsItsDevice])
-@pytest.mark.parametrize("lane", thinned(["decode", "extend", "verify"], 1))
+@pytest.mark.parametrize("lane", ["decode", "extend", "verify"])
 def test_a_builder_that_copies_in_each_build_is_right(make: type[PagedBuilder], lane: str) -> None:
     """Pinned memory is made and is host memory, and copies into persistent memory are right."""
     assert_right(Builders(make), LANES[lane])

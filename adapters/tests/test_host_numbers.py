@@ -83,6 +83,7 @@ def test_a_tuple_of_numbers_is_one_value() -> None:
     assert not [path for path in found if path.startswith("parts[0].seq_lens[")]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lane", ["decode", "verify"])
 def test_each_block_is_one_of_the_configuration(lane: str) -> None:
     """No block id of any batch is past ``num_gpu_blocks``: a table of all blocks has a column for it."""

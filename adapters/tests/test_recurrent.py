@@ -23,7 +23,6 @@ from graphpact_conformance.results import Finding
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.suite.run import run_once
 from graphpact_conformance.targets import Options
-from support import thinned
 
 OPTIONS = Options(size="quick", shrink=False)
 CPU = torch.device("cpu")
@@ -55,16 +54,13 @@ def findings_of(make: Callable[..., object], *, unusual: bool = False, **options
 
 RIGHT = pytest.mark.parametrize(
     ("make", "options"),
-    thinned(
-        [
-            pytest.param(made.Scan, {}),
-            pytest.param(made.Scan, {"read": made.uniform}),
-            pytest.param(made.UpdatedScan, {}),
-            pytest.param(made.Delta, {}),
-            pytest.param(made.NoAccepted, {}),
-        ],
-        3,
-    ),
+    [
+        pytest.param(made.Scan, {}),
+        pytest.param(made.Scan, {"read": made.uniform}),
+        pytest.param(made.UpdatedScan, {}),
+        pytest.param(made.Delta, {}),
+        pytest.param(made.NoAccepted, {}),
+    ],
     ids=["scan", "scan without offsets", "updated scan", "delta", "no accepted, with offsets"],
 )
 
@@ -76,6 +72,7 @@ def test_a_right_builder_passes_in_unusual_lanes(make: type[made.Builder], optio
     assert [*findings_of(make, unusual=True, **options)] == []
 
 
+@pytest.mark.few(2)
 @RIGHT
 def test_a_right_builder_passes(make: type[made.Builder], options: dict[str, Any]) -> None:
     """Builders whose replays are right have no finding in plain lanes of decodes and of drafts."""
@@ -84,25 +81,23 @@ def test_a_right_builder_passes(make: type[made.Builder], options: dict[str, Any
     assert [*findings_of(make, **options)] == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("make", "options", "rule", "field"),
-    thinned(
-        [
-            pytest.param(made.StalePadding, {}, "GP03", "state_indices"),
-            pytest.param(made.StaleAccepted, {}, "GP02", "num_accepted_tokens"),
-            pytest.param(made.NoAccepted, {"read": made.uniform}, "GP04", "num_accepted_tokens[1] = 0"),
-            pytest.param(made.FreshIndices, {}, "GP01", "state_indices"),
-            pytest.param(made.SharedWithFirst, {}, "GP01", "KV-cache group 1: state_indices"),
-            pytest.param(made.UpdatedRows, {}, "GP01", "KV-cache group 1: num_accepted_tokens"),
-            pytest.param(made.FirstGroup, {}, None, "an eager run"),
-            pytest.param(made.FrozenCount, {}, "GP08", "num_requests"),
-            pytest.param(made.CapturedWithoutDrafts, {}, "GP10", "the launches of the kernel"),
-            pytest.param(made.PaddingIsPrefill, {}, "GP10", "the launches of the kernel"),
-            pytest.param(made.KeptAccepted, {}, "GP01", "num_accepted_tokens"),
-            pytest.param(made.WritesLent, {}, "GP19", "block_tables[0]"),
-        ],
-        4,
-    ),
+    [
+        pytest.param(made.StalePadding, {}, "GP03", "state_indices"),
+        pytest.param(made.StaleAccepted, {}, "GP02", "num_accepted_tokens"),
+        pytest.param(made.NoAccepted, {"read": made.uniform}, "GP04", "num_accepted_tokens[1] = 0"),
+        pytest.param(made.FreshIndices, {}, "GP01", "state_indices"),
+        pytest.param(made.SharedWithFirst, {}, "GP01", "KV-cache group 1: state_indices"),
+        pytest.param(made.UpdatedRows, {}, "GP01", "KV-cache group 1: num_accepted_tokens"),
+        pytest.param(made.FirstGroup, {}, None, "an eager run"),
+        pytest.param(made.FrozenCount, {}, "GP08", "num_requests"),
+        pytest.param(made.CapturedWithoutDrafts, {}, "GP10", "the launches of the kernel"),
+        pytest.param(made.PaddingIsPrefill, {}, "GP10", "the launches of the kernel"),
+        pytest.param(made.KeptAccepted, {}, "GP01", "num_accepted_tokens"),
+        pytest.param(made.WritesLent, {}, "GP19", "block_tables[0]"),
+    ],
     ids=lambda value: value.__name__ if isinstance(value, type) else None,
 )
 def test_a_planted_bug_is_found(
@@ -223,6 +218,7 @@ def test_the_kernel_is_a_plain_loop(cached: int, counts: Sequence[int], seed: in
     assert torch.equal(states[0], before[0])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.TARGET_VERIFY])
 def test_the_oracle_is_a_plain_loop(mode: ForwardMode) -> None:
     """The answer's outputs and states are those of a loop over the cached and new tokens of each request."""

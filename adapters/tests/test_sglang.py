@@ -41,7 +41,6 @@ from graphpact_adapters.vllm.backend import VllmBackend
 from graphpact_conformance.draws.batches import half_size_batch
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.targets import Options
-from support import thinned
 
 FOREIGN = (
     "build()",
@@ -66,7 +65,8 @@ def name_of(value: object) -> str:
     return getattr(value, "__name__", str(value))
 
 
-@pytest.mark.parametrize("planted", thinned(PLANTED, 9), ids=str)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("planted", PLANTED, ids=str)
 def test_a_planted_bug_is_found(planted: Planted) -> None:
     """A public bug is found under its rule, with the author's field, both values and the batch.
 
@@ -79,9 +79,10 @@ def test_a_planted_bug_is_found(planted: Planted) -> None:
         assert [word for word in FOREIGN if word in told] == []
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "reader", "options", "lane"),
-    thinned([pytest.param(*twin, lane) for twin, lane in sorted(TWINS.items(), key=str)], 4),
+    [pytest.param(*twin, lane) for twin, lane in sorted(TWINS.items(), key=str)],
     ids=name_of,
 )
 def test_the_right_twin_passes(
@@ -91,6 +92,7 @@ def test_the_right_twin_passes(
     assert_right(under_test(make, reader, **dict(options)), LANES[lane])
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("make", "reader"), UNUSUAL, ids=name_of)
 def test_a_right_backend_in_unusual_style_passes(make: type[Any], reader: Callable[..., Any] | None) -> None:
     """Style is free: kinds of metadata, shorter views, metadata made in the graph, the older pair, pools."""
@@ -151,6 +153,7 @@ def test_a_pair_beside_methods_that_work_is_kept_for_earlier_releases() -> None:
         assert_right(under_test(make), LANES["decode"])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lane", ["decode", "verify", "draft_extend"])
 def test_graphs_are_declared_by_kind_of_step(lane: str) -> None:
     """A backend without graphs for some modes passes if it declares so; its eager steps are checked.

@@ -17,6 +17,7 @@ from graphpact_adapters.vllm import Builders, PagedReads, Part
 VLLM, SGLANG = vllm_builders.LANES, sglang_backends.LANES
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("lane", ["decode", "verify", "extend"])
 @pytest.mark.parametrize("update", [None, built.update_graph_params], ids=["provider", "update"])
 def test_a_right_builder_with_its_update_passes(update: Any, lane: str) -> None:
@@ -33,6 +34,7 @@ def test_an_update_is_checked_under_its_rule() -> None:
         assert ("GP21" in {result.rule for result in results_of(subject, VLLM["decode"])}) is is_checked
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("update", "rule", "field"),
     [
@@ -111,6 +113,7 @@ def test_tasks_are_of_attention_alone() -> None:
 # -- SGLang ------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lane", ["decode", "verify"])
 @pytest.mark.parametrize("update", [None, built.update_input], ids=["provider", "update"])
 def test_a_right_backend_with_its_update_passes(update: Any, lane: str) -> None:

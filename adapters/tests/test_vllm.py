@@ -21,22 +21,23 @@ from graphpact.errors import ConfigError
 from graphpact_adapters.vllm import Builders
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.targets import Options
-from support import thinned
 
 TWINS = [*dict.fromkeys((each.twin, each.read, each.kind, each.lane) for each in PLANTED)]
 RIGHT = [*dict.fromkeys([*(each[:3] for each in TWINS), *((*each, "full") for each in UNUSUAL)])]
 
 
-@pytest.mark.parametrize("planted", thinned(PLANTED, 10), ids=str)
+@pytest.mark.few(3)
+@pytest.mark.parametrize("planted", PLANTED, ids=str)
 def test_a_planted_bug_is_found(planted: Planted) -> None:
     """A public bug is found under its rule, with the author's field, both values and the batch."""
     findings = findings_of(planted.subject(), LANES[planted.lane])
     assert_found(findings, planted.rule, planted.field)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "read", "kind", "lane"),
-    thinned([pytest.param(*twin) for twin in TWINS], 4),
+    [pytest.param(*twin) for twin in TWINS],
     ids=lambda value: getattr(value, "__name__", str(value)),
 )
 def test_the_right_twin_passes(
@@ -46,9 +47,10 @@ def test_the_right_twin_passes(
     assert_right(under_test(make, read, kind), LANES[lane])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "read"),
-    thinned([pytest.param(*each) for each in UNUSUAL], 4),
+    [pytest.param(*each) for each in UNUSUAL],
     ids=lambda value: getattr(value, "__name__", ""),
 )
 def test_a_right_builder_in_unusual_style_passes(

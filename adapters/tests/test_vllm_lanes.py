@@ -126,6 +126,7 @@ class ReadsOnHost(Builder):
         metadata.max_seq_len = int(metadata.seq_lens.max().item())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("cls", "rule", "field"),
     [(Forgets, "GP02", "seq_lens"), (Rebinds, "GP02", "seq_lens"), (ReadsOnHost, "GP20", None)],

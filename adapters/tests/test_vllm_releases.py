@@ -15,7 +15,6 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError
 from graphpact_adapters.vllm import Builders, CommonAttentionMetadata
 from graphpact_conformance.targets import Options
-from support import thinned
 
 
 class Earlier(enum.Enum):
@@ -74,13 +73,15 @@ class Asserts(PagedBuilder):
         return super().metadata(common)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [HostLengths, HostComputed, HostLengthsIfKnown])
-@pytest.mark.parametrize("lane", thinned(["decode", "extend", "verify"], 1))
+@pytest.mark.parametrize("lane", ["decode", "extend", "verify"])
 def test_exact_lengths_on_the_host_are_no_fault(make: type[PagedBuilder], lane: str) -> None:
     """``seq_lens_cpu`` is exact, so a builder that plans with it is right after speculation too."""
     assert_right(Builders(make), LANES[lane])
 
 
+@pytest.mark.sweep
 def test_the_host_fields_agree_with_the_device_in_every_kind_of_step() -> None:
     """Dummies, replays, eager steps and drafts give exact lengths, and computed tokens, on the host."""
     plans = [*Builders(Asserts).lanes(Options(size="quick"))]
@@ -151,6 +152,7 @@ class PadsSlots(OwnSlots):
         return super().metadata(common)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(("make", "read"), [(PagedBuilder, None), (PadsSlots, read_with_own_slots)])
 @pytest.mark.parametrize("lane", ["decode", "verify"])
 def test_a_builder_that_pads_for_itself_is_right_without_padding(

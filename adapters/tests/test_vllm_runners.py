@@ -14,7 +14,6 @@ from graphpact_conformance.report.digest import unchecked
 from graphpact_conformance.suite import examine, targets
 from graphpact_conformance.targets import Options
 from graphpact_conformance.testing import _Listener
-from support import thinned
 
 QUICK = Options(size="quick", shrink=False)
 
@@ -77,14 +76,16 @@ def v1(lane: str) -> str:
     return f"{LANES[lane]}-v1"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("make", [Passes, Owns])
-@pytest.mark.parametrize("lane", thinned(["decode", "verify"], 1))
+@pytest.mark.parametrize("lane", ["decode", "verify"])
 def test_a_right_update_of_block_tables_passes(make: type[PagedBuilder], lane: str) -> None:
     """The builder is right with the calls of either runner."""
     for name in (LANES[lane], v1(lane)):
         assert_right(Builders(make), name)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("make", "field"),
     [(Clones, "KV-cache group 1: "), (ForgetsLengths, "KV-cache group 1: seq_lens")],

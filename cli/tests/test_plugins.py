@@ -52,6 +52,7 @@ def listed(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, dic
     return {plugin["name"]: plugin for plugin in json.loads(capsys.readouterr().out)}
 
 
+@pytest.mark.sweep
 def test_first_party_plugins_are_listed_as_data(capsys: pytest.CaptureFixture[str]) -> None:
     """``--json`` gives kind, name, origin, status and reason of each plugin, and nothing on stderr."""
     assert main(["plugins", "--json"]) == 0

@@ -28,7 +28,7 @@ from graphpact_conformance.results import ExitCode, Outcome, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.suite.target import probe, unsupported
 from graphpact_conformance.targets import Options, Target, TargetKind
-from support import ListedCatalog, thinned
+from support import ListedCatalog
 
 FULL = Options(size="quick", examples=1, shrink=False)
 """Options with which lanes that are not full compare only eager and replayed outputs."""
@@ -99,7 +99,8 @@ def _require_level(modes: set[ForwardMode], support: GraphSupport, *, full: bool
             assert result.reason == (None if is_shown else says)
 
 
-@pytest.mark.parametrize("support", thinned([*GraphSupport], 1))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("support", [*GraphSupport])
 @pytest.mark.parametrize(
     "modes",
     [pytest.param(m, marks=pytest.mark.sweep) if m in MINOR else m for m in MODES],
@@ -192,6 +193,7 @@ class CapturesRaggedAsUniform(ReferenceBackend):
             request.div_(width, rounding_mode="floor").clamp_(max=view.batch_size)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("backend", "rule"), [(CannotCaptureRagged, "GP12"), (CapturesRaggedAsUniform, "GP04")]
 )
@@ -242,7 +244,8 @@ def _narrowed(can: Capabilities) -> Iterator[tuple[str, Any]]:
 NARROWED = [pytest.param(name, less, id=f"{name}-{less}") for name, less in _narrowed(RIGHT)]
 
 
-@pytest.mark.parametrize(("name", "less"), thinned(NARROWED, 3))
+@pytest.mark.few(1)
+@pytest.mark.parametrize(("name", "less"), NARROWED)
 def test_a_right_backend_that_declares_less_is_conformant(name: str, less: Any) -> None:
     """With any field of the capabilities narrowed, everything passes or is unsupported."""
     declared = {"modes": frozenset({ForwardMode.DECODE}), name: less}
@@ -314,15 +317,13 @@ EXTENDS: dict[str, Callable[[int], Sequence[tuple[int, int]]]] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("mode", "shapes"),
-    thinned(
-        [
-            *(pytest.param(ForwardMode.DECODE, f, id=f"decode, {name}") for name, f in DECODES.items()),
-            *(pytest.param(ForwardMode.EXTEND, f, id=f"extend, {name}") for name, f in EXTENDS.items()),
-        ],
-        3,
-    ),
+    [
+        *(pytest.param(ForwardMode.DECODE, f, id=f"decode, {name}") for name, f in DECODES.items()),
+        *(pytest.param(ForwardMode.EXTEND, f, id=f"extend, {name}") for name, f in EXTENDS.items()),
+    ],
 )
 def test_a_right_runner_of_any_shapes_is_conformant(
     mode: ForwardMode, shapes: Callable[[int], Sequence[tuple[int, int]]]
@@ -374,6 +375,7 @@ class FollowsTheLastLane(ReferenceBackend):
         return self.context.mode is ForwardMode.EXTEND
 
 
+@pytest.mark.sweep
 def test_an_eager_step_of_another_mode_between_replays_changes_nothing() -> None:
     """State that lanes of one backend share, and that an eager prefill writes, is GP14 of the decode lane."""
     modes = frozenset({ForwardMode.DECODE, ForwardMode.EXTEND})

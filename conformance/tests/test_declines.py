@@ -105,6 +105,7 @@ def test_a_declined_batch_is_drawn_again(seed: int, longest: int) -> None:
     assert draw(config, 1, seed, lambda _: False) == plain
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lane", ["decode-*", "extend-*", "target_verify-*", "draft_decode-*"])
 @pytest.mark.parametrize("longest", [30, pytest.param(64, marks=pytest.mark.sweep)])
 def test_the_longest_requests_that_are_replayed_are_found(lane: str, longest: int) -> None:
@@ -215,6 +216,7 @@ def test_an_experiment_that_needs_a_declined_batch_is_unsupported() -> None:
     assert (found["GP03"].outcome, found["GP04"].outcome) == (Outcome.FAIL, Outcome.UNSUPPORTED)
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize("rules", [("GP03",), pytest.param(tuple(RULES), marks=pytest.mark.sweep)])
 def test_no_rule_passes_without_its_batches(rules: tuple[str, ...]) -> None:
     """Where every batch is declined, GP12 fails, and every other rule is unsupported."""
@@ -239,6 +241,7 @@ def test_the_dummy_of_a_shape_is_checked_although_the_runner_declines_it() -> No
     assert {r.outcome for r in found.values()} == {Outcome.PASS}
 
 
+@pytest.mark.sweep
 def test_a_runner_that_declines_idle_batches_is_checked_with_others() -> None:
     """Without ranks a lane has no idle batches: every rule of the other ones is checked."""
     found = results_of(declining(lambda batch: not batch.batch_size), *EXPERIMENTS)
@@ -248,6 +251,7 @@ def test_a_runner_that_declines_idle_batches_is_checked_with_others() -> None:
 # -- ranks -------------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "when", [longer_than(40), lambda batch: batch.batch_size == 2, lambda batch: not batch.batch_size]
 )

@@ -180,6 +180,7 @@ LOCAL = {
 """A driver that breaks a promise, for each promise that no exhibit of the museum breaks."""
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("name", LOCAL)
 def test_a_broken_promise_is_found(name: str) -> None:
     """A driver that breaks one promise fails its check; its evidence is one sentence or more."""

@@ -131,6 +131,7 @@ def decode_lane(backend: type[Any], runner: type[Any]) -> LaneUnderTest:
     return plan.lane
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("hook", HOOKS)
 @pytest.mark.parametrize("name", ["torch.set_default_dtype", DRAWS])
 def test_a_hook_that_changes_state_is_named(hook: str, name: str) -> None:

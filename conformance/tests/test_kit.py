@@ -180,6 +180,7 @@ class NeverCaptured(ReferenceBackend):
     capabilities = _declared(GraphSupport.NEVER)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_what_is_declared_is_captured_and_nothing_else(case: Case) -> None:
     """A lane captures both of its shapes if the declared graph support covers its case, otherwise none."""

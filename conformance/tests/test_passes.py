@@ -282,6 +282,7 @@ def with_field(axis: Any, dtype: torch.dtype, row: Sequence[int]) -> type[GraphR
     return WithField
 
 
+@pytest.mark.few(6)
 @pytest.mark.parametrize("kind", ["decode", "extend", "target_verify"])
 @pytest.mark.parametrize(
     ("axis", "dtype", "row"),

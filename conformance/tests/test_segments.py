@@ -100,6 +100,7 @@ def test_a_runner_is_checked_below_live_and_padded_metadata() -> None:
     assert {plan.lane.backend.capabilities.eager_rows for plan in plans} == {"live", "padded"}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("counts", [False, True])
 def test_the_model_of_the_suite_is_traced_once_for_all_shapes(
     *, counts: bool, monkeypatch: pytest.MonkeyPatch

@@ -610,6 +610,7 @@ def test_parts_of_an_adapters_run_lose_nothing() -> None:
 # -- isolation of draws and experiments ------------------------------------------------------------
 
 
+@pytest.mark.sweep
 def test_draws_do_not_depend_on_what_is_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     """An import of modules with numbers of their own does not change the batches of a seed."""
     script = (

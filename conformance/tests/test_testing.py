@@ -187,6 +187,7 @@ def test_on_a_machine_without_the_device_all_is_skipped(
     assert not examined
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [

@@ -126,6 +126,7 @@ class _FirstTwoRanks(ReferenceRunner):
         return super().fit(replace(batch, global_num_tokens_cpu=together and together[:2]))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("runner", "case"),
     [(_OwnTokens, "extend"), (_FirstTwoRanks, "target_verify"), (_FirstTwoRanks, "extend")],
@@ -362,6 +363,7 @@ class _DraftsOfOneStep(ReferenceBackend):
         return fresh
 
 
+@pytest.mark.sweep
 def test_drafts_of_a_single_step_have_a_lane() -> None:
     """A bug of drafts of one step is found where lanes have them, and only there."""
     (single,) = lanes(_DraftsOfOneStep, case="draft_decode", values=["single"])

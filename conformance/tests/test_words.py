@@ -68,6 +68,7 @@ OF_NO_MODULE = type("OfNoModule", (ReplayRaises,), {"__module__": "made.at.run.t
 """A class without any information about its file."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("lane", "hook"),
     [
@@ -185,6 +186,7 @@ class ThroughASlot(ThroughAnAttribute):
         self.copy_through(held, registry, batch)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("runner", [ThroughAnAttribute, ThroughASlot])
 def test_a_stale_tail_through_memory_filled_once_is_a_stale_tail(runner: type[ReferenceRunner]) -> None:
     """GP03 names the field; any other finding about the values is a bad padding value."""

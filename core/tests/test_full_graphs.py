@@ -148,6 +148,7 @@ def test_every_mode_is_captured_on_scratch_alone(mode: ForwardMode, topk: int) -
     assert torch.equal(rig.table, table)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("mode", "topk"), CASES, ids=NAMES)
 def test_replays_of_every_mode_equal_eager_steps(mode: ForwardMode, topk: int) -> None:
     """On poisoned memory, a replay of any batch gives the outputs and the KV cache of an eager step."""

@@ -19,7 +19,6 @@ from graphpact_engine import Engine, Request, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.selection import choose_async
 from graphpact_engine.timeline import ChromeTrace
-from support import thinned
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
 Around = Generator[None, Any, Any]
@@ -103,7 +102,8 @@ def run(engine: Engine, seed: int, *, aborts: bool = False) -> tuple[list[list[i
     )
 
 
-@pytest.mark.parametrize("case", thinned([*CASES], 4))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("case", [*CASES])
 def test_random_work_gives_the_tokens_of_synchronous_steps(case: str) -> None:
     """Stops, lengths, aborts, preemption and chunks: tokens, reasons and random numbers are the same."""
     with build(*CASES[case], ahead=False) as sync, build(*CASES[case], ahead=True) as engine:
@@ -169,8 +169,9 @@ class Fails:
         return outputs
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("raises", [True, False])
-@pytest.mark.parametrize("first", thinned(range(2, 7), 2))
+@pytest.mark.parametrize("first", range(2, 7))
 def test_a_step_that_fails_is_repeated(first: int, *, raises: bool) -> None:
     """Whichever step fails, in flight or ahead, the next call goes on and no token is lost or drawn twice."""
     sampling = SamplingParams(max_new_tokens=12, temperature=1.0, ignore_eos=True)

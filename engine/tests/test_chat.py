@@ -150,6 +150,7 @@ def test_the_options_of_the_command_are_parameters(engine: Engine, monkeypatch: 
         assert asked.pop() == SamplingParams(**{name: params[name] for name in names})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("given", [(), ("--temperature=0",), ("--quiet",)])
 def test_what_a_checkpoint_recommends_is_told(
     given: tuple[str, ...],

@@ -385,6 +385,7 @@ def test_options_win_over_the_configuration_file(generate: Generate, tiny: Path,
     assert "/nowhere" in err
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", ["8", "'quoted'", "true", "[1]", " blanks "])
 def test_a_model_s_folder_may_have_any_name(
     name: str, generate: Generate, tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -435,6 +436,7 @@ def test_a_seed_repeats_a_run(generate: Generate) -> None:
     assert first[0] != first[1]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("option", ["--top-k=3", "--top-p=0.5", "--min-p=0.1"])
 def test_sampling_options_that_change_nothing_are_told(option: str, generate: Generate) -> None:
     """Options of drawing at temperature 0 warn on stderr, also with ``--quiet``; the run goes on."""

@@ -118,6 +118,7 @@ def test_a_target_that_cannot_be_written_is_refused_before_anything_is_built(
     assert (tmp_path / "there.json").read_text() == "mine"
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sees", "says"),
     [

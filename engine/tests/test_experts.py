@@ -184,6 +184,7 @@ class Padded(Padding, CudaGraphRunner):
     """The runner of decode graphs."""
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_padding_reaches_no_expert(
@@ -418,6 +419,7 @@ def make_prompts(seed: str) -> list[list[int]]:
     return [[draw.randrange(2, 199) for _ in range(length)] for length in PROMPT_LENGTHS]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("architecture", MIXTURES)
 def test_greedy_tokens_equal_transformers_and_the_number_is_that_of_the_batch(
     architecture: str, checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch

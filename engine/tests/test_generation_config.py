@@ -52,6 +52,7 @@ FIELDS: list[dict[str, Any]] = [
 ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("fields", FIELDS, ids=lambda fields: "+".join(fields) or "nothing")
 def test_tokens_follow_the_generation_config_as_in_transformers(
     fields: dict[str, Any], write: Callable[..., Path]

@@ -83,6 +83,7 @@ def serve(engine: Engine, **sampling: Any) -> tuple[list[list[int]], int]:
     return [one.output_token_ids for one in requests], mixed
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("architecture", "backend", "overrides"),
     [
@@ -143,6 +144,7 @@ def test_mixed_steps_replay_graphs(checkpoint: Callable[..., Path], monkeypatch:
 # -- where steps are mixed ---------------------------------------------------------------------------
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("overrides", "mode"),
     [

@@ -84,6 +84,7 @@ def test_a_lane_replays_what_the_one_before_it_declines(expected: list[list[int]
         assert not [s for lane in engine.lanes if lane.name != "prefill" for s in lane.stats.eager]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "more",
     [

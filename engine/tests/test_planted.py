@@ -32,7 +32,7 @@ from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.errors import VerificationError
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
-from support import Catalog, thinned
+from support import Catalog
 
 MODEL = Path(__file__).parents[2] / "examples/models/tiny-llama"
 PROMPTS = ["Return the ", "A", "The value of a graph is "]
@@ -451,8 +451,9 @@ def right() -> list[list[int]]:
     return generate(build(FlashInferBackend, *ALL))
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
-    ("plugin", "checks", "error", "named"), thinned([pytest.param(*p[1:], id=p[0]) for p in PLANTED], 11)
+    ("plugin", "checks", "error", "named"), [pytest.param(*p[1:], id=p[0]) for p in PLANTED]
 )
 def test_a_planted_bug_is_caught_and_named(
     plugin: type[Any],
@@ -473,7 +474,8 @@ def test_a_planted_bug_is_caught_and_named(
         assert any(named in field for field in fields)
 
 
-@pytest.mark.parametrize("plugin", thinned(sorted({p[1] for p in PLANTED}, key=lambda p: p.__name__), 8))
+@pytest.mark.few(2)
+@pytest.mark.parametrize("plugin", sorted({p[1] for p in PLANTED}, key=lambda p: p.__name__))
 def test_unchecked_it_is_silent(plugin: type[Any], right: list[list[int]]) -> None:
     """Without checks no error names the bug: there are as many tokens as without it, some of them wrong."""
     engine = build(plugin, *NOTHING)
@@ -487,6 +489,7 @@ def test_unchecked_it_is_silent(plugin: type[Any], right: list[list[int]]) -> No
         assert tokens != right
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("checks", [ALL, STRICT, VERIFIED, NOTHING])
 def test_the_plugins_as_they_are_pass(checks: tuple[str, ...], right: list[list[int]]) -> None:
     """Without a planted bug no check raises, and the tokens are the same with any checks."""

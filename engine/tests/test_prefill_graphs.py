@@ -40,6 +40,7 @@ def prefill_runner(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Any]]:
         del sys.modules[name]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "strict", [pytest.param(False, marks=pytest.mark.sweep), True], ids=["fast", "strict"]
 )
@@ -108,6 +109,7 @@ def test_prompts_replay_shapes_of_their_requests_and_tokens(
     assert not prefill.stats.eager
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("backend", ["fa3", "flashinfer", "trtllm_mla"])
 @pytest.mark.parametrize("runner", ["grid", "my_prefill"])
 def test_no_shape_has_more_tokens_than_its_requests_have_positions(
@@ -200,6 +202,7 @@ def _cases() -> list[Any]:
     ]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", _cases())
 def test_tokens_of_broken_and_split_prefill_equal_transformers(
     case: tuple[str, tuple[str, str], bool, int], checkpoint: Callable[..., Path]
@@ -291,6 +294,7 @@ def test_a_chunk_limit_bounds_the_graphs(checkpoint: Callable[..., Path]) -> Non
             assert max(shape.num_tokens for shape in lane.captured) == most
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     "runner",
     ["breakable_cuda_graph", pytest.param("piecewise_cuda_graph", marks=pytest.mark.sweep)],

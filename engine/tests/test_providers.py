@@ -305,6 +305,7 @@ def test_kernels_that_cannot_run_the_model_are_refused_before_any_capture(overri
 # -- warnings --------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
@@ -460,6 +461,7 @@ def test_a_model_that_a_backend_cannot_run_is_told_who_can(
     assert captured == []
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("overrides", "settings"),
     [

@@ -184,6 +184,7 @@ def test_ties_at_the_border_go_to_the_lower_token() -> None:
     assert set(draws(flat, 300, top_p=0.51)) == {0, 1, 2, 3, 4}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("sampling", "kept"),
     [

@@ -26,7 +26,7 @@ from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.request import Request
 from graphpact_flashinfer import FlashInferBackend
-from support import ROOT, pairwise, thinned
+from support import ROOT, pairwise
 
 HEADS = {
     "eagle": ("eagle", "LlamaForCausalLMEagle"),
@@ -187,7 +187,8 @@ DRAWN = SamplingParams(
 )
 
 
-@pytest.mark.parametrize("case", thinned(pairwise(DIMENSIONS), 6), ids=name)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("case", pairwise(DIMENSIONS), ids=name)
 def test_greedy_tokens_are_those_without_speculation(
     case: dict[str, Any],
     target: Path,
@@ -201,11 +202,10 @@ def test_greedy_tokens_are_those_without_speculation(
 DRAWN_CASES = pairwise({name: DIMENSIONS[name] for name in ("head", "topk", "page_size", "graphs", "pool")})
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "case",
-    thinned(
-        [{**case, "num_steps": 3, "width": "middle", "backend": "flashinfer"} for case in DRAWN_CASES], 3
-    ),
+    [{**case, "num_steps": 3, "width": "middle", "backend": "flashinfer"} for case in DRAWN_CASES],
     ids=name,
 )
 def test_drawn_tokens_are_those_without_speculation(
@@ -259,6 +259,7 @@ def test_greedy_tokens_are_those_without_speculation_in_every_case(
     assert engine.scheduler.num_preemptions > 0
 
 
+@pytest.mark.few(1)
 @needs_seam
 @pytest.mark.parametrize("graphs", ["strict", "none"])
 def test_a_target_with_latents_verifies_drafts_of_a_head_without(
@@ -345,6 +346,7 @@ class Planted(Exception):  # noqa: N818  no error of ours
     """A failure of a lane."""
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("lane", ["prefill", "draft_prefill", "draft", "verify", "draft_extend"])
 @pytest.mark.parametrize("temperature", [pytest.param(0.0, marks=pytest.mark.sweep), 1.0])
 def test_a_step_that_fails_is_repeated_with_the_same_tokens(
@@ -682,6 +684,7 @@ def test_outputs_are_valid_until_the_next_step_of_their_lane(
 # -- the shipped heads -----------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("algorithm", ["eagle", "frozen_kv_mtp"])
 def test_shipped_heads_give_two_tokens_a_verification_with_and_without_graphs(algorithm: str) -> None:
     """On the prompts of the examples, greedy, in three steps, both ways accept the same drafts."""

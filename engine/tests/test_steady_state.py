@@ -19,7 +19,6 @@ from graphpact_cpu_graph import shared_library
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_tape import code
-from support import thinned
 
 PROMPT = [5, 9, 2, 7]
 
@@ -71,7 +70,8 @@ def num_plans(engine: Engine) -> int:
     return sum(len(lane.registry._plans) for lane in engine.lanes if lane.registry is not None)
 
 
-@pytest.mark.parametrize("runner", thinned(["cuda_graph", "cpu_graph"], 1))
+@pytest.mark.few(1)
+@pytest.mark.parametrize("runner", ["cuda_graph", "cpu_graph"])
 @pytest.mark.parametrize("steps", [300, pytest.param(2000, marks=pytest.mark.sweep)])
 @pytest.mark.usefixtures("compiler")
 def test_a_long_run_keeps_nothing(

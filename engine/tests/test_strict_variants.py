@@ -26,7 +26,7 @@ from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_flashinfer import FlashInferBackend, FlashInferMetadata
-from support import Catalog, thinned
+from support import Catalog
 
 MODEL = Path(__file__).parents[2] / "examples/models/tiny-llama"
 CPU = torch.device("cpu")
@@ -255,14 +255,14 @@ def serve(engine: Engine, *, requests: int = 6, temperature: float = 0.0) -> Non
     assert verifier.largest_difference < 1e-3
 
 
-@pytest.mark.parametrize(
-    "backend", thinned([TwoBodies, OnTheHost, HasAWorkspace, OnASideStream, KeepsAPlan], 2)
-)
+@pytest.mark.few(2)
+@pytest.mark.parametrize("backend", [TwoBodies, OnTheHost, HasAWorkspace, OnASideStream, KeepsAPlan])
 def test_a_right_backend_of_another_style_passes(backend: type[Any]) -> None:
     """Separate hooks, numpy with staging, a workspace, a side stream and a plan raise no error."""
     serve(build(backend))
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     "overrides",
     [

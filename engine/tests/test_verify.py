@@ -859,6 +859,7 @@ def _broken_rig(backend: type[FlashInferBackend], *, in_graph: bool) -> Verified
         return rig
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("in_graph", [False, True])
 @pytest.mark.parametrize("backend", [FlashInferBackend, Plain, WithBound, DevicePacking])
 @given(lengths=st.lists(st.integers(1, CONTEXT), min_size=1, max_size=4), garbage=st.integers(0, 99))

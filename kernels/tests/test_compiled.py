@@ -482,6 +482,7 @@ def test_a_compiler_that_fails_is_reported(tmp_path: Path) -> None:
     assert not list(tmp_path.rglob("*.so"))
 
 
+@pytest.mark.sweep
 def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     """The reason names the path."""
     (tmp_path / "file").write_text("")

@@ -92,6 +92,7 @@ def test_a_constant_is_no_missed_refresh(case: str) -> None:
     assert {r.outcome for r in found} == {Outcome.PASS}
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [WritesInTheGraph, WritesInTheHook])
 def test_a_write_to_a_constant_is_told(backend: type[Any]) -> None:
     """A strict lane refuses work that writes a constant, even with the same values, and names the slot."""
@@ -165,6 +166,7 @@ class RecordedBody(ReferenceBackend):
         super().fill_metadata(view, metadata)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("backend", "body"),
     [

@@ -41,6 +41,7 @@ SIZED = ("graph_choice", "ranks_agree", "largest_step", "survives_eager_activity
 """The experiments that choose the sizes of their batches."""
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("case", "names"),
     [
@@ -89,6 +90,7 @@ def _visit(variant: Variant, names: Sequence[str]) -> list[Result]:
         return list(examine_lane(first, OPTIONS, experiments=_experiments(names)))
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("name", "experiments"),
     [

@@ -51,6 +51,7 @@ def findings_of(exhibit: Exhibit, experiment: str) -> list[Finding]:
     return [f for result in results for f in result.findings if f.rule == "GP21"]
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize(("by", "name"), [(by, name) for by, names in SHOWN_BY.items() for name in names])
 def test_an_experiment_shows_its_exhibits(by: str, name: str) -> None:
     """The experiment finds the exhibit under GP21, names the replay hook, and says what is wrong."""

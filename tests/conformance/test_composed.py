@@ -95,6 +95,7 @@ def _is_composed(rig: Rig, name: str) -> None:
             assert {*captured.graph.outputs} == every
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", [SEGMENTS, PASSES])
 @pytest.mark.parametrize("driver", DRIVERS)

@@ -135,6 +135,7 @@ def test_code_of_inductor_is_refused(make: Callable[[Path], Any], tmp_path: Path
         x.fill_(1.0)
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("compiler")
 def test_a_compiled_graph_is_not_replayed_in_a_region() -> None:
     """A region that replays a graph of the inductor driver is refused; the graph stays usable."""

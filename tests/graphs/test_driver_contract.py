@@ -48,6 +48,7 @@ def _cases() -> list[Any]:
     return found
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(("kind", "name"), _cases())
 def test_every_driver_keeps_the_contract(
     kind: tuple[type[GraphDriver], torch.device], name: str, request: pytest.FixtureRequest

@@ -13,7 +13,6 @@ import pytest
 from fake_site import installed
 from graphpact_cli import main
 from rigs.command import LIMIT, Ended, command
-from support import thinned
 
 DEMO = Path(__file__).parents[2] / "examples/demo.toml"
 
@@ -37,25 +36,23 @@ FULL = "the output cannot be written to stdout: No space left on device"
 CLOSED = "the output cannot be written to stdout: Bad file descriptor"
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("line", "status", "says"),
-    thinned(
-        [
-            pytest.param("$G explain GP01 >/dev/full", 3, FULL),
-            pytest.param("$G --version >/dev/full", 3, FULL),
-            pytest.param("$G explain --help >/dev/full", 3, FULL),
-            pytest.param("$G explain GP01 >&-", 3, CLOSED),
-            pytest.param("$G explain --json >/dev/full 2>&-", 3, ""),
-            pytest.param("$G explain GP99 >&-", 2, "unknown rule 'GP99'"),
-            pytest.param("$G explain GP99 2>&-", 2, ""),
-            pytest.param("$G explain GP99 2>/dev/full", 2, ""),
-            pytest.param("$G explain --nope 2>/dev/full", 2, ""),
-            pytest.param("$G explain GP01 >/dev/null 2>&-", 0, ""),
-            pytest.param("$G explain GP01 >/dev/null <&-", 0, ""),
-            pytest.param("$G generate <&-", 2, "there is no prompt"),
-        ],
-        3,
-    ),
+    [
+        pytest.param("$G explain GP01 >/dev/full", 3, FULL),
+        pytest.param("$G --version >/dev/full", 3, FULL),
+        pytest.param("$G explain --help >/dev/full", 3, FULL),
+        pytest.param("$G explain GP01 >&-", 3, CLOSED),
+        pytest.param("$G explain --json >/dev/full 2>&-", 3, ""),
+        pytest.param("$G explain GP99 >&-", 2, "unknown rule 'GP99'"),
+        pytest.param("$G explain GP99 2>&-", 2, ""),
+        pytest.param("$G explain GP99 2>/dev/full", 2, ""),
+        pytest.param("$G explain --nope 2>/dev/full", 2, ""),
+        pytest.param("$G explain GP01 >/dev/null 2>&-", 0, ""),
+        pytest.param("$G explain GP01 >/dev/null <&-", 0, ""),
+        pytest.param("$G generate <&-", 2, "there is no prompt"),
+    ],
 )
 def test_a_stream_that_cannot_be_used_is_one_line(line: str, status: int, says: str) -> None:
     """With a full or closed stream a command prints one line, if it can, and ends with the right status."""
@@ -110,8 +107,9 @@ sys.exit(main(["generate", "--config", "{config}", "Hello"]))
 """
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
-    "module", thinned(["typer", "rich.table", "importlib_metadata", "pydantic", "torch", "transformers"], 3)
+    "module", ["typer", "rich.table", "importlib_metadata", "pydantic", "torch", "transformers"]
 )
 def test_an_interrupt_during_an_import_is_one(module: str) -> None:
     """Ctrl-C while a library is imported ends with status 130, without output or traceback."""

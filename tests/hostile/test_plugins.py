@@ -93,6 +93,7 @@ def test_doctor_survives_the_plugin_that_is_selected(
 ODD = "error: command fake-odd (fake-odd 1.0) raised "
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(
     ("body", "status", "says"),
     [
@@ -231,6 +232,7 @@ RAISES = [
 ]
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "method", "body", "said"), RAISES)
 def test_what_a_plugin_raises_is_told_with_its_name(
     kind: str, method: str, body: str, said: str, site: Site, capsys: pytest.CaptureFixture[str]
@@ -271,6 +273,7 @@ RETURNS = [
 ]
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize(("kind", "method", "body", "said"), RETURNS)
 def test_a_wrong_return_value_is_told_with_the_plugin(
     kind: str, method: str, body: str, said: str, site: Site, capsys: pytest.CaptureFixture[str]

@@ -422,6 +422,7 @@ def _grouped_as(grouping: Grouping) -> Iterator[None]:
 # -- the property ----------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @both_groupings
 @settings(derandomize=True, max_examples=400)
 @given(case=cases())

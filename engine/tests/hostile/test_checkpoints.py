@@ -237,6 +237,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.few(13)
 @pytest.mark.parametrize("case", CONFIGS)
 def test_a_config_that_cannot_be_right_is_refused(case: str, model: Path, refuses: Refuses) -> None:
     """A config with a value that no model can have is one error that names the key or the mismatch."""
@@ -285,6 +286,7 @@ def test_loading_shows_no_progress_bar(
     assert bars.is_progress_bar_enabled() is shows
 
 
+@pytest.mark.few(11)
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", INDEX])
 @pytest.mark.parametrize("case", ODD_JSON)
 def test_odd_json_is_refused_with_the_name_of_its_file(
@@ -586,6 +588,7 @@ FILES: dict[str, tuple[Callable[[Path], None], list[str]]] = {
 }
 
 
+@pytest.mark.few(9)
 @pytest.mark.parametrize("case", FILES)
 def test_weights_come_from_safetensors_files_of_the_directory(
     case: str, model: Path, refuses: Refuses

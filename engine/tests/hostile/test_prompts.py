@@ -71,6 +71,7 @@ def test_what_is_no_list_of_prompts_is_refused(prompts: Any, words: list[str], e
     refused(engine, prompts, *words)
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [

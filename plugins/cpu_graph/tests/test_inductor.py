@@ -114,6 +114,7 @@ def test_a_replay_does_what_the_region_does(kind: str, request: pytest.FixtureRe
     assert [t.data_ptr() for t in outputs] == addresses
 
 
+@pytest.mark.sweep
 def test_experts_compile_in_every_dtype(compiler: None) -> None:
     """A grouped product compiles for every dtype that torch supports, with the layout of an eager run."""
     ends = torch.tensor([2, 2, 5], dtype=torch.int32)
@@ -194,6 +195,7 @@ def test_overlapping_inputs_are_one_memory(
     assert graph.num_segments == 1 + (breaks < len(steps))
 
 
+@pytest.mark.sweep
 def test_overlapping_inputs_are_compiled_as_one_memory(compiler: None) -> None:
     """In compiled code, a write through one view is visible through an overlapping view."""
     memory = torch.zeros(6, 4)
@@ -455,6 +457,7 @@ _COMPLEX: dict[str, _Region] = {
 }
 
 
+@pytest.mark.few(1)
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
 @pytest.mark.parametrize("kind", ["compiled", "interpreted"])
 @pytest.mark.parametrize("regions", [_REAL, _COMPLEX], ids=["real", "complex"])  # those have no C++ program
@@ -482,6 +485,7 @@ def test_memory_is_read_and_written_as_torch_does(
     assert state(lambda: (graph.replay(), graph.outputs)[1]) == state(region)
 
 
+@pytest.mark.sweep
 def test_a_list_of_one_tensor_is_compiled(compiler: None) -> None:
     """Operations on a list of one tensor are compiled, although inductor's C++ programs would crash."""
     x = torch.ones(4)

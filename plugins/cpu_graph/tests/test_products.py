@@ -83,6 +83,7 @@ def test_the_kernel_takes_products_of_few_rows_with_a_weight(
     torch.testing.assert_close(graph.outputs, region())
 
 
+@pytest.mark.sweep
 def test_a_weight_that_changes_in_place_takes_effect(compiler: None, found: list[Product]) -> None:
     """Replays read the weights in place: new values of weight, bias and rows give new results."""
     layer, x = torch.nn.Linear(80, 60), torch.randn(3, 80)

@@ -21,7 +21,6 @@ from graphpact_cuda_graph.driver import DEVICES, Device, DeviceDriver
 from graphpact_tape.nodes import RunAndCopy
 from graphpact_tape.operators import is_work, python_implementation
 from graphpact_tape.trees import tensors_of
-from support import thinned
 
 CPU = torch.device("cpu")
 _EMPTY = "The stand-in is empty"
@@ -169,8 +168,9 @@ def _device(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 _NOT_OF_THE_STAND_IN = {"it_says_how_much_it_keeps"}  # the stand-in has no pool and reports 0 bytes
 
 
+@pytest.mark.few(2)
 @pytest.mark.usefixtures("_device")
-@pytest.mark.parametrize("name", thinned(sorted(CHECKS.keys() - _NOT_OF_THE_STAND_IN), 6))
+@pytest.mark.parametrize("name", sorted(CHECKS.keys() - _NOT_OF_THE_STAND_IN))
 def test_one_class_keeps_the_promises_for_another_graph_class(name: str) -> None:
     """With only a table entry, the driver of the stand-in keeps the promises of the driver contract."""
     CHECKS[name](lambda: StandInDriver(CPU))

@@ -99,6 +99,7 @@ def _cases() -> list[Any]:
     ]
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("case", _cases())
 def test_replays_equal_the_oracle_and_the_same_padded_rows_run_eagerly(
     case: tuple[str, str, str, bool],

@@ -157,6 +157,7 @@ def replay_metadata(rig: Rig, problem: Problem) -> tuple[Any, GraphShape]:
     return lane.captured[shape].context.metadata, shape
 
 
+@pytest.mark.few(8)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 @pytest.mark.parametrize("case", [c for c in CASES if c.mode is not ForwardMode.IDLE], ids=str)
 def test_metadata_equals_a_loop_whatever_came_before(case: Case, page_size: int) -> None:
@@ -333,6 +334,7 @@ def test_layers_with_a_window_are_given_no_schedule() -> None:
     assert torch.equal(right[1], spoilt[1])
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [TREE, BRANCHES], ids=str)
 def test_a_sink_is_counted_once_in_a_cascade(case: Case) -> None:
     """For both kinds of tree, layers with sinks and a soft cap and without a window equal the oracle."""
@@ -351,6 +353,7 @@ class Narrow(Config):
         return [plain, replace(special, sliding_window=2)]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("case", [TREE, BRANCHES], ids=str)
 def test_a_window_cuts_drafts_by_their_depth(case: Case) -> None:
     """A window shorter than a branch also hides its first drafts, counted from each token's position."""
@@ -359,6 +362,7 @@ def test_a_window_cuts_drafts_by_their_depth(case: Case) -> None:
     hold_to_oracle(FA3Backend, narrow, max_examples=2)
 
 
+@pytest.mark.few(3)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_lanes_of_every_mode_answer_as_the_oracle(case: Case) -> None:
     """In every mode, with windows, caps and sinks, eager steps and strict replays equal the oracle."""

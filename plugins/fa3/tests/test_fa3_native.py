@@ -26,7 +26,6 @@ from graphpact_fa3 import FA3Backend, NativeKernels
 from graphpact_fa3.native import FlashAttention3, LibraryKernels, SglKernel, TorchVarlen
 from graphpact_kernels import PageTableCall, PageTableRows, ScoreOptions, page_table_attention
 from oracle_kit import hold_to_oracle
-from support import thinned
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 NAN = float("nan")
@@ -229,8 +228,9 @@ def make_config(case: Case, page_size: int = 16, **features: bool) -> Config:
 # -- the calls -------------------------------------------------------------------------------------
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("window", [True, pytest.param(False, marks=pytest.mark.sweep)])
-@pytest.mark.parametrize("case", thinned(CASES, 5), ids=str)
+@pytest.mark.parametrize("case", CASES, ids=str)
 def test_calls_of_flash_attention_answer_as_the_oracle(
     case: Case, flash_attention: FakeFlashAttention, *, window: bool
 ) -> None:
@@ -240,6 +240,7 @@ def test_calls_of_flash_attention_answer_as_the_oracle(
     assert any(flash_attention.used)
 
 
+@pytest.mark.few(2)
 @pytest.mark.skipif(torch.__version__ < "2.13", reason="varlen_attn takes block tables from torch 2.13 on")
 @pytest.mark.parametrize("case", [c for c in CASES if c.branches == 1], ids=str)
 def test_calls_of_torch_answer_as_the_oracle(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:

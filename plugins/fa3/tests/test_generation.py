@@ -52,6 +52,7 @@ def reference(path: Path, prompts: list[list[int]]) -> list[list[int]]:
     return written
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize(
     ("architecture", "page_size", "strict"),
     [

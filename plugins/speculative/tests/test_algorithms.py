@@ -162,6 +162,7 @@ def same_rows(a: Mapping[str, torch.Tensor], b: Mapping[str, torch.Tensor], rows
         torch.testing.assert_close(tensor[rows], b[name][rows], atol=1e-6, rtol=1e-6)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize("draft", DRAFTS, ids=str)
 @pytest.mark.parametrize("kind", [Eagle, FrozenKvMtp])
 @settings(derandomize=True, max_examples=4, phases=[Phase.generate])

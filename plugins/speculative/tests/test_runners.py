@@ -106,6 +106,7 @@ def expected_drafts(rig: DraftModelRig, batch: ForwardBatch) -> list[tuple[list[
     return found
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
 @settings(derandomize=True, max_examples=12, phases=_PHASES)
 @given(**_CASES)
@@ -125,6 +126,7 @@ def test_a_draft_is_that_of_the_model_in_plain_loops(
         assert list(drafts_of(replayed(lane, rig, batch))) == expected
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
 @settings(derandomize=True, max_examples=8, phases=_PHASES)
 @given(**_CASES)

@@ -241,6 +241,7 @@ def _bits(t: torch.Tensor) -> torch.Tensor:
     return torch.empty(t.numel(), dtype=t.dtype).copy_(t.flatten()).view(torch.uint8)
 
 
+@pytest.mark.few(15)
 @pytest.mark.parametrize(
     "dtypes", [COMMON, pytest.param(RARE, marks=pytest.mark.sweep)], ids=["common", "rare"]
 )

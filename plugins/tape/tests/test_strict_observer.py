@@ -64,6 +64,7 @@ class Sees:
         return (yield)
 
 
+@pytest.mark.few(1)
 @settings(derandomize=True, max_examples=40)
 @given(steps=st.lists(st.lists(st.integers(1, 8), min_size=1, max_size=4), min_size=1, max_size=4))
 @pytest.mark.parametrize("in_graph", [True, False])

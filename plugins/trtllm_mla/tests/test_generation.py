@@ -58,6 +58,7 @@ def reference_tokens(path: Path, prompt: list[int], count: int) -> list[int]:
     return list(out[0, len(prompt) :].tolist())
 
 
+@pytest.mark.few(1)
 @needs_seam
 @pytest.mark.parametrize("strict", [pytest.param("false", marks=pytest.mark.sweep), "true"])
 @pytest.mark.parametrize("page_size", [pytest.param(32, marks=pytest.mark.sweep), 64])
