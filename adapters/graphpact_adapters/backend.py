@@ -258,7 +258,7 @@ class BuilderBackend(AttentionBackend):
         """Advance the engine's buffers to a draft step, and return what its kernels read.
 
         In a graph this is recorded, so it is only device work on the captured metadata. An eager step is
-        built anew.
+        built by the engine's builder.
 
         Raises:
             EngineError: The engine's builders do not support a draft of several steps in one graph.

@@ -265,7 +265,7 @@ REAL_BUGS: dict[str, RealBug] = {
         Return from `init_metadata_replay` the object that was captured, refreshed in place. The base class
         does this if you write only `fill_metadata`. If `fill_metadata` is only device work,
         `fill_is_device_only` records it in the graph. Host work of every step belongs in `plan_metadata`.
-        Metadata of eager calls is made anew in every step: upgrade it in `init_metadata_eager`, in each call.
+        Metadata of eager calls is made in every step: upgrade it in `init_metadata_eager`, in each call.
         Keep no state on `self` that an earlier phase may have filled, such as `if self._plan is None`.
         """,
     ),
@@ -500,7 +500,7 @@ REAL_BUGS: dict[str, RealBug] = {
         detection="""
         The strict tape holds every task to its rules: a missed update, a second one, another order, an
         unknown key, another graph's key, arguments of another layer's form, and an update that does not wait
-        for the replay before raise an error that names the task. Wrong values raise nothing. So the suite
+        for the previous replay raise an error that names the task. Wrong values raise nothing. So the suite
         compares the arguments of every replay with those of the same batch in a new lane, and of a wrong
         replay with those of a capture of its batch. The finding names task and argument.
         """,

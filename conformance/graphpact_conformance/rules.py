@@ -113,8 +113,7 @@ _RULES = (
         "GP09",
         "stale-plan",
         "MUST",
-        "A host plan is made anew before every replay, from that batch only and for the kernels that read"
-        " it.",
+        "A new host plan is made before every replay, from that batch only and for the kernels that read it.",
         ("init_metadata_replay",),
     ),
     Rule(
@@ -184,7 +183,7 @@ _RULES = (
         "GP18",
         "unarmed-state",
         "MUST",
-        "Every replay starts from the same counters, flags and random state as the replay before it: two"
+        "Every replay starts from the same counters, flags and random state as the previous replay: two"
         " replays on the same inputs give the same results.",
         _BACKEND,
     ),
@@ -209,7 +208,7 @@ _RULES = (
         "missed-task-update",
         "MUST",
         "Before each replay every task of its graph is updated once, in captured order, under its own key,"
-        " with the arguments of this step and of its own layer, and after the replay before.",
+        " with the arguments of this step and of its own layer, and only after the previous replay.",
         ("prepare_replay", "init_metadata_replay"),
     ),
 )

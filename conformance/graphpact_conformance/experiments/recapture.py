@@ -62,7 +62,7 @@ def captured_again(lane: LaneUnderTest, steps: Drawn) -> Findings:
 
 
 _AGAIN = (
-    "bind and record everything anew in every capture: keep no metadata, tensors or flags of an earlier"
+    "bind and record everything again in every capture: keep no metadata, tensors or flags of an earlier"
     " capture"
 )
 
