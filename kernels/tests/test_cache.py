@@ -10,11 +10,8 @@ import json
 import logging
 import os
 import pwd
-import shutil
 import signal
 import stat
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -55,17 +52,14 @@ def built(folder: Path, content: bytes = CONTENT) -> Path:
 def found(key: str = KEY) -> bytes | None:
     """Return the content that would be loaded for a key, or None if nothing is found."""
     library = LIBRARIES.find(key)
-    if library is None:
-        return None
-    with library:
-        return Path(library.path()).read_bytes()
+    return None if library is None else library.read_bytes()
 
 
 def keep(library: Path, key: str = KEY) -> bytes:
     """Keep a library, and return the content that would be loaded."""
-    with LIBRARIES.keep(key, library) as kept:
-        assert kept.place == LIBRARIES.folder / key / "library.so"
-        return Path(kept.path()).read_bytes()
+    kept = LIBRARIES.keep(key, library)
+    assert kept == LIBRARIES.folder / key / "library.so"
+    return kept.read_bytes()
 
 
 @contextmanager
@@ -175,40 +169,6 @@ def test_the_entry_of_the_first_process_stays(entry: Path, tmp_path: Path) -> No
     assert [each.name for each in entry.parent.iterdir()] == [KEY]
 
 
-def test_what_was_checked_is_loaded(entry: Path, tmp_path: Path) -> None:
-    """If a library is replaced after it was found, the checked one is loaded, not the new one."""
-    library = LIBRARIES.find(KEY)
-    assert library is not None
-    with library:
-        for path in (entry / "library.so", entry):
-            path.rename(tmp_path / f"old {path.name}")
-        entry.mkdir()
-        (entry / "library.so").write_bytes(b"foreign code")
-        assert Path(library.path()).read_bytes() == CONTENT
-
-
-@pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
-def test_each_library_is_loaded_although_descriptors_recur(tmp_path: Path) -> None:
-    """The dynamic linker loads a second library, although it reuses the descriptor of the first one."""
-    program = f"""
-import ctypes, os
-from pathlib import Path
-from graphpact_kernels.compiled import OpenLibrary
-got = []
-for number in range(9):
-    file = Path({str(tmp_path)!r}, f"{{number}}.so")
-    with OpenLibrary(file, file.open("rb")) as library:
-        got.append((library.file.fileno(), ctypes.CDLL(library.path()).number()))
-assert len(set(fd for fd, _ in got)) == 1, got
-assert [n for _, n in got] == [*range(9)], got
-"""
-    for number in range(9):
-        source = f"int number(void) {{ return {number}; }}"
-        compiler = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(tmp_path / f"{number}.so")]
-        subprocess.run(compiler, input=source, text=True, check=True)
-    subprocess.run([sys.executable, "-c", program], check=True)
-
-
 def test_a_folder_that_cannot_be_written_is_an_error(entry: Path, tmp_path: Path) -> None:
     """The error is the system's error, with the path."""
     entry.parent.rename(tmp_path / "moved")
@@ -233,7 +193,7 @@ def test_unused_entries_are_removed(entry: Path, tmp_path: Path) -> None:
     assert {each.name for each in folder.iterdir()} == {"used", "new", "recent.lock", "recent link"}
 
 
-def test_where_the_cache_lies(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_folder_of_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     """The folder is GRAPHPACT_CACHE_DIR, else graphpact in XDG_CACHE_HOME, else in ~/.cache."""
     monkeypatch.setenv("GRAPHPACT_CACHE_DIR", "/a/place")
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
@@ -385,22 +345,10 @@ def test_a_folder_is_made_for_the_user_alone(tmp_path: Path) -> None:
     ] * 2
 
 
-def test_a_platform_without_open_files_as_paths_keeps_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without /proc/self/fd a library could be replaced before it is loaded, so nothing is found or kept."""
-    monkeypatch.setattr(cache, "_DESCRIPTORS", tmp_path / "fd")
-    for act in (found, lambda: keep(built(tmp_path))):
-        with pytest.raises(GraphpactError, match="is not kept on this platform: it has no"):
-            act()
-
-
 # -- the lock --------------------------------------------------------------------------------------
 
 
-def test_a_lock_that_is_held_is_waited_for_with_a_word_and_an_end(
-    entry: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_wait_for_a_lock_is_logged_and_ends(entry: Path, caplog: pytest.LogCaptureFixture) -> None:
     """The log names the lock and the longest wait; then an error names the lock and what to do."""
     lock = entry.parent / f"{KEY}.lock"
     with LIBRARIES.building(KEY, 1):
@@ -415,7 +363,7 @@ def test_a_lock_that_is_held_is_waited_for_with_a_word_and_an_end(
 
 
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir, functools.partial(os.symlink, "/dev/null")])
-def test_what_lies_in_place_of_a_lock_does_not_hang(make: Callable[[Path], object], entry: Path) -> None:
+def test_another_file_in_place_of_a_lock_does_not_hang(make: Callable[[Path], object], entry: Path) -> None:
     """A pipe, a folder or a link in place of the lock is locked or refused, at once."""
     make(entry.parent / f"{KEY}.lock")
     with no_wait(), contextlib.suppress(OSError), LIBRARIES.building(KEY, 1):

@@ -465,7 +465,21 @@ def run(program: str, **environment: str) -> str:
 LOAD = "from graphpact_kernels.compiled import load; print(load())"
 
 
-def test_a_machine_without_a_compiler_is_told_so() -> None:
+def test_a_refusal_is_the_same_with_stack_traces_of_cpp() -> None:
+    """With TORCH_SHOW_CPP_STACKTRACES torch opens the library again, and the error is the same."""
+    refused = """
+import torch
+from graphpact_kernels.compiled import linear, load
+assert load() is None
+try:
+    linear(torch.ones(2, 3), torch.ones(4, 5), None, torch.ones(2, 4))
+except Exception as error:
+    print(type(error).__name__, str(error).partition(chr(10))[0])
+"""
+    assert run(refused, TORCH_SHOW_CPP_STACKTRACES="1") == run(refused) != ""
+
+
+def test_the_reason_without_a_compiler_says_what_to_install() -> None:
     """Without a compiler or ninja on the path, the reason names it and what to install."""
     assert "no C++ compiler: 'no-such-c++' is not found" in run(LOAD, CXX="no-such-c++")
 
@@ -489,7 +503,7 @@ def test_a_cache_that_cannot_be_written_is_reported(tmp_path: Path) -> None:
     assert str(tmp_path / "file") in run(LOAD, GRAPHPACT_CACHE_DIR=str(tmp_path / "file"))
 
 
-def test_the_library_is_built_anew_for_other_sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_sources_need_another_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A change of a source or of the instructions changes the key of the library."""
     keys = set()
     for instructions in ("DEFAULT", "AVX2", "AVX512"):
@@ -530,7 +544,7 @@ def test_a_library_that_cannot_be_loaded_is_built_again(tmp_path: Path) -> None:
     (tmp_path / "built.so").write_bytes(b"no library")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRAPHPACT_CACHE_DIR", str(tmp_path))
-        build._KERNELS.keep(entry.name, tmp_path / "built.so").file.close()
+        build._KERNELS.keep(entry.name, tmp_path / "built.so")
     done = subprocess.run(
         [sys.executable, "-c", LOAD],
         env=os.environ | {"GRAPHPACT_CACHE_DIR": str(tmp_path)},

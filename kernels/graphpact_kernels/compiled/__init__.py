@@ -25,14 +25,13 @@ from graphpact import BackendContext
 from graphpact.attention import KernelName, KernelProvider
 from graphpact_kernels._library import declare_compiled
 from graphpact_kernels.compiled.build import load, missing, multiplies_pairs
-from graphpact_kernels.compiled.cache import LibraryCache, OpenLibrary, cache_folder
+from graphpact_kernels.compiled.cache import LibraryCache, cache_folder
 from graphpact_kernels.compiled.ownership import own_folder
 from graphpact_kernels.compiled.waiting import announced
 
 __all__ = [
     "CompiledProvider",
     "LibraryCache",
-    "OpenLibrary",
     "announced",
     "cache_folder",
     "is_faster",

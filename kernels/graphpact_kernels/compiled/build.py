@@ -70,7 +70,7 @@ def missing() -> str | None:
 
 @functools.cache
 def load() -> str | None:
-    """Build the kernels if the cache has none, load their operators, and return None.
+    """Build the kernels if the cache has none, load the library, which registers operators, and return None.
 
     If that fails, return the reason. A failed build is not tried again in the same process.
     """
@@ -89,21 +89,14 @@ def _load(key: str) -> None:
     library = _KERNELS.find(key)
     if library is not None:
         try:
-            _register(library)
+            ctypes.CDLL(str(library))
         except OSError as error:  # for example, from a machine with another C library
             _KERNELS.discard(key, _first_line(error))
         else:
             return
     with _KERNELS.building(key, _SECONDS + 60):  # the other process needs time to load it
         library = _KERNELS.find(key) or _build(key)
-    _register(library)
-
-
-def _register(library: cache.OpenLibrary) -> None:
-    """Load a library, which registers its operators, and close it."""
-    # torch.ops.load_library would resolve the path of the open file and open the file that has it by then.
-    with library:
-        ctypes.CDLL(library.path())
+    ctypes.CDLL(str(library))
 
 
 def multiplies_pairs() -> bool:
@@ -134,7 +127,7 @@ def _search_path() -> str:
     return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
 
-def _build(key: str) -> cache.OpenLibrary:
+def _build(key: str) -> Path:
     """Build the library in a temporary folder, copy it to the cache, and return the copy."""
     what = (
         f"compiling the kernels, once for this machine and torch; 10 to {_USUAL} seconds: {_KERNELS.folder}"

@@ -7,19 +7,19 @@ An entry is written to a temporary folder and moved to its place in one step. En
 `DAYS` days are removed when a new one is kept. Nothing is unpickled.
 
 A library is code, so only a checked file may be loaded. No other user can have changed the folder, the entry
-and its files (see `graphpact_kernels.compiled.ownership`). The file is hashed while it is open, and loaded
-through its descriptor. An entry that is incomplete, was changed, is not a folder or belongs to another user
-is removed, with a warning. If it cannot be removed, that is an error, because it would block the place of a
-new one.
+and its files, or can change them later (see `graphpact_kernels.compiled.ownership`). An entry that is
+incomplete, was changed, is not a folder or belongs to another user is removed, with a warning. If it cannot
+be removed, that is an error, because it would block the place of a new one.
 
-Does not: build libraries (see `graphpact_kernels.compiled.build`); keep libraries on a platform without
-``/proc/self/fd``, where an open file has no path to load it from; detect a change that this user made
-together with its hash.
+A library is loaded from its path in the cache, not through an open descriptor: torch and debuggers open the
+path again when they describe an error in it.
+
+Does not: build libraries (see `graphpact_kernels.compiled.build`); detect a change that this user made
+together with its hash, or after the check.
 """
 
 import contextlib
 import hashlib
-import itertools
 import json
 import logging
 import os
@@ -31,7 +31,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Self
 
 from filelock import FileLock, Timeout
 
@@ -48,8 +47,6 @@ _FORMAT = 2
 _LIBRARY, _FACTS = "library.so", "library.json"
 _MOST_FACTS = 1 << 12  # bytes; the usual size is about 120
 _VARIABLE = "GRAPHPACT_CACHE_DIR"
-_DESCRIPTORS = Path("/proc/self/fd")
-"""The folder of the process's open files, each under its number."""
 
 
 def cache_folder() -> Path:
@@ -92,8 +89,8 @@ class LibraryCache:
         """The folder of the entries."""
         return cache_folder() / self.kind
 
-    def find(self, key: str) -> "OpenLibrary | None":
-        """Return the open library of a key, or None; remove an entry that cannot be used, with a warning.
+    def find(self, key: str) -> Path | None:
+        """Return the checked library of a key, or None; remove an entry that cannot be used, with a warning.
 
         Raises:
             OSError: The folder cannot be entered.
@@ -111,8 +108,8 @@ class LibraryCache:
                 self._remove(key, folder, str(error))
                 return None
 
-    def keep(self, key: str, library: Path) -> "OpenLibrary":
-        """Copy a library into the cache, remove old unused entries, and return the open copy.
+    def keep(self, key: str, library: Path) -> Path:
+        """Copy a library into the cache, remove old unused entries, and return the copy.
 
         If another process has stored one under the key in the meantime and it is usable, return that one.
 
@@ -125,8 +122,8 @@ class LibraryCache:
         with self._opened(create=True) as folder:
             try:
                 with _new_folder(folder) as name:
-                    _write(path_of(folder) / name / _LIBRARY, content)
-                    _write(path_of(folder) / name / _FACTS, facts.encode())
+                    _write(f"{name}/{_LIBRARY}", folder, content)
+                    _write(f"{name}/{_FACTS}", folder, facts.encode())
                     try:
                         os.rename(name, key, src_dir_fd=folder, dst_dir_fd=folder)
                     except OSError:  # another process was first, or the place is taken by an unusable entry
@@ -192,15 +189,10 @@ class LibraryCache:
             lock.release()
 
     def _opened(self, *, create: bool = False) -> contextlib.AbstractContextManager[int]:
-        if not _DESCRIPTORS.is_dir():
-            raise GraphpactError(
-                f"{self.what} is not kept on this platform: it has no {_DESCRIPTORS}",
-                hint="mount /proc, or let each process build its own",
-            )
         return own_folder(self.folder, _VARIABLE, create=create)
 
-    def _checked(self, key: str, folder: int) -> "OpenLibrary":
-        """Open the library of an entry and check it.
+    def _checked(self, key: str, folder: int) -> Path:
+        """Check an entry, and return its library.
 
         Raises:
             OSError: A file is missing or cannot be read.
@@ -218,14 +210,12 @@ class LibraryCache:
                 facts = json.loads(file.read(_MOST_FACTS).decode())
             if not isinstance(facts, dict) or facts.get("key") != key:
                 raise ValueError("it was made for another key")
-            with contextlib.ExitStack() as stack:
-                library = stack.enter_context(os.fdopen(open_own_file(_LIBRARY, entry), "rb"))
+            with os.fdopen(open_own_file(_LIBRARY, entry), "rb") as library:
                 if hashlib.file_digest(library, "sha256").hexdigest() != facts.get("sha256"):
                     raise ValueError("its library was changed")
-                stack.pop_all()
             with contextlib.suppress(OSError):  # a cache may be read-only
                 os.utime(entry)
-            return OpenLibrary(self.folder / key / _LIBRARY, library)
+            return self.folder / key / _LIBRARY
         finally:
             os.close(entry)
 
@@ -240,50 +230,12 @@ class LibraryCache:
             ) from error
         _log.warning("%s %s is not used and compiled again: %s", self.what, entry, fault)
 
-    @staticmethod
-    def _forget_unused(folder: int) -> None:
+    def _forget_unused(self, folder: int) -> None:
         oldest = time.time() - DAYS * 24 * 3600
-        for entry in path_of(folder).iterdir():
+        for entry in self.folder.iterdir():
             with contextlib.suppress(OSError):  # another process removes it too
                 if entry.lstat().st_mtime < oldest:
                     _delete(entry.name, folder)
-
-
-@dataclass(frozen=True, slots=True)
-class OpenLibrary:
-    """A checked library, kept open. As a context manager, it closes the file.
-
-    Attributes:
-        place: Its path in the cache, for messages.
-        file: The open file.
-    """
-
-    place: Path
-    file: BinaryIO
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.file.close()
-
-    def path(self) -> str:
-        """Return a path from which the open file can be loaded; each call returns a different one.
-
-        The dynamic linker does not open a path again from which it has loaded before, but descriptors are
-        reused. So each path contains the number of the load in binary, written as ``/`` and ``/.``, which do
-        not change the file that the path names.
-        """
-        number = f"{next(_loads):b}".replace("0", "/").replace("1", "/.")
-        return f"{_DESCRIPTORS}{number}/{self.file.fileno()}"
-
-
-_loads = itertools.count(1)
-
-
-def path_of(descriptor: int) -> Path:
-    """Return a path to the file that a descriptor has open."""
-    return _DESCRIPTORS / str(descriptor)
 
 
 @contextlib.contextmanager
@@ -298,9 +250,10 @@ def _new_folder(folder: int) -> Iterator[str]:
             _delete(name, folder)
 
 
-def _write(file: Path, content: bytes) -> None:
+def _write(name: str, folder: int, content: bytes) -> None:
     """Write a new file that other users cannot write, under any umask."""
-    with open(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644), "wb") as stream:  # noqa: PTH123
+    file = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644, dir_fd=folder)
+    with os.fdopen(file, "wb") as stream:
         stream.write(content)
 
 

@@ -98,8 +98,7 @@ def _from_cache(key: str) -> Callable[[Any], object] | None:
         if library is None:
             return None
         try:
-            with library:
-                return _load(key, library.path())
+            return _load(key, library)
         except (ImportError, OSError, AttributeError) as error:
             _GRAPHS.discard(key, _first_line(error))
     except (OSError, GraphpactError) as error:
@@ -113,9 +112,8 @@ def _load_kept(key: str, library: Path) -> Callable[[Any], object]:
         kept = _GRAPHS.keep(key, library)
     except (OSError, GraphpactError) as error:
         _log.warning("cannot store a compiled graph: %s", error)
-        return _load(key, str(library))
-    with kept:
-        return _load(key, kept.path())
+        return _load(key, library)
+    return _load(key, kept)
 
 
 def _require_own_scratch() -> None:
@@ -130,14 +128,12 @@ def _require_own_scratch() -> None:
         pass
 
 
-def _load(key: str, path: str) -> Callable[[Any], object]:
+def _load(key: str, library: Path) -> Callable[[Any], object]:
     """Load a library and return its program, which takes handles of the inputs."""
     os.environ[_POINTER.upper()] = str(getattr(torch._C._dynamo.guards, _POINTER))  # noqa: SLF001  the program reads this attribute
     name = f"{key}.{_ENTRY}"
-    loader = ExtensionFileLoader(
-        name, path
-    )  # the path of an open file has no suffix that shows the kind of the file
-    module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=path))
+    loader = ExtensionFileLoader(name, str(library))
+    module = importlib.util.module_from_spec(ModuleSpec(name, loader, origin=str(library)))
     loader.exec_module(module)
     entry: Callable[[Any], object] = getattr(module, _ENTRY)
     return entry
