@@ -41,7 +41,7 @@ def findings_of(
             if captured:
                 found += outputs.answers_replayed(under_test, steps)
             if captured and strict:
-                found += replay_order.guarded(under_test, steps)
+                found += replay_order.strict_replays(under_test, steps)
     return found
 
 

@@ -11,7 +11,8 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import GraphpactError, UsageError
 from graphpact_conformance.draws.scenario import RecordedLane, read
 from graphpact_conformance.experiments import EXPERIMENTS
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.suite import examine_lane, planned_lanes
 from graphpact_conformance.targets import Options

@@ -4,6 +4,7 @@
     stand_ins         replacements for modules that are not installed, for authors
     needs             names that an author's code reads and that the adapter does not provide
     kernel_reads      what a recorded kernel reads from a builder's metadata, and models of the kernels
+    read_leaves       the tensors and host numbers of these reads, by path
     recurrent         the same for layers with recurrent states
     tasks             kernels whose arguments the engine updates in the graph, as on an NPU
     backend           a builder as the backend of a lane, with the calls that its engine makes

@@ -44,7 +44,8 @@ from graphpact.buffers import GraphSlot
 from graphpact.errors import EngineError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
-from graphpact_adapters.kernel_reads import Reads, leaves
+from graphpact_adapters.kernel_reads import Reads
+from graphpact_adapters.read_leaves import leaves
 from graphpact_adapters.tasks import TaskRecorder, Tasks
 from graphpact_conformance.lane.holders import holder_of
 from graphpact_tape import HostMemory, poison, two_memories

@@ -19,7 +19,7 @@ from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.comparison import differences
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import ReferenceRunner
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.lane.tested_code import ForeignCode
 from graphpact_conformance.oracle import OracleBackend

@@ -31,7 +31,7 @@ from graphpact_adapters.faults import (
     named,
     other_launches,
 )
-from graphpact_adapters.kernel_reads import copied, leaves, with_leaves
+from graphpact_adapters.read_leaves import copied, leaves, with_leaves
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.comparison import differences, spell, values_at, wrong_results
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest

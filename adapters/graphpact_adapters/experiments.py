@@ -21,8 +21,8 @@ from graphpact_adapters.builder_lanes import (
     is_captured_with_room,
 )
 from graphpact_adapters.diagnosis import explain_capture, explain_replay
-from graphpact_conformance.draws.batches import (
-    Drawn,
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.chosen_batches import (
     assorted,
     corner,
     edges,

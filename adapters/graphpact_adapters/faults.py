@@ -30,7 +30,7 @@ from graphpact.shapes import GraphShape
 from graphpact.tensors import same, storage_id
 from graphpact_adapters.backend import Built
 from graphpact_adapters.builder_lanes import backend_of, ended_right, outputs_with
-from graphpact_adapters.kernel_reads import field_name, leaves, with_leaves
+from graphpact_adapters.read_leaves import field_name, leaves, with_leaves
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.comparison import spell, values_at
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest

@@ -47,7 +47,7 @@ class StateMemory(KvMemory):
 
     def __init__(self, config: Config, device: torch.device) -> None:
         super().__init__(config, device)
-        columns = config.case.width or 1
+        columns = config.case.tokens_per_request or 1
         owned = (config.num_rows - 1) * NUM_GROUPS * columns
         generator = torch.Generator().manual_seed(1)
         blocks = torch.zeros(config.num_rows, NUM_GROUPS, columns, dtype=torch.int32)

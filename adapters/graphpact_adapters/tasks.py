@@ -32,7 +32,8 @@ from graphpact.attention import KVBuffers, LayerSpec
 from graphpact.errors import CaptureError, ConfigError, ReplayError, named_options
 from graphpact.graphs import GraphDriver, Line, TaskKey
 from graphpact.shapes import GraphShape
-from graphpact_adapters.kernel_reads import Reads, field_name, leaves, with_leaves
+from graphpact_adapters.kernel_reads import Reads
+from graphpact_adapters.read_leaves import field_name, leaves, with_leaves
 from graphpact_kernels import define_kernel
 from graphpact_tape.host_tensors import WeakTensor
 

@@ -7,7 +7,8 @@ import pytest
 import torch
 from vllm_builders import LANES, OwnedBuilder, PagedBuilder, UpperBoundsAsLengths, host_lens
 
-from graphpact_adapters.kernel_reads import PagedReads, Part, leaves
+from graphpact_adapters.kernel_reads import PagedReads, Part
+from graphpact_adapters.read_leaves import leaves
 from graphpact_adapters.vllm import Builders, CommonAttentionMetadata
 from graphpact_conformance.results import Finding, Outcome
 from graphpact_conformance.suite import examine_lane

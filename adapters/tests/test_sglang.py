@@ -38,7 +38,7 @@ from graphpact_adapters.sglang.backend import SglangBackend
 from graphpact_adapters.sglang.batch import SglangForwardMode
 from graphpact_adapters.sglang.readers import read_sglang_metadata, widened
 from graphpact_adapters.vllm.backend import VllmBackend
-from graphpact_conformance.draws.batches import half_size_batch
+from graphpact_conformance.draws.chosen_batches import half_size_batch
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.targets import Options
 
@@ -127,7 +127,7 @@ def test_a_draft_may_have_a_backend_for_its_last_step() -> None:
     assert_right(under_test(DraftWithLastStep), LANES["draft"])
 
 
-def test_a_draft_with_too_few_backends_is_told_which_one_is_read() -> None:
+def test_the_error_for_too_few_draft_backends_names_the_missing_one() -> None:
     """A missing backend of a draft is a finding in SGLang's names, and not one of a graph (GP20)."""
     (finding,) = findings_of(under_test(DraftOfTooFew), LANES["draft"])
     assert finding.rule is None
@@ -136,7 +136,7 @@ def test_a_draft_with_too_few_backends_is_told_which_one_is_read() -> None:
     assert "speculative_num_steps - 1 backends" in str(finding.help)
 
 
-def test_a_pair_that_is_not_called_is_told_in_these_words() -> None:
+def test_a_pair_that_is_not_called_is_reported() -> None:
     """A backend with the pair and empty inherited methods is refused: SGLang calls the empty methods."""
     (finding,) = findings_of(under_test(UncalledPair), LANES["decode"])
     assert finding.actual == (

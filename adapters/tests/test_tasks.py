@@ -53,7 +53,7 @@ def test_a_wrong_update_is_found(update: Any, rule: str, field: str) -> None:
     assert_found(findings_of(built.under_test(update), VLLM["decode"]), rule, field)
 
 
-def test_a_missed_update_is_told_with_task_and_argument() -> None:
+def test_a_missed_update_is_reported_with_task_and_argument() -> None:
     """The finding has the layer, the key of the graph, and the arguments that the task keeps."""
     (found, *_) = findings_of(built.under_test(built.of_the_first_layer_alone), VLLM["decode"])
     assert "task 'model.layers.1.attn' of decode[bs=" in found.actual
@@ -90,7 +90,7 @@ def test_a_key_of_tokens_alone_is_right_where_it_is_one_of_a_graph() -> None:
     )
 
 
-def test_an_argument_that_the_kernel_has_not_is_told() -> None:
+def test_an_argument_that_the_kernel_lacks_is_an_error() -> None:
     """A name that the reads do not have is refused, and the error lists those that they have."""
     reads = PagedReads((Part((1,), torch.zeros(1, 1), num_tokens=1),), torch.zeros(1), 1)
     assert paths_of(reads, ("seq_lens",)) == {"seq_lens": "parts[0].seq_lens"}

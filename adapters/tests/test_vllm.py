@@ -98,7 +98,7 @@ def test_metadata_that_no_reader_knows_breaks_no_rule() -> None:
     assert "Builders(make, read=...)" in str(told.help)
 
 
-def test_a_factory_that_makes_no_builder_is_told_with_its_line() -> None:
+def test_the_error_of_a_factory_without_a_builder_has_its_line() -> None:
     """A constructor that raises, and an object without graph support, are refused; the hint has the call."""
 
     def raises(*_: Any) -> object:

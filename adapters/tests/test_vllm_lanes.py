@@ -208,7 +208,7 @@ class Humble(Builder):
     support = Support.UNIFORM_SINGLE_TOKEN_DECODE
 
 
-def test_support_that_works_and_is_not_declared_is_told(
+def test_support_that_works_and_is_not_declared_is_reported(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A normal run tries graphs beyond the declaration, and names those that keep every rule."""

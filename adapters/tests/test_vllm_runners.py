@@ -160,7 +160,7 @@ class Cascades(PagedBuilder):
         raise NotImplementedError
 
 
-def test_methods_that_no_lane_calls_are_told() -> None:
+def test_methods_that_no_lane_calls_are_reported() -> None:
     """The report lists only uncalled methods under "not checked", with when the engine calls them."""
     builders = Builders(Cascades)
     assert {each.name for each in builders.uncalled([*builders.lanes(QUICK)])} == {
@@ -172,7 +172,7 @@ def test_methods_that_no_lane_calls_are_told() -> None:
     assert [each.name for each in Builders(Owns).uncalled(decode)] == ["update_block_table"]
 
 
-def test_the_engines_own_defaults_are_not_told() -> None:
+def test_the_engines_own_defaults_are_not_reported() -> None:
     """A method inherited from the engine's base class is not listed."""
     base = type("AttentionMetadataBuilder", (PagedBuilder,), {"use_cascade_attention": lambda *_: False})
     plans = [*Builders(base).lanes(QUICK)]

@@ -133,7 +133,7 @@ def test_idle_threads_of_an_executor_end_with_the_work() -> None:
     assert (ended.fault, ended.hung) == ("", False)
 
 
-def test_messages_and_output_are_told() -> None:
+def test_messages_and_output_are_passed_on() -> None:
     """Messages are any objects; the first line on stdout is reported with its work; output stays in files."""
     task = Work("""
         parent.begins("one")

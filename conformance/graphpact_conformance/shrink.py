@@ -10,7 +10,8 @@ rules are broken.
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
-from graphpact_conformance.draws.batches import Drawn, shortened
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.chosen_batches import shortened
 from graphpact_conformance.draws.problems import Problem, ProblemRequest
 from graphpact_conformance.experiments.experiment import Experiment
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest

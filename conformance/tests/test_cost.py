@@ -8,11 +8,12 @@ import torch
 from graphpact.batch import ForwardMode
 from graphpact.errors import CaptureError
 from graphpact.plugins import PluginCatalog
-from graphpact_conformance.draws.batches import assorted, draw
+from graphpact_conformance.draws.batches import draw
+from graphpact_conformance.draws.chosen_batches import assorted
 from graphpact_conformance.draws.problems import Case
 from graphpact_conformance.experiments import refresh
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import ReferenceRunner
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.suite import planned_lanes
 from graphpact_conformance.targets import Options

@@ -21,7 +21,8 @@ from graphpact.runners import GraphRunner
 from graphpact_conformance import suite
 from graphpact_conformance.claims import claims_of
 from graphpact_conformance.draws.cases import CASES, SEGMENTS, Case
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend, ReferenceMetadata
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.merge import hints_of
 from graphpact_conformance.report import to_html
 from graphpact_conformance.results import ExitCode, Outcome, Result
@@ -127,7 +128,7 @@ def test_a_right_backend_of_every_level_keeps_every_rule(support: GraphSupport) 
         (("extend-page16-gqa-float32",), "conformant without graphs"),
     ],
 )
-def test_what_is_not_captured_is_told(
+def test_what_is_not_captured_is_reported(
     lanes: tuple[str, ...], verdict: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Terminal, page and results say of a lane without graphs why it has none, and what was checked.
@@ -154,7 +155,7 @@ def test_what_is_not_captured_is_told(
 
 
 @pytest.mark.sweep
-def test_a_level_that_is_too_low_is_told() -> None:
+def test_a_level_that_is_too_low_is_reported() -> None:
     """A backend whose graphs work beyond its declared support has a hint, and one without has none.
 
     A claim silences it, as for every capability.

@@ -16,24 +16,23 @@ from hypothesis import strategies as st
 from graphpact import EagerReason, ForwardBatch, ForwardMode, GraphShape
 from graphpact.runners import GraphRunner
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
-from graphpact_conformance.draws.batches import (
-    REDRAWS,
-    Drawn,
+from graphpact_conformance.draws.batches import REDRAWS, Drawn, draw
+from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.chosen_batches import (
     assorted,
     corner,
-    draw,
     half_size_batch,
     neighbours,
     of_size,
     steady,
 )
-from graphpact_conformance.draws.choice import configs_of
 from graphpact_conformance.draws.lanes import CONTEXT
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.experiments.when import everywhere
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.rules import RULES
 from graphpact_conformance.suite import PlannedLane, examine_lane, planned_lanes
@@ -119,7 +118,7 @@ def test_the_longest_requests_that_are_replayed_are_found(lane: str, longest: in
         of_size(config, 1),
         *neighbours(config, assorted(config)),
     ]
-    if config.case.width is not None:
+    if config.case.tokens_per_request is not None:
         now, before = steady(config)
         fixed += [now, *before]
     assert not any(map(plan.declined, fixed))

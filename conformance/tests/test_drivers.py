@@ -27,7 +27,7 @@ from graphpact_conformance.drivers.examine import (
     lanes_of_driver,
 )
 from graphpact_conformance.isolation import supervise
-from graphpact_conformance.lane.reference import ReferenceRunner
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.merge import merged
 from graphpact_conformance.results import Environment, ExitCode, Outcome, PluginResults, Report, Result
 from graphpact_conformance.rules import RULES

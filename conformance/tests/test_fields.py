@@ -20,7 +20,8 @@ from graphpact_conformance.draws.choice import configs_of, dimensions
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.experiments.comparison import differences
 from graphpact_conformance.experiments.dummies import _values
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.lane.runners import drawn_batch
 from graphpact_conformance.model import own_rows

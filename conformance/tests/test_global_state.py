@@ -14,9 +14,10 @@ from torch.overrides import TorchFunctionMode
 
 from graphpact import ForwardMode
 from graphpact.errors import CaptureError
-from graphpact_conformance.draws.batches import corner
+from graphpact_conformance.draws.chosen_batches import corner
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.records.global_state import DRAWS, Call, SettingChange, StateWatch
 from graphpact_conformance.records.raised import CannotCaptureError
 from graphpact_conformance.results import Outcome

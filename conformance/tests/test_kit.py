@@ -23,17 +23,15 @@ from graphpact.attention import GraphSupport, HeadLayout
 from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.errors import EngineError
 from graphpact.runners import RunnerContext
-from graphpact_conformance.draws.batches import Drawn, corner, draw, neighbours, of_size, sequences
+from graphpact_conformance.draws.batches import Drawn, draw, sequences
 from graphpact_conformance.draws.cases import CASES, Case, static_shapes
 from graphpact_conformance.draws.choice import DTYPES, PAGE_SIZES, configs_of
+from graphpact_conformance.draws.chosen_batches import corner, neighbours, of_size
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.experiments import outputs
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import (
-    ReferenceBackend,
-    ReferenceMetadata,
-    ReferenceRunner,
-)
+from graphpact_conformance.lane.reference_backend import ReferenceBackend, ReferenceMetadata
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.lane.rig import CPU, Rig
 from oracle_kit import findings_of, hold_to_oracle
 
@@ -94,7 +92,7 @@ def test_a_sequence_is_what_it_says(data: st.DataObject) -> None:
         assert min(slots, default=config.page_size) >= config.page_size
         assert max(slots, default=0) < config.page_size * config.num_pages
         assert len({r.row for r in problem.requests} - {0}) == batch.batch_size
-        keys = batch.seq_lens + (case.width or 0) * (case.mode is ForwardMode.TARGET_VERIFY)
+        keys = batch.seq_lens + (case.tokens_per_request or 0) * (case.mode is ForwardMode.TARGET_VERIFY)
         assert not batch.batch_size or int(keys.max()) <= table.shape[1]
         if problem.requests and case.topk == 1 and not case.tree:
             rows = [r.row for r in problem.requests for _ in r.tokens]

@@ -24,7 +24,8 @@ from graphpact_conformance.draws.cases import cases_of
 from graphpact_conformance.draws.choice import configs_of
 from graphpact_conformance.draws.lanes import CONTEXT, VOCAB, Config
 from graphpact_conformance.experiments.comparison import differences
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.suite import examine_lane, planned_lanes

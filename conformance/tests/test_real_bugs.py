@@ -39,7 +39,7 @@ def test_the_seeds_tell_their_rules() -> None:
 
 
 @of_every_rule
-def test_a_story_is_told_in_full(story: RealBug) -> None:
+def test_a_story_is_printed_in_full(story: RealBug) -> None:
     """Every part of a story is one paragraph of whole sentences; the story itself has three to six."""
     for part in fields(story):
         text = getattr(story, part.name)

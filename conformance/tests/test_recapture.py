@@ -11,14 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from graphpact import ForwardBatch, ForwardMode, GraphShape, hookimpl
-from graphpact_conformance.draws.batches import draw, edges, least_prefix, of_size, sequences
+from graphpact_conformance.draws.batches import draw, sequences
 from graphpact_conformance.draws.cases import CASES, DRAFT_WIDTH
 from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.chosen_batches import edges, of_size
 from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.layout import least_prefix
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.asked_batches import MOST, of_default_sizes, of_other_kinds
 from graphpact_conformance.experiments.look_alikes import look_alikes, with_look_alike
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.suite import examine_lane, planned_lanes
 from graphpact_conformance.targets import Options
 
@@ -74,7 +77,7 @@ def test_requests_end_and_begin_pages_and_windows(config: Config) -> None:
     """Every mode has requests that fill a page, a window, and one token more; all fit a captured shape."""
     batches, last = edges(config), config.shapes[-1]
     ends = {config.page_size, *(layer.sliding_window for layer in config.layers if layer.sliding_window)}
-    width = config.case.width or 2
+    width = config.case.tokens_per_request or 2
     for batch in (problem.batch() for problem in batches):
         batch.require_consistent()
         assert batch.batch_size <= last.batch_size
@@ -86,7 +89,7 @@ def test_requests_end_and_begin_pages_and_windows(config: Config) -> None:
     lengths = [[len(request.cached) for request in problem.requests] for problem in batches]
     equal = [each for each in lengths if len({*each}) == 1 and each[0] > config.page_size]
     assert config.most_requests in map(len, equal)
-    if least_prefix(config.case, config.case.width or 1) == 0:
+    if least_prefix(config.case, config.case.tokens_per_request or 1) == 0:
         assert [[0], [0] * config.most_requests] == [each for each in lengths if not any(each)]
     sums = Counter((len(each), sum(each), max(each)) for each in {tuple(each) for each in lengths})
     assert sums.most_common(1)[0][1] == (3 if config.most_requests > 2 else 2)
@@ -158,7 +161,7 @@ def test_default_sizes_are_asked_at_every_multiple_and_its_neighbours() -> None:
 def test_an_eager_step_may_have_any_number_of_requests() -> None:
     """A configuration with room has request rows for every size up to the room."""
     (config,) = [c for c in CONFIGS if c.case.mode is ForwardMode.DECODE and "float32" in str(c)]
-    roomy = replace(config, room=24)
+    roomy = replace(config, extra_requests=24)
     whole = of_size(roomy, roomy.most_requests + 24)
     assert len({r.row for r in whole.requests}) == len(whole.requests) == config.most_requests + 24
-    assert replace(config, room=2).num_rows == config.num_rows
+    assert replace(config, extra_requests=2).num_rows == config.num_rows

@@ -260,7 +260,7 @@ def test_the_summary_counts_plugins_and_results() -> None:
 # -- a terminal ----------------------------------------------------------------------------------
 
 
-def test_a_failure_is_told_whole_in_a_terminal() -> None:
+def test_a_failure_is_printed_whole_in_a_terminal() -> None:
     """The tree shows requirement, all evidence, claims, hints, parts that were not shown, and the verdict."""
     claim = Claim(capability="trees", declared="full", shown="fail")
     held = plugin(
@@ -298,7 +298,7 @@ REASONS = ("no graphs: declared", "another machine", None)
         st.tuples(st.sampled_from(["pass", "fail", "unsupported", "not_run"]), st.sampled_from(REASONS)),
     )
 )
-def test_what_was_not_checked_is_told_by_its_reasons(told: dict[Any, tuple[str, str | None]]) -> None:
+def test_what_was_not_checked_is_grouped_by_reason(told: dict[Any, tuple[str, str | None]]) -> None:
     """Every result that did not run is counted in one line with its reason; the line names where.
 
     A kind of step stands for its lanes if none of them ran otherwise; few rules are named.
@@ -340,7 +340,7 @@ def test_claims_that_follow_from_a_broken_rule_are_one_line(outcome: str) -> Non
     assert disagreements(general) == [*each, own]
 
 
-def test_many_failures_of_a_rule_are_told_in_short() -> None:
+def test_many_failures_of_a_rule_are_shortened() -> None:
     """Three lanes of a rule are printed in full and the others counted; so are further findings of a lane."""
     results = [result("fail", lane=f"lane {n}") for n in range(8)]
     results[0] = result("fail", lane="lane 0", findings=[finding(), finding(), finding()])
@@ -711,7 +711,7 @@ def test_a_comparison_is_what_changed_cell_by_cell(before: Cells, after: Cells) 
     assert (same.changes, same.unchanged, same.is_regression) == ((), len(before), False)
 
 
-def test_cells_are_told_apart_by_plugin_partner_and_question() -> None:
+def test_cells_are_distinguished_by_plugin_partner_and_question() -> None:
     """Results with one lane name but another plugin, partner or general check are separate cells."""
     general = [result(rule=None, check="quiet"), result(rule=None, check="ends")]
     before = report(
@@ -736,7 +736,7 @@ def test_cells_are_told_apart_by_plugin_partner_and_question() -> None:
     assert compare(before, after).unchanged == 2
 
 
-def test_changes_of_one_kind_are_told_together_and_the_setup_beside_them() -> None:
+def test_changes_of_one_kind_are_printed_together_with_the_setup() -> None:
     """Lanes with the same change share a row; differences in seed and versions follow."""
     before = report(plugin([result(lane=f"lane {n}") for n in range(4)]))
     after = report(plugin([result("fail", lane=f"lane {n}") for n in range(4)], version="0.2.0"), seed=3)

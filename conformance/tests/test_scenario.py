@@ -19,7 +19,8 @@ from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.errors import UsageError
 from graphpact_conformance.draws.scenario import MOST_STEPS, read
 from graphpact_conformance.experiments import EXPERIMENTS
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend, ReferenceMetadata
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.suite import examine_lane, planned_lanes
 from graphpact_conformance.targets import Options

@@ -14,17 +14,14 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import GraphSlot
 from graphpact.shapes import CaptureSizes, GraphShape
 from graphpact_conformance import suite
-from graphpact_conformance.draws.batches import draw, of_size, sequences
+from graphpact_conformance.draws.batches import draw, sequences
 from graphpact_conformance.draws.cases import EMBEDS, SEGMENTS, Case
 from graphpact_conformance.draws.choice import configs_of, plainest
+from graphpact_conformance.draws.chosen_batches import of_size
 from graphpact_conformance.draws.lanes import CONTEXT, VOCAB, Config
 from graphpact_conformance.experiments.comparison import differences
-from graphpact_conformance.lane.reference import (
-    PaddedReferenceBackend,
-    ReferenceBackend,
-    ReferenceRunner,
-    SegmentsRunner,
-)
+from graphpact_conformance.lane.reference_backend import PaddedReferenceBackend, ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner, SegmentsRunner
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.suite import planned_lanes
 from graphpact_conformance.suite.target import unsupported
@@ -202,7 +199,7 @@ class OfThreeTokens(ReferenceRunner):
         return CaptureSizes.by_pairs(self.context.mode, [(3, 3)]).shapes
 
 
-def test_the_tail_of_positions_lies_along_their_tokens() -> None:
+def test_the_tail_of_positions_is_along_their_tokens() -> None:
     """Padding rows of ``[3, T]`` are told from its three axes, even where T is 3."""
     config = replace(plain(EMBEDS), capture_shapes=(GraphShape(ForwardMode.EXTEND, 3, 3),))
     rig = Rig(config, backend=ReferenceBackend, runner=OfThreeTokens)

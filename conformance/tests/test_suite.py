@@ -28,7 +28,8 @@ from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.experiment import Experiment
 from graphpact_conformance.experiments.when import everywhere
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceMetadata, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend, ReferenceMetadata
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.merge import merged
 from graphpact_conformance.records.raised import CannotCaptureError
 from graphpact_conformance.results import ExitCode, Finding, Outcome, PluginResults, Result
@@ -105,7 +106,7 @@ def test_what_cannot_be_checked_is_refused(name: str, error: type[UsageError], s
         ("command", "only attention backends, runners and graph drivers"),
     ],
 )
-def test_a_plugin_of_another_kind_is_told_by_its_kind(kind: Kind, hint: str) -> None:
+def test_the_error_for_a_plugin_of_another_kind_names_the_kind(kind: Kind, hint: str) -> None:
     """The name of an observer or a command is known; the hint says which kinds are checked.
 
     The error is the same if the kind precedes the name.
@@ -320,7 +321,7 @@ def test_an_error_hides_no_finding_before_it(raised: Exception, shrink: bool) ->
 
 
 @pytest.mark.parametrize("raised", [AssertionError(), ValueError("")])
-def test_an_error_without_a_message_is_told_with_its_place(raised: Exception) -> None:
+def test_an_error_without_a_message_is_reported_with_its_line(raised: Exception) -> None:
     """The experiment, the type, the file and the line are named, for a fault of the suite and of a plugin."""
     found = outcomes(experiment("a", "GP01", found=raised))["GP01"]
     said = rf"{type(raised).__name__}: no message, at (\w+/)*test_suite\.py:\d+"
@@ -434,7 +435,7 @@ def test_skipped_work_is_not_done() -> None:
 
 
 @pytest.mark.sweep
-def test_rows_that_are_kept_from_step_to_step_are_told() -> None:
+def test_rows_that_are_kept_from_step_to_step_are_found() -> None:
     """A runner that copies no request rows while all lengths grow by one is caught when the rows change."""
 
     class KeepsRows(CudaGraphRunner):
@@ -465,7 +466,7 @@ def test_rows_that_are_kept_from_step_to_step_are_told() -> None:
 # -- smaller batches -------------------------------------------------------------------------------
 
 
-def test_what_is_told_is_a_small_batch() -> None:
+def test_the_reported_batch_is_small() -> None:
     """A finding that needs one long request is reported with a batch of one request."""
 
     def long_ones(lane: LaneUnderTest, steps: Drawn) -> Iterator[Finding]:
@@ -616,7 +617,7 @@ def test_draws_do_not_depend_on_what_is_imported(monkeypatch: pytest.MonkeyPatch
     script = (
         "import sys; from graphpact_conformance import suite;"
         "from graphpact_conformance.draws.choice import configs_of;"
-        "from graphpact_conformance.lane.reference import ReferenceBackend;"
+        "from graphpact_conformance.lane.reference_backend import ReferenceBackend;"
         "from graphpact_conformance.draws.batches import draw as draws;"
         "configs = list(configs_of(ReferenceBackend.capabilities))[::7];"
         "draw_all = lambda: [repr(draws(c, 2, 0)) for c in configs];"

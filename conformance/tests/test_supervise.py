@@ -344,7 +344,7 @@ def test_a_plugin_that_shows_nothing_is_not_conformant(report: Report) -> None:
     assert not of(report, "empty").is_conformant
 
 
-def test_every_result_is_told_once(report: Report, told: list[tuple[str, Result]]) -> None:
+def test_every_result_is_reported_once(report: Report, told: list[tuple[str, Result]]) -> None:
     """``on_result`` receives each reported result once, despite restarts, and no other result."""
     for plugin in report.plugins:
         heard = [(r.check, r.lane, r.outcome.value) for name, r in told if name == plugin.name]

@@ -5,7 +5,7 @@ from graphpact_conformance.draws.batches import draw
 from graphpact_conformance.draws.cases import Case
 from graphpact_conformance.draws.choice import configs_of
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import ReferenceBackend
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
 
 
 def test_the_operations_of_a_capture_name_lines_of_what_is_tested() -> None:

@@ -18,19 +18,16 @@ from graphpact.errors import EngineError
 from graphpact.runners import GraphRunner
 from graphpact.step import StepOutputs
 from graphpact.tensors import same
-from graphpact_conformance.draws.batches import Drawn, corner, draw, edges, steady
+from graphpact_conformance.draws.batches import Drawn, draw
 from graphpact_conformance.draws.cases import Case
 from graphpact_conformance.draws.choice import CPU, can_be_high
+from graphpact_conformance.draws.chosen_batches import corner, edges, steady
 from graphpact_conformance.draws.lanes import TILES, Config
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.look_alikes import takes_live_rows_for_padding
-from graphpact_conformance.lane.reference import (
-    ReferenceBackend,
-    ReferenceMetadata,
-    ReferenceRunner,
-    ReferenceSizes,
-)
+from graphpact_conformance.lane.reference_backend import ReferenceBackend, ReferenceMetadata
+from graphpact_conformance.lane.reference_runner import ReferenceRunner, ReferenceSizes
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.suite import PlannedLane, examine_lane, experiments_of, planned_lanes
 from graphpact_conformance.targets import Options
@@ -312,7 +309,7 @@ class _WritesTheBatch(ReferenceRunner):
         return advances
 
 
-def test_an_eager_step_that_writes_the_batch_is_told_by_the_field() -> None:
+def test_an_eager_step_that_writes_the_batch_is_reported_with_the_field() -> None:
     """The finding names the field of the batch, even if all results are right."""
     (plan,) = lanes(runner=_WritesTheBatch, case="decode")
     found = findings(results(plan, "answers_eagerly"))
@@ -328,7 +325,7 @@ def test_quick_runs_are_strict_in_every_kind_of_step() -> None:
     names = {str(plan): {e.name for e in experiments_of(plan, OPTIONS)} for plan in plans}
     plain = [plan for plan in plans if not plan.lane.config.unusual and not plan.lane.config.case.embeds]
     assert {plan.lane.config.case.plain for plan in plain} == {p.lane.config.case.plain for p in plans}
-    assert [str(plan) for plan in plain if "guarded" not in names[str(plan)]] == []
+    assert [str(plan) for plan in plain if "strict_replays" not in names[str(plan)]] == []
     long = [plan for plan in plans if plan.lane.config.is_long]
     assert long
     assert [str(plan) for plan in long if "largest_step" not in names[str(plan)]] == []
@@ -337,7 +334,7 @@ def test_quick_runs_are_strict_in_every_kind_of_step() -> None:
 def test_verified_trees_of_many_drafts_have_a_lane_in_quick_runs() -> None:
     """A quick run has a lane with trees whose mask has more columns than a word of 64 bits."""
     plans = planned_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
-    widths = [plan.lane.config.case.width or 0 for plan in plans if plan.lane.config.case.tree]
+    widths = [plan.lane.config.case.tokens_per_request or 0 for plan in plans if plan.lane.config.case.tree]
     assert max(widths) > 64
 
 
@@ -446,7 +443,7 @@ def test_no_batch_of_a_large_lane_is_longer_than_its_context() -> None:
     options = replace(OPTIONS, size="normal")
     for plan in planned_lanes(ReferenceBackend, ReferenceRunner, options):
         config = plan.lane.config
-        if config.case.width is not None:
+        if config.case.tokens_per_request is not None:
             assert longest(config) <= config.context, str(plan)
 
 

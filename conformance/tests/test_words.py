@@ -21,7 +21,8 @@ from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.comparison import same_step
 from graphpact_conformance.lane.holders import holder_of, storages_of
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.lane.rig import StepRecord
 from graphpact_conformance.report import rows, to_html
 from graphpact_conformance.report.digest import to_fix, why_first
@@ -77,11 +78,13 @@ OF_NO_MODULE = type("OfNoModule", (ReplayRaises,), {"__module__": "made.at.run.t
         (LaneUnderTest(DECODE, OF_NO_MODULE), "init_metadata_replay"),
     ],
 )
-def test_what_a_hook_raises_is_told_with_its_line_and_nothing_else_is(lane: LaneUnderTest, hook: str) -> None:
+def test_an_error_of_a_hook_is_reported_with_its_line_and_nothing_else_is(
+    lane: LaneUnderTest, hook: str
+) -> None:
     """Every finding of a lane whose hook raises is that error, without a rule, with line, method and hook."""
     failures = found_in(
         lane,
-        *("answers_replayed", "unwritten_and_stale", "replay_against_capture", "padding", "guarded"),
+        *("answers_replayed", "unwritten_and_stale", "replay_against_capture", "padding", "strict_replays"),
         *("interleaved", "repeated", "dummies"),
     )
     findings = [each for failed in failures for each in failed.findings]
@@ -138,7 +141,7 @@ class HostileError(Exception):
         raise RuntimeError("no message")
 
 
-def test_an_error_without_a_readable_message_is_told() -> None:
+def test_an_error_without_a_readable_message_is_reported() -> None:
     """A finding about an error whose ``__str__`` raises says its type."""
     told = LaneUnderTest(DECODE).of_error(HostileError(), expected="x").actual
     assert told.startswith("HostileError: its message cannot be read")

@@ -15,7 +15,7 @@ from graphpact import ForwardBatch, ForwardMode
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance import suite
-from graphpact_conformance.lane.reference import ReferenceBackend
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
 from graphpact_conformance.results import Outcome, PluginResults, Result
 from graphpact_conformance.targets import Options, Target
 from graphpact_conformance.xfails import Xfail, Xfails, plugin_home

@@ -551,7 +551,7 @@ def test_the_fields_that_both_types_have_are_compared_too() -> None:
     assert kept.shape == (2,)
 
 
-def test_types_of_one_name_are_told_apart() -> None:
+def test_types_of_one_name_are_distinguished() -> None:
     """If two types have the same short name, the breach has their qualified names."""
 
     def make() -> type:
@@ -592,7 +592,7 @@ def test_the_check_refuses_a_new_attribute_of_plain_metadata(captured: dict[str,
         pact.check(metadata=meta)
 
 
-def test_none_and_an_object_are_told_apart_both_ways() -> None:
+def test_none_and_an_object_are_distinguished_both_ways() -> None:
     """If a field is None on one side, the breaches name the other side's type and fields, with advice."""
     inner = Inner(torch.zeros(1), 2)
     for captured, replayed, texts, advice in (

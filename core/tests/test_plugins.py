@@ -114,7 +114,7 @@ def test_a_driver_has_the_name_of_its_entry_point(site: Site) -> None:
         ("console_scripts", None),
     ],
 )
-def test_a_misspelt_group_is_told(
+def test_a_misspelt_group_is_reported(
     site: Site, caplog: pytest.LogCaptureFixture, group: str, near: str | None
 ) -> None:
     """For a plugin in an unknown group the log suggests the nearest group; unrelated groups are ignored."""
@@ -350,7 +350,7 @@ def test_one_name_in_two_kinds_is_not_ambiguous(site: Site) -> None:
     assert catalog.select("graph_driver", "fake_name") is sys.modules["fake_two"].Driver
 
 
-def test_one_distribution_that_lies_there_twice_is_one(
+def test_a_distribution_that_is_installed_twice_counts_once(
     site: Site, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """An older copy of a distribution further down the path is not a second distribution."""

@@ -152,7 +152,7 @@ def test_the_options_of_the_command_are_parameters(engine: Engine, monkeypatch: 
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("given", [(), ("--temperature=0",), ("--quiet",)])
-def test_what_a_checkpoint_recommends_is_told(
+def test_what_a_checkpoint_recommends_is_reported(
     given: tuple[str, ...],
     checkpoint: Callable[..., Path],
     tmp_path: Path,

@@ -438,7 +438,7 @@ def test_a_seed_repeats_a_run(generate: Generate) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("option", ["--top-k=3", "--top-p=0.5", "--min-p=0.1"])
-def test_sampling_options_that_change_nothing_are_told(option: str, generate: Generate) -> None:
+def test_sampling_options_that_change_nothing_are_reported(option: str, generate: Generate) -> None:
     """Options of drawing at temperature 0 warn on stderr, also with ``--quiet``; the run goes on."""
     status, out, err = generate(option, "x", "--quiet")
     assert status == 0

@@ -186,7 +186,7 @@ def test_what_is_declared_is_listed_with_its_facts(demo: Engine) -> None:
     assert "model.rotary_emb.inv_freq" in listed
 
 
-def test_which_slots_graphs_read_is_told(demo: Engine) -> None:
+def test_which_slots_graphs_read_is_shown(demo: Engine) -> None:
     """Slots that the decode graphs read have `in_graph`; ``seq_lens_cpu``, which no graph reads, has not."""
     rows = {row.name: row.in_graph for row in EngineMemory.of(demo).rows if row.kind == "slot"}
     assert rows["input_ids"]

@@ -363,7 +363,7 @@ def test_logs_tell_preemptions(log: Log) -> None:
     assert fields(log(), "request preempted", "request", "times") == [("1", 1)]
 
 
-def test_a_text_that_ends_at_a_stop_string_is_told_with_its_last_reason(
+def test_the_last_reason_of_a_text_is_its_stop_string(
     log: Log,
 ) -> None:
     """A request that ends by its limit and by a stop string in one token is logged and counted as a stop."""

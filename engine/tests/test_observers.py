@@ -84,7 +84,7 @@ def test_names_of_observers_are_answered_like_those_of_other_plugins() -> None:
         select("broken")
 
 
-def test_what_an_observer_raises_when_it_is_built_is_told_as_its_own() -> None:
+def test_an_error_in_the_constructor_of_an_observer_names_it() -> None:
     """An exception of an observer's constructor becomes a PluginError with the observer's name."""
 
     class Raises:

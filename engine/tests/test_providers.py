@@ -269,7 +269,7 @@ def test_kernels_that_cannot_run_here_are_refused_before_a_weight_is_read(
     assert says in str(refused.value)
 
 
-def test_providers_that_cannot_be_asked_are_told_as_the_plugin_s() -> None:
+def test_a_provider_that_raises_is_reported_as_the_plugin_s() -> None:
     """A provider of a wrong type is an error that names the plugin."""
     config = configure(NOWHERE, "engine.attention_backend=acme")
     with pytest.raises(PluginError, match=r"attention_backend 'acme' .*AttributeError"):
@@ -440,7 +440,7 @@ OTHERS: dict[str, type[AttentionBackend] | str] = {
         ),
     ],
 )
-def test_a_model_that_a_backend_cannot_run_is_told_who_can(
+def test_the_error_for_an_unsupported_model_names_backends_that_run_it(
     selected: str, overrides: list[str], lacks: str, would_do: str | None
 ) -> None:
     """The refusal lists, by name, exactly the installed backends that fit that lane."""
@@ -510,7 +510,7 @@ def test_what_a_help_says_to_set_can_be_set_and_ends_the_refusal(
         (["lanes.decode.kernel_provider=native"], "only_acme"),
     ],
 )
-def test_a_backend_that_cannot_be_captured_is_told_who_can(overrides: list[str], would_do: str) -> None:
+def test_the_error_for_a_backend_without_graphs_names_others(overrides: list[str], would_do: str) -> None:
     """Before a model is read, the refusal lists the backends with the mode, device, kernels and graphs."""
     config = configure(NOWHERE, "engine.attention_backend=no_graphs", *overrides)
     with pytest.raises(ConfigError, match=r"captures uniform_decode batches.* is never; ") as refused:

@@ -500,7 +500,7 @@ class Narrow(Blind):
         (Narrow, "Narrow verifies drafts and parents [[1, 1]]; expected [1, 3]"),
     ],
 )
-def test_a_faulty_algorithm_is_told_by_name(algorithm: type[Blind], says: str) -> None:
+def test_the_error_of_a_faulty_algorithm_names_it(algorithm: type[Blind], says: str) -> None:
     """An algorithm that breaks its contract is refused or ends the step; the error names the fault."""
     settings = ["speculative.algorithm=acme", "lanes.verify.capture=false"][: 2 - (algorithm is Unverified)]
     with pytest.raises(GraphpactError) as refused:

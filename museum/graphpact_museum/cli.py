@@ -154,15 +154,15 @@ def _choose(names: Sequence[str], rules: set[str], rooms: Sequence[str]) -> list
                 hint=f"did you mean {near!r}?" if near else "`graphpact museum --help` lists them",
             )
     pieces: list[Exhibit | Variant] = [*EXHIBITS, *VARIANTS]
-    there = {piece.name: piece for piece in pieces}
+    by_name = {piece.name: piece for piece in pieces}
     for name in names:
-        if name not in there:
-            near = did_you_mean(name, there)
+        if name not in by_name:
+            near = did_you_mean(name, by_name)
             raise UsageError(
                 f"no exhibit and no variant is called {name!r}",
                 hint=f"did you mean {near!r}?" if near else "`graphpact museum --list` lists them",
             )
-    chosen = [there[name] for name in names] or [*there.values()]
+    chosen = [by_name[name] for name in names] or [*by_name.values()]
     if rooms:
         chosen = [piece for piece in chosen if room_of(piece.module) in rooms]
     if rules:

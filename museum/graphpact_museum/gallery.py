@@ -23,7 +23,8 @@ from graphpact_cli.child import Parent
 from graphpact_cli.children import Ending, Task
 from graphpact_conformance.drivers.examine import examine_driver_lane, lanes_of_driver
 from graphpact_conformance.experiments import EXPERIMENTS
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.suite import LaneKind, PlannedLane, examine_lane, planned_lanes
 from graphpact_conformance.targets import Options

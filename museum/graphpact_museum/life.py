@@ -14,7 +14,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.shapes import GraphShape
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
-from graphpact_museum.edits.backends import Attended, after_attention, there, workspace
+from graphpact_museum.edits.backends import AttentionCall, after_attention, workspace, workspace_memory
 from graphpact_museum.edits.override import override, overrides
 from graphpact_museum.exhibit import exhibit
 
@@ -56,7 +56,7 @@ def trtllm_capacity_of_the_step_before_capture(base: type[Any]) -> type[Any]:
 
     def init_metadata_capture(self: Any, right: Any, view: ForwardBatch, shape: GraphShape) -> Any:
         if self.longest is not None:
-            there(self, "capacity").fill_(self.longest)
+            workspace_memory(self, "capacity").fill_(self.longest)
         return right(view, shape)
 
     def init_metadata_replay(
@@ -67,7 +67,7 @@ def trtllm_capacity_of_the_step_before_capture(base: type[Any]) -> type[Any]:
 
     def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
         if self.driver is not None and self.driver.is_capturing:
-            lens = torch.minimum(metadata.seq_lens_k, there(self, "capacity"))
+            lens = torch.minimum(metadata.seq_lens_k, workspace_memory(self, "capacity"))
             metadata = replace(metadata, seq_lens_k=lens)
         return right(q, k, v, layer, metadata)
 
@@ -125,7 +125,7 @@ def _evicts_above(base: type[Any], most: int) -> type[Any]:
         self.by_size.setdefault(shape.num_tokens, scale)  # outside of the graph
         return right(view, shape)
 
-    def scale(backend: Any, call: Attended) -> torch.Tensor:
+    def scale(backend: Any, call: AttentionCall) -> torch.Tensor:
         known: OrderedDict[int, torch.Tensor] = backend.by_size
         size = len(call.out)
         if size not in known:

@@ -12,8 +12,15 @@ from typing import Any
 import torch
 
 from graphpact.buffers import GraphSlot, metadata_slot
-from graphpact_museum.edits.backends import Attended, Then, after_attention, there, with_slots, workspace
-from graphpact_museum.edits.override import made_by, override, overrides
+from graphpact_museum.edits.backends import (
+    AttentionCall,
+    EditOutput,
+    after_attention,
+    with_slots,
+    workspace,
+    workspace_memory,
+)
+from graphpact_museum.edits.override import named_after, override, overrides
 from graphpact_museum.exhibit import Make, exhibit
 
 # -- GP13: too small ---------------------------------------------------------------------------------
@@ -29,7 +36,7 @@ def _resizes(name: str) -> Callable[[Callable[[Any, tuple[int, ...]], tuple[int,
 
             return [resized(slot) if slot.name == name else slot for slot in right(limits)]
 
-        return made_by(resize, lambda base: override(base, declare_slots))
+        return named_after(resize, lambda base: override(base, declare_slots))
 
     return decorate
 
@@ -73,7 +80,7 @@ def trtllm_key_lengths_are_clamped(self: Any, right: Any, view: Any, metadata: A
 
 @exhibit("GP13", "ModelTC/LightLLM#1583", on="fa3", lanes="draft_extend")
 @after_attention
-def fa3_workspace_lacks_a_draft_token(backend: Any, call: Attended) -> torch.Tensor:
+def fa3_workspace_lacks_a_draft_token(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A workspace lacks one row per request, and indices past its end are clamped to the last row."""
     limits = backend.context.limits
     rows = limits.max_bs * (limits.draft.num_draft_tokens - 1)
@@ -96,7 +103,7 @@ def _ones(backend: Any, rows: int) -> torch.Tensor:
     return torch.ones(rows, 1, 1, device=backend.context.device, dtype=backend.context.dtype)
 
 
-def _for_all_keys(scale: Then) -> Make:
+def _for_all_keys(scale: EditOutput) -> Make:
     """Make an edit of backends with a workspace of one element per key.
 
     Args:
@@ -108,12 +115,12 @@ def _for_all_keys(scale: Then) -> Make:
         return right(view, shape, buffers)
 
     scaled = after_attention(scale)
-    return made_by(scale, lambda base: override(scaled(base), allocate_metadata, needed=1))
+    return named_after(scale, lambda base: override(scaled(base), allocate_metadata, needed=1))
 
 
 @exhibit("GP14", "intel/llm-scaler#505", on="fa3", lanes="target_verify")
 @after_attention
-def fa3_buffers_by_size_are_flushed(backend: Any, call: Attended) -> torch.Tensor:
+def fa3_buffers_by_size_are_flushed(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A cache holds one buffer per number of tokens, and drops all of them when there are too many."""
     known = vars(backend).setdefault("sized", {})
     if len(call.out) not in known and not getattr(backend.driver, "is_capturing", False):
@@ -163,7 +170,7 @@ def flashinfer_weights_are_laid_out_again(base: type[Any]) -> type[Any]:
 
 @exhibit("GP14", "PaddlePaddle/Paddle#78568", on="fa3", lanes="draft_extend")
 @after_attention
-def fa3_host_memory_of_a_copy_is_a_local(backend: Any, call: Attended) -> torch.Tensor:
+def fa3_host_memory_of_a_copy_is_a_local(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A recorded copy reads host memory that was a local variable."""
     target = _ones(backend, 4)
     if backend.driver is None:
@@ -174,7 +181,7 @@ def fa3_host_memory_of_a_copy_is_a_local(backend: Any, call: Attended) -> torch.
 
 @exhibit("GP14", "flashinfer-ai/flashinfer#4399", on="flashinfer", lanes="decode")
 @_for_all_keys
-def flashinfer_workspace_grows_in_an_eager_step(backend: Any, call: Attended) -> torch.Tensor:
+def flashinfer_workspace_grows_in_an_eager_step(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A workspace is replaced by a larger one when an eager step has more keys."""
     if len(getattr(backend, "workspace", ())) < backend.needed:
         backend.workspace = _ones(backend, backend.needed)
@@ -184,7 +191,7 @@ def flashinfer_workspace_grows_in_an_eager_step(backend: Any, call: Attended) ->
 
 @exhibit("GP14", "flashinfer-ai/flashinfer#4399", on="trtllm_mla", lanes="extend")
 @_for_all_keys
-def trtllm_workspace_is_resized(backend: Any, call: Attended) -> torch.Tensor:
+def trtllm_workspace_is_resized(backend: Any, call: AttentionCall) -> torch.Tensor:
     """An eager step with more keys resizes a workspace in place, which moves its memory."""
     if not hasattr(backend, "workspace"):
         backend.workspace = _ones(backend, 1)
@@ -199,7 +206,7 @@ def trtllm_workspace_is_resized(backend: Any, call: Attended) -> torch.Tensor:
 
 @exhibit("GP15", "ROCm/aiter#5393", on="flashinfer", lanes="decode")
 @after_attention
-def flashinfer_cache_by_stream(backend: Any, call: Attended) -> torch.Tensor:
+def flashinfer_cache_by_stream(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A buffer is cached by stream, so that the first capture allocates it in its own pool."""
     known = vars(backend).setdefault("by_stream", {})
     stream = getattr(backend.driver, "is_capturing", False)
@@ -225,7 +232,7 @@ def fa3_scratch_of_the_first_capture(self: Any, right: Any, view: Any, metadata:
 
 @exhibit("GP15", "sgl-project/sglang#22218", on="trtllm_mla", lanes="draft_extend")
 @after_attention
-def trtllm_begins_with_the_last_graph_s_output(backend: Any, call: Attended) -> torch.Tensor:
+def trtllm_begins_with_the_last_graph_s_output(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A graph reads an intermediate tensor of the graph that was captured before it."""
     kept = vars(backend).setdefault("kept", {})
     if not getattr(backend.driver, "is_capturing", False):
@@ -260,9 +267,9 @@ def _semaphore(backend: Any) -> Sequence[GraphSlot]:
 @exhibit("GP18", "ROCm/aiter#4916", on="trtllm_mla", lanes="decode")
 @with_slots(_semaphore)
 @after_attention
-def trtllm_semaphore_is_not_re_armed(backend: Any, call: Attended) -> torch.Tensor:
+def trtllm_semaphore_is_not_re_armed(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A counter that a kernel expects to be zero is zeroed by the host, but not by a graph."""
-    counter = there(backend, "semaphore")
+    counter = workspace_memory(backend, "semaphore")
     if not getattr(backend.driver, "is_capturing", False):
         counter.zero_()
     out = call.out * (counter <= len(backend.context.layers)).to(call.out.dtype)
@@ -294,8 +301,8 @@ def _accumulators(backend: Any) -> Sequence[GraphSlot]:
 
 @with_slots(_accumulators)
 @after_attention
-def _accumulates(backend: Any, call: Attended) -> torch.Tensor:
-    sums = there(backend, "sums")[call.layer.layer_id, : len(call.out)]
+def _accumulates(backend: Any, call: AttentionCall) -> torch.Tensor:
+    sums = workspace_memory(backend, "sums")[call.layer.layer_id, : len(call.out)]
     return sums.add_(call.out).clone() if len(call.out) == len(sums) else call.out
 
 
@@ -304,7 +311,7 @@ def fa3_sums_are_zeroed_by_the_host(base: type[Any]) -> type[Any]:
     """Partial results are added to sums that the capture hook zeroes, but not the replay hook."""
 
     def _make_metadata(self: Any, right: Any, *arguments: Any) -> Any:
-        there(self, "sums").zero_()
+        workspace_memory(self, "sums").zero_()
         return right(*arguments)
 
     return override(_accumulates(base), _make_metadata)
@@ -318,9 +325,9 @@ def _flag(backend: Any) -> Sequence[GraphSlot]:
 @exhibit("GP18", "ROCm/aiter#4916", on="fa3", lanes="mixed")
 @with_slots(_flag)
 @after_attention
-def fa3_flag_stays_up(backend: Any, call: Attended) -> torch.Tensor:
+def fa3_flag_stays_up(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A flag marks that an offset was set in this launch; flag and offset are never reset."""
-    flag, base = there(backend, "flag"), there(backend, "base")
+    flag, base = workspace_memory(backend, "flag"), workspace_memory(backend, "base")
     if not getattr(backend.driver, "is_capturing", False):
         flag.zero_()
     base.copy_(torch.where(flag == 0, call.k.float().mean(), base))
@@ -331,7 +338,7 @@ def fa3_flag_stays_up(backend: Any, call: Attended) -> torch.Tensor:
 
 @exhibit("GP18", "pytorch/pytorch#172390", on="trtllm_mla", lanes="draft_extend")
 @after_attention
-def trtllm_host_seeds_in_the_region(backend: Any, call: Attended) -> torch.Tensor:
+def trtllm_host_seeds_in_the_region(backend: Any, call: AttentionCall) -> torch.Tensor:
     """The host seeds the generator while the graph is recorded, which a replay does not repeat."""
     del backend
     torch.manual_seed(17 + call.layer.layer_id)
@@ -349,9 +356,9 @@ def _state(backend: Any) -> Sequence[GraphSlot]:
 @exhibit("GP19", "microsoft/onnxruntime#32243", on="flashinfer", lanes="draft_extend")
 @with_slots(_state)
 @after_attention
-def flashinfer_state_advances_in_captures(backend: Any, call: Attended) -> torch.Tensor:
+def flashinfer_state_advances_in_captures(backend: Any, call: AttentionCall) -> torch.Tensor:
     """Warm-up and capture advance a recurrent state in place, and it is not restored."""
-    state = there(backend, "state")
+    state = workspace_memory(backend, "state")
     state.mul_(0.5).add_(call.k.float().mean(dim=(0, 1)))
     return call.out
 

@@ -11,7 +11,13 @@ from typing import Any
 import torch
 
 from graphpact.buffers import GraphSlot
-from graphpact_museum.edits.backends import Attended, after_attention, there, with_slots, workspace
+from graphpact_museum.edits.backends import (
+    AttentionCall,
+    after_attention,
+    with_slots,
+    workspace,
+    workspace_memory,
+)
 from graphpact_museum.edits.override import override, overrides
 from graphpact_museum.exhibit import exhibit
 
@@ -316,7 +322,7 @@ def _quantized_by_the_largest(out: torch.Tensor) -> torch.Tensor:
 
 @exhibit("GP06", "vllm-project/vllm#37442", on="fa3", lanes="decode")
 @after_attention
-def fa3_empty_output_and_one_scale(_: Any, call: Attended) -> torch.Tensor:
+def fa3_empty_output_and_one_scale(_: Any, call: AttentionCall) -> torch.Tensor:
     """The output is allocated by empty(), not written in padding rows, and scaled by its maximum."""
     written = _tokens_of(call.metadata.page_table[:, 0] > 0, call)
     return _quantized_by_the_largest(_written_where(written, call.out))
@@ -324,7 +330,7 @@ def fa3_empty_output_and_one_scale(_: Any, call: Attended) -> torch.Tensor:
 
 @exhibit("GP06", "vllm-project/vllm#37442", on="fa3", lanes=("decode", "target_verify"))
 @after_attention
-def fa3_output_of_padding_is_unwritten(_: Any, call: Attended) -> torch.Tensor:
+def fa3_output_of_padding_is_unwritten(_: Any, call: AttentionCall) -> torch.Tensor:
     """The kernel does not write the rows of padding requests, but a model that computes one scale of all rows
     reads them.
     """
@@ -333,7 +339,7 @@ def fa3_output_of_padding_is_unwritten(_: Any, call: Attended) -> torch.Tensor:
 
 @exhibit("GP06", "vllm-project/vllm#56922", on="fa3", lanes="extend")
 @after_attention
-def fa3_rows_past_the_last_offset_are_unwritten(_: Any, call: Attended) -> torch.Tensor:
+def fa3_rows_past_the_last_offset_are_unwritten(_: Any, call: AttentionCall) -> torch.Tensor:
     """Rows after the last offset are left uninitialised, and a sum over rows includes them."""
     written = torch.arange(len(call.q), device=call.q.device) < call.metadata.cu_seqlens_q[-1]
     rows = _written_where(written, call.out)
@@ -341,7 +347,7 @@ def fa3_rows_past_the_last_offset_are_unwritten(_: Any, call: Attended) -> torch
     return torch.where(total.isfinite(), rows, total)
 
 
-def _tokens_of(requests: torch.Tensor, call: Attended) -> torch.Tensor:
+def _tokens_of(requests: torch.Tensor, call: AttentionCall) -> torch.Tensor:
     """Return the value of ``requests`` for each token; all requests have equally many tokens."""
     rows = len(call.out)
     return requests.repeat_interleave(rows // len(requests), output_size=rows)
@@ -363,32 +369,32 @@ def _an_output(backend: Any) -> Sequence[GraphSlot]:
 @exhibit("GP06", "vllm-project/vllm#37442", on="trtllm_mla", lanes="target_verify")
 @with_slots(_an_output)
 @after_attention
-def trtllm_output_buffer_keeps_padded_rows(backend: Any, call: Attended) -> torch.Tensor:
+def trtllm_output_buffer_keeps_padded_rows(backend: Any, call: AttentionCall) -> torch.Tensor:
     """An output buffer keeps earlier values in padding rows, and the output is scaled by its maximum."""
     out = call.out
-    if backend._registry is None or len(out) > len(there(backend, "output")):  # noqa: SLF001  as there()
+    if backend._registry is None or len(out) > len(workspace_memory(backend, "output")):  # noqa: SLF001  as workspace_memory()
         return out
     live = _tokens_of(call.metadata.block_kv_indices[:, 0] > 0, call)
-    kept = there(backend, "output")[: len(out)]
+    kept = workspace_memory(backend, "output")[: len(out)]
     kept.copy_(torch.where(_on_rows(live, out), out, kept))
     return _quantized_by_the_largest(kept)
 
 
 @exhibit("GP06", "sgl-project/sglang#35766", on="flashinfer", lanes="draft_decode_tree")
 @after_attention
-def flashinfer_mean_over_all_branches(_: Any, call: Attended) -> torch.Tensor:
+def flashinfer_mean_over_all_branches(_: Any, call: AttentionCall) -> torch.Tensor:
     """The mean over rows includes padding branches."""
     mean = call.out.mean(dim=0)
     return (call.out - mean) + mean
 
 
-def _scaled(_: Any, call: Attended) -> torch.Tensor:
+def _scaled(_: Any, call: AttentionCall) -> torch.Tensor:
     return _quantized_by_the_largest(call.out)
 
 
 @exhibit("GP06", "vllm-project/vllm#39391", on="flashinfer", lanes="mixed")
 @after_attention
-def flashinfer_one_bad_padded_row_spoils_all(_: Any, call: Attended) -> torch.Tensor:
+def flashinfer_one_bad_padded_row_spoils_all(_: Any, call: AttentionCall) -> torch.Tensor:
     """A sum over all rows spreads the NaN of a padding row."""
     total = call.out.sum()
     return torch.where(total.isfinite(), call.out, total)

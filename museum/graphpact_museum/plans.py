@@ -17,7 +17,7 @@ from graphpact.graphs import Event
 from graphpact.shapes import GraphShape
 from graphpact_kernels import schedule_attention
 from graphpact_museum.edits.backends import after_replay_hook, not_refreshed, with_spare
-from graphpact_museum.edits.override import made_by, override, overrides
+from graphpact_museum.edits.override import named_after, override, overrides
 from graphpact_museum.exhibit import Make, exhibit
 
 # -- GP09: plans -------------------------------------------------------------------------------------
@@ -139,7 +139,7 @@ def _staged(name: str) -> Callable[[_Copy], Make]:
             return fresh
 
         edited = {"fill_is_device_only": False, "copied": None}
-        return made_by(copy, lambda base: override(base, declare_slots, init_metadata_replay, **edited))
+        return named_after(copy, lambda base: override(base, declare_slots, init_metadata_replay, **edited))
 
     return decorate
 

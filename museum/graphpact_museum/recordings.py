@@ -10,7 +10,7 @@ from typing import Any
 from graphpact.attention import each_step
 from graphpact.batch import ForwardBatch
 from graphpact.shapes import GraphShape
-from graphpact_museum.edits.override import made_by, override, overrides
+from graphpact_museum.edits.override import named_after, override, overrides
 from graphpact_museum.exhibit import Make, exhibit
 
 # -- GP08: frozen numbers ----------------------------------------------------------------------------
@@ -48,7 +48,7 @@ def _by_kept_longest(edit: Callable[[Any, int], Any]) -> Make:
         *rest, metadata = args
         return right(*rest, edit(metadata, self.longest))
 
-    return made_by(edit, lambda base: override(base, allocate_metadata, forward, longest=1))
+    return named_after(edit, lambda base: override(base, allocate_metadata, forward, longest=1))
 
 
 @exhibit("GP08", "huggingface/candle#3728", on="fa3", lanes="target_verify")

@@ -13,7 +13,7 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
-from graphpact_museum.edits.backends import Attended, after_attention
+from graphpact_museum.edits.backends import AttentionCall, after_attention
 from graphpact_museum.edits.override import override, overrides
 from graphpact_museum.edits.runners import Fit, after_fill
 from graphpact_museum.exhibit import exhibit
@@ -37,7 +37,7 @@ def extend_runner_takes_no_rows_of_fresh_prompts(
 
 @exhibit("GP04", "vllm-project/vllm#35969", on="fa3", lanes="decode")
 @after_attention
-def fa3_skips_requests_of_the_fill_length(backend: Any, call: Attended) -> torch.Tensor:
+def fa3_skips_requests_of_the_fill_length(backend: Any, call: AttentionCall) -> torch.Tensor:
     """The kernel treats a request with the length of a padding row as padding, and outputs zeros."""
     lens = call.metadata.cache_seqlens
     width = len(call.out) // len(lens)
@@ -69,7 +69,7 @@ def decode_runner_masks_token_0_at_position_0(
 
 @exhibit("GP06", "vllm-project/vllm#56922", on="reference", lanes="decode")
 @after_attention
-def reference_prefetches_scratch_in_full_batches(backend: Any, call: Attended) -> torch.Tensor:
+def reference_prefetches_scratch_in_full_batches(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A kernel loads the tile after the last row too, times 0; in a batch without padding it is scratch."""
     tail = backend.context.kv_cache.k[call.layer.cache_layer][0].flatten()[:1]
     is_last_live = call.metadata.out_cache_loc[-1:] >= backend.context.limits.page_size
@@ -78,7 +78,7 @@ def reference_prefetches_scratch_in_full_batches(backend: Any, call: Attended) -
 
 @exhibit("GP06", "vllm-project/vllm#37442", on="reference", lanes="target_verify")
 @after_attention
-def reference_scales_by_scratch_in_full_batches(backend: Any, call: Attended) -> torch.Tensor:
+def reference_scales_by_scratch_in_full_batches(backend: Any, call: AttentionCall) -> torch.Tensor:
     """The scale of the whole batch includes scratch if no row is padding."""
     keys = backend.context.kv_cache.k[call.layer.cache_layer][:1]
     is_full = (call.metadata.out_cache_loc >= backend.context.limits.page_size).all()

@@ -15,7 +15,12 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry, metadata_slot
 from graphpact.parallel import get_parallel
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_museum.edits.backends import Attended, after_attention, after_replay_hook, there
+from graphpact_museum.edits.backends import (
+    AttentionCall,
+    after_attention,
+    after_replay_hook,
+    workspace_memory,
+)
 from graphpact_museum.edits.override import override, overrides
 from graphpact_museum.edits.runners import Fit, after_fill
 from graphpact_museum.exhibit import exhibit
@@ -123,7 +128,7 @@ def runner_dummy_longer_than_a_sequence(runner: Any, right: Any, shape: GraphSha
 
 @exhibit("GP13", "sgl-project/sglang#31012", on="reference", lanes="extend", values=("tall",))
 @after_attention
-def reference_rows_of_one_context(backend: Any, call: Attended) -> torch.Tensor:
+def reference_rows_of_one_context(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A workspace has a row for each token of a sequence, but steps have more tokens."""
     rows = backend.context.limits.max_context_len
     return call.out[torch.arange(len(call.out), device=call.out.device).clamp_(max=rows - 1)]
@@ -174,7 +179,7 @@ def _number_of_each_layer(base: type[Any], name: str) -> type[Any]:
 
     def write(backend: Any, numbers: Sequence[float]) -> None:
         for at, value in enumerate(numbers):
-            there(backend, "numbers")[at].fill_(value)
+            workspace_memory(backend, "numbers")[at].fill_(value)
 
     def init_metadata_capture(self: Any, right: Any, view: Any, shape: Any) -> Any:
         write(self, [number(layer) for layer in self.context.layers])
@@ -191,7 +196,7 @@ def _number_of_each_layer(base: type[Any], name: str) -> type[Any]:
         own = number(layer)
         if self._registry is None or not own or metadata.staging is None:
             return out
-        return out * (there(self, "numbers")[layer.layer_id] / own).to(out.dtype)
+        return out * (workspace_memory(self, "numbers")[layer.layer_id] / own).to(out.dtype)
 
     return override(
         base,
@@ -232,7 +237,7 @@ def runner_mask_of_32_drafts(
 
 @exhibit("GP13", "ModelTC/LightLLM#1583", on="reference", lanes="draft_decode_tree", values=("wide",))
 @after_attention
-def reference_as_many_branches_as_steps(backend: Any, call: Attended) -> torch.Tensor:
+def reference_as_many_branches_as_steps(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A workspace has a row for each draft step of all requests, but drafts have more branches."""
     if call.metadata.staging is None:  # an eager step
         return call.out

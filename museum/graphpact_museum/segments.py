@@ -19,7 +19,7 @@ from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
-from graphpact_museum.edits.override import made_by, override, overrides
+from graphpact_museum.edits.override import named_after, override, overrides
 from graphpact_museum.exhibit import Make, exhibit, variant
 
 
@@ -33,7 +33,7 @@ def _kept(owner: Any, name: str) -> dict[Any, Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Bridged:
+class EagerAttention:
     """One attention call of a captured region, with the tensors from the segment before it.
 
     Args:
@@ -58,41 +58,43 @@ class Bridged:
         return self.step.driver.eager_call(self.step.attend, *given)
 
 
-Crossing: TypeAlias = Callable[[Any, Bridged], torch.Tensor]
+Attends: TypeAlias = Callable[[Any, EagerAttention], torch.Tensor]
 """``(runner, call) -> out``: attends between two segments."""
 
 
-def crossing(cross: Crossing) -> Make:
-    """Make an edit of runners that call ``cross`` for attention between two captured segments."""
+def between_segments(attend: Attends) -> Make:
+    """Make an edit of runners that call ``attend`` for attention between two captured segments."""
 
     def make(base: type[Any]) -> type[Any]:
         module = sys.modules[next(c.__module__ for c in base.__mro__ if "compose" in vars(c))]
 
         def compose(self: Any, right: Any, forward: Forward, step: RegionContext) -> Region:
-            def call(bridge: Any, crossed: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+            def call(
+                bridge: Any, right_attend: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any
+            ) -> Any:
                 if bridge.step.is_eager:
-                    return crossed(q, k, v, layer, metadata)
+                    return right_attend(q, k, v, layer, metadata)
                 q = bridge._put("q", q, layer)  # noqa: SLF001  the museum edits insides
                 k, v = (
                     None if t is None else bridge._put(n, t, layer)  # noqa: SLF001  the same
                     for n, t in (("k", k), ("v", v))
                 )
                 out = bridge._place("out", layer)  # noqa: SLF001  the same
-                return cross(self, Bridged(bridge.step, q, k, v, layer, out))
+                return attend(self, EagerAttention(bridge.step, q, k, v, layer, out))
 
             other = override(module.Bridge, __call__=call)
             with patch.object(module, "Bridge", other):
                 region: Region = right(forward, step)
 
-            def crossing_otherwise() -> StepOutputs:
+            def edited_region() -> StepOutputs:
                 with patch.object(module, "Bridge", other):
                     return region()
 
-            return crossing_otherwise
+            return edited_region
 
         return override(base, compose)
 
-    return made_by(cross, make)
+    return named_after(attend, make)
 
 
 # -- GP01: the reads of the next segment -------------------------------------------------------------
@@ -100,8 +102,8 @@ def crossing(cross: Crossing) -> Make:
 
 @exhibit("GP01", "vllm-project/vllm#37361", on="breakable_cuda_graph", lanes="extend", prefix="breakable")
 @exhibit("GP01", "vllm-project/vllm#37361", on="piecewise_cuda_graph", lanes="extend", prefix="piecewise")
-@crossing
-def hands_results_on_in_a_list(_: Any, call: Bridged) -> torch.Tensor:
+@between_segments
+def hands_results_on_in_a_list(_: Any, call: EagerAttention) -> torch.Tensor:
     """An eager call puts its result, a new tensor in every step, into a list; the next segment reads the
     tensor of the capture.
     """
@@ -115,8 +117,8 @@ def hands_results_on_in_a_list(_: Any, call: Bridged) -> torch.Tensor:
 
 
 @exhibit("GP01", "vllm-project/vllm#40038", on="breakable_cuda_graph", lanes="extend")
-@crossing
-def breakable_keeps_the_results_of_all_steps(_: Any, call: Bridged) -> torch.Tensor:
+@between_segments
+def breakable_keeps_the_results_of_all_steps(_: Any, call: EagerAttention) -> torch.Tensor:
     """An eager call adds its result to a list that keeps all of them; the next segment reads the first."""
     held: list[torch.Tensor] = []
 
@@ -130,7 +132,7 @@ def breakable_keeps_the_results_of_all_steps(_: Any, call: Bridged) -> torch.Ten
 # -- GP08: the count of rows -------------------------------------------------------------------------
 
 
-def _cut(call: Bridged, count: Callable[[], int]) -> torch.Tensor:
+def _cut(call: EagerAttention, count: Callable[[], int]) -> torch.Tensor:
     """Attend in each step for the first ``count()`` tokens, and zero the other rows."""
     step = call.step
 
@@ -148,8 +150,8 @@ def _cut(call: Bridged, count: Callable[[], int]) -> torch.Tensor:
 
 @exhibit("GP08", "sgl-project/sglang#21452", on="breakable_cuda_graph", lanes="extend", prefix="breakable")
 @exhibit("GP08", "sgl-project/sglang#21452", on="piecewise_cuda_graph", lanes="extend", prefix="piecewise")
-@crossing
-def cuts_rows_as_captured(_: Any, call: Bridged) -> torch.Tensor:
+@between_segments
+def cuts_rows_as_captured(_: Any, call: EagerAttention) -> torch.Tensor:
     """Eager calls cut padding tokens off by the count of live tokens at capture."""
     live = call.step.attended.num_tokens
     return _cut(call, lambda: live)
@@ -159,7 +161,7 @@ def cuts_rows_as_captured(_: Any, call: Bridged) -> torch.Tensor:
 def breakable_cuts_rows_as_in_the_step_before(base: type[Any]) -> type[Any]:
     """Eager calls cut padding tokens off by the count of live tokens of the previous step."""
 
-    def cross(runner: Any, call: Bridged) -> torch.Tensor:
+    def attend(runner: Any, call: EagerAttention) -> torch.Tensor:
         return _cut(call, lambda: runner.live[call.step.shape])
 
     def populate(self: Any, right: Any, registry: Any, batch: ForwardBatch, shape: Any) -> None:
@@ -168,12 +170,12 @@ def breakable_cuts_rows_as_in_the_step_before(base: type[Any]) -> type[Any]:
         noted[shape] = batch.num_tokens
         right(registry=registry, batch=batch, shape=shape)
 
-    return override(crossing(cross)(base), populate)
+    return override(between_segments(attend)(base), populate)
 
 
 @exhibit("GP05", "vllm-project/vllm#25265", on="breakable_cuda_graph", lanes="mixed")
-@crossing
-def breakable_cuts_rows_for_every_backend(_: Any, call: Bridged) -> torch.Tensor:
+@between_segments
+def breakable_cuts_rows_for_every_backend(_: Any, call: EagerAttention) -> torch.Tensor:
     """Eager calls cut padding tokens off, even for a backend whose metadata counts them."""
     return _cut(call, lambda: call.step.live.num_tokens)
 
@@ -183,15 +185,15 @@ def breakable_cuts_rows_for_every_backend(_: Any, call: Bridged) -> torch.Tensor
 
 @exhibit("GP15", "sgl-project/sglang#22218", on="breakable_cuda_graph", lanes="extend", prefix="breakable")
 @exhibit("GP15", "sgl-project/sglang#22218", on="piecewise_cuda_graph", lanes="extend", prefix="piecewise")
-@crossing
-def leaves_results_in_the_workspace(_: Any, call: Bridged) -> torch.Tensor:
+@between_segments
+def leaves_results_in_the_workspace(_: Any, call: EagerAttention) -> torch.Tensor:
     """The result of attention stays in a workspace of all layers, where the next result overwrites it."""
     return call.attend(call.out)
 
 
 @exhibit("GP15", "sgl-project/sglang#22218", on="breakable_cuda_graph", lanes="extend")
-@crossing
-def breakable_has_one_output_for_all_layers(runner: Any, call: Bridged) -> torch.Tensor:
+@between_segments
+def breakable_has_one_output_for_all_layers(runner: Any, call: EagerAttention) -> torch.Tensor:
     """Eager calls of all layers write to one output tensor, which no segment copies."""
     outputs = _kept(runner, "outputs")
     out = outputs.setdefault(call.step.shape, torch.zeros_like(call.out))
@@ -330,7 +332,7 @@ def with_an_mlp_between_segments(base: type[Any]) -> type[Any]:
     def run(x: torch.Tensor) -> torch.Tensor:
         return x.copy_(_mlp(x))
 
-    def cross(_: Any, call: Bridged) -> torch.Tensor:
+    def attend(_: Any, call: EagerAttention) -> torch.Tensor:
         return call.step.driver.eager_call(run, call.attend(call.out)).clone()
 
     def compose(_: Any, right: Any, forward: Forward, step: RegionContext) -> Any:
@@ -342,13 +344,13 @@ def with_an_mlp_between_segments(base: type[Any]) -> type[Any]:
 
         return right(eagerly, step)
 
-    return override(crossing(cross)(base), compose)
+    return override(between_segments(attend)(base), compose)
 
 
 @variant(on="breakable_cuda_graph", lanes="mixed", prefix="breakable")
 @variant(on="piecewise_cuda_graph", lanes="mixed", prefix="piecewise")
-@crossing
-def with_an_output_for_each_layer(runner: Any, call: Bridged) -> torch.Tensor:
+@between_segments
+def with_an_output_for_each_layer(runner: Any, call: EagerAttention) -> torch.Tensor:
     """Each layer has its own output tensor, and no segment copies it."""
     outputs = _kept(runner, "outputs")
     at = call.step.shape, call.layer.layer_id
@@ -357,8 +359,8 @@ def with_an_output_for_each_layer(runner: Any, call: Bridged) -> torch.Tensor:
 
 @variant(on="breakable_cuda_graph", lanes="extend_embeds", prefix="breakable")
 @variant(on="piecewise_cuda_graph", lanes="extend_embeds", prefix="piecewise")
-@crossing
-def with_new_results(_: Any, call: Bridged) -> torch.Tensor:
+@between_segments
+def with_new_results(_: Any, call: EagerAttention) -> torch.Tensor:
     """Eager calls return new tensors, which the driver copies in place."""
     return call.attend()
 

@@ -13,7 +13,8 @@ import torch
 from graphpact import ForwardBatch, GraphShape, hookimpl
 from graphpact.attention import Buffers
 from graphpact_conformance import suite
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.targets import Options
 from graphpact_museum.collection import VARIANTS
@@ -94,14 +95,14 @@ def test_a_constant_is_no_missed_refresh(case: str) -> None:
 
 @pytest.mark.few(1)
 @pytest.mark.parametrize("backend", [WritesInTheGraph, WritesInTheHook])
-def test_a_write_to_a_constant_is_told(backend: type[Any]) -> None:
+def test_a_write_to_a_constant_is_reported(backend: type[Any]) -> None:
     """A strict lane refuses work that writes a constant, even with the same values, and names the slot."""
     (found,) = results_of(backend, "decode", "GP19")
     assert found.outcome is Outcome.FAIL
     assert any("writes slot 'variant.index'" in finding.actual for finding in found.findings)
 
 
-def test_a_constant_that_a_capture_writes_is_told() -> None:
+def test_a_constant_that_a_capture_writes_is_reported() -> None:
     """A strict lane refuses a capture that changes a constant, and names the slot."""
     (found,) = results_of(WritesAtCapture, "decode", "GP19")
     assert found.outcome is Outcome.FAIL

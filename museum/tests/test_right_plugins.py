@@ -13,7 +13,8 @@ import pytest
 from graphpact.batch import ForwardBatch
 from graphpact.lane import Lane
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.suite import PlannedLane, examine_lane, planned_lanes
 from graphpact_conformance.targets import TargetKind

@@ -13,7 +13,7 @@ from graphpact_museum.exhibit import Exhibit
 from graphpact_museum.gallery import OPTIONS, planted, right_class
 
 SHOWN_BY = {
-    "guarded": (
+    "strict_replays": (
         *("task-updated-twice", "tasks-missed", "tasks-out-of-order", "task-of-another-layer"),
         *("task-of-another-graph", "task-of-an-unknown-key"),
         *("tasks-updated-during-the-replay", "task-update-not-awaited"),
@@ -61,7 +61,7 @@ def test_an_experiment_shows_its_exhibits(by: str, name: str) -> None:
     error, field = SAYS[name]
     assert found[0].hook == "init_metadata_replay" or name.startswith("task-update-not")
     assert found[0].help
-    if by == "guarded":
+    if by == "strict_replays":
         assert error in str(found[0].actual)
     else:
         assert str(found[0].field).startswith(field)

@@ -16,7 +16,7 @@ from graphpact.step import Attend, StepOutputs
 from graphpact_conformance.draws.batches import draw
 from graphpact_conformance.draws.choice import configs_of
 from graphpact_conformance.draws.lanes import Config
-from graphpact_conformance.lane.reference import ReferenceBackend
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
 from graphpact_conformance.lane.rig import Rig
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
@@ -158,7 +158,7 @@ def test_a_graph_attends_to_a_shared_cache(
     def driver(device: torch.device) -> GraphDriver:
         return TapeDriver(device, strict=strict)
 
-    rig = SharedCacheRig(shared(config), backend=backend, driver=driver, guarded=strict)
+    rig = SharedCacheRig(shared(config), backend=backend, driver=driver, strict=strict)
     with torch.inference_mode():
         for steps in draw(rig.config, 2, 0):
             for problem in steps:

@@ -17,7 +17,8 @@ from graphpact.graphs import GraphDriver
 from graphpact_conformance.draws.batches import draw
 from graphpact_conformance.draws.choice import configs_of
 from graphpact_conformance.experiments.comparison import differences
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.lane.rig import CPU, Rig
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cuda_graph.driver import CudaDriver
@@ -40,7 +41,7 @@ def _replays(
     mode: str,
     driver: Driver,
     *,
-    guarded: bool = False,
+    strict: bool = False,
     device: torch.device = CPU,
     smallest: bool = False,
 ) -> Rig:
@@ -50,7 +51,7 @@ def _replays(
         name: Name of the variant.
         mode: Mode of the batches.
         driver: Makes the lane's driver.
-        guarded: See `Rig`.
+        strict: See `Rig`.
         device: See `Rig`.
         smallest: Capture only the smallest shape, and replay only batches that fit it.
     """
@@ -63,7 +64,7 @@ def _replays(
         backend=ReferenceBackend,
         runner=variant.make(ReferenceRunner),
         driver=driver,
-        guarded=guarded,
+        strict=strict,
         device=device,
         pact="always",
         capture=False,
@@ -101,7 +102,7 @@ def _is_composed(rig: Rig, name: str) -> None:
 @pytest.mark.parametrize("driver", DRIVERS)
 def test_a_tape_replays_what_a_runner_composes(driver: str, name: str, mode: str) -> None:
     """Replays and eager runs agree with the oracle, on a fast and on a strict tape."""
-    _is_composed(_replays(name, mode, DRIVERS[driver], guarded=driver == "strict tape"), name)
+    _is_composed(_replays(name, mode, DRIVERS[driver], strict=driver == "strict tape"), name)
 
 
 @pytest.mark.parametrize("mode", MODES)

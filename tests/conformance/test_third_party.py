@@ -120,7 +120,7 @@ def test_the_example_keeps_the_pact_by_pytest(elsewhere: Elsewhere) -> None:
 
 
 @pytest.mark.sweep
-def test_a_bug_in_the_installed_plugin_is_told_and_can_be_told_again(elsewhere: Elsewhere) -> None:
+def test_a_bug_in_the_installed_plugin_is_reported_and_reproduced(elsewhere: Elsewhere) -> None:
     """Padding rows with stale pages are reported by the command, by its reproduce line, and by pytest."""
     assert WRONG in (EXAMPLE / "README.md").read_text()  # the example's README describes this bug
     elsewhere.plant(RIGHT, WRONG)

@@ -110,9 +110,7 @@ ODD = "error: command fake-odd (fake-odd 1.0) raised "
         ("sys.stdout = None; raise ValueError('x')", 3, f"{ODD}ValueError: x (at "),
     ],
 )
-def test_a_command_that_raises_anything_is_told_in_one_line(
-    body: str, status: int, says: str, site: Site
-) -> None:
+def test_an_error_of_a_command_takes_one_line(body: str, status: int, says: str, site: Site) -> None:
     """An error in a command is one line with its name and place; the status is its own or 3, never 1."""
     source = f"import sys\ndef run() -> None:\n    {body}\n"
     site.add("odd", source, offers={"fake-odd": "run"}, group="graphpact.commands")
@@ -123,9 +121,7 @@ def test_a_command_that_raises_anything_is_told_in_one_line(
     assert done.err.count("error: ") == (1 if says else 0)
 
 
-def test_a_subcommand_that_raises_is_told_with_the_command(
-    site: Site, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_error_of_a_subcommand_names_the_command(site: Site, capsys: pytest.CaptureFixture[str]) -> None:
     """Errors in subcommands name the command, also errors that a library raises for it."""
     source = (
         "import typer\nimport fractions\nrun = typer.Typer()\n@run.callback()\ndef all(): pass\n"
@@ -234,7 +230,7 @@ RAISES = [
 
 @pytest.mark.few(3)
 @pytest.mark.parametrize(("kind", "method", "body", "said"), RAISES)
-def test_what_a_plugin_raises_is_told_with_its_name(
+def test_an_error_that_a_plugin_raises_names_it(
     kind: str, method: str, body: str, said: str, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The only error names kind, plugin, distribution, exception and line; the status is 3."""
@@ -275,7 +271,7 @@ RETURNS = [
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize(("kind", "method", "body", "said"), RETURNS)
-def test_a_wrong_return_value_is_told_with_the_plugin(
+def test_the_error_of_a_wrong_return_value_names_the_plugin(
     kind: str, method: str, body: str, said: str, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The only error names class, method, returned and expected value; the status is 3."""
@@ -293,7 +289,7 @@ WRAPS = [  # the hook, its body, and the fault in the message
 
 
 @pytest.mark.parametrize(("hook", "body", "did"), WRAPS)
-def test_an_observer_that_does_not_yield_once_is_told_with_its_name(
+def test_an_observer_that_does_not_yield_once_is_named(
     hook: str, body: str, did: str, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The only error names observer, hook, fault and line; the status is 3."""
@@ -302,7 +298,7 @@ def test_an_observer_that_does_not_yield_once_is_told_with_its_name(
     assert error == f"error: observer fake_odd (fake-odd 1.0): Odd.{hook} {did} (at site/fake_odd.py:10)"
 
 
-def test_an_observer_of_a_program_that_yields_twice_is_told_by_its_class() -> None:
+def test_an_observer_of_a_program_that_yields_twice_is_named_by_its_class() -> None:
     """An observer that is no plugin is named by its class and line, and the engine stays usable."""
 
     class Twice:
@@ -365,7 +361,7 @@ def graphs(site: Site, init: str = "pass", release: str = "pass", external: str 
         ({"external": "raise KeyError('x')"}, "Bare.external_tensors raised KeyError: 'x' (at site/"),
     ],
 )
-def test_a_graph_that_fails_is_told_with_its_driver(
+def test_the_error_of_a_failed_graph_names_its_driver(
     faults: dict[str, str], says: str, site: Site, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """If a graph fails in any method, including its release, ``generate`` names the driver."""
@@ -393,7 +389,7 @@ def test_closing_releases_every_graph_though_one_release_raises(site: Site) -> N
     assert all(not lane.captured for lane in engine.lanes if lane is not decode)
 
 
-def test_a_graph_that_fails_after_its_capture_is_told_with_its_driver(site: Site) -> None:
+def test_the_error_of_a_graph_that_fails_after_its_capture_names_its_driver(site: Site) -> None:
     """If a graph cannot be described, the engine's memory report names its driver."""
     late = "if RELEASED: raise KeyError('late')\n        return None"
     config = EngineConfig.load(DEMO, overrides=graphs(site, external=late), env={})

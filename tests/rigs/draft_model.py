@@ -28,7 +28,7 @@ from graphpact import (
 from graphpact.attention import DraftLimits
 from graphpact.speculation import HIDDEN_STATES, SCORES
 from graphpact.step import Attend
-from graphpact_conformance.lane.reference import ReferenceBackend
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
 from rigs.lane import CPU, lane_of
 
 CONTEXT, ROWS, VOCAB, HIDDEN, RANK = 48, 4, 9, 6, 4

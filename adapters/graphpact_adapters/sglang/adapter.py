@@ -29,7 +29,7 @@ from graphpact_adapters.sglang.plain_values import Kind, ModelRunnerSizes, model
 from graphpact_adapters.sglang.readers import read_sglang_metadata
 from graphpact_adapters.tasks import Tasks
 from graphpact_conformance.experiments import Experiment
-from graphpact_conformance.lane.reference import ReferenceRunner
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, planned_lanes
 from graphpact_conformance.targets import Options
 from graphpact_tape import HostMemory, two_memories

@@ -160,11 +160,11 @@ class SglangBackend(BuilderBackend):
         super().__init__(context)
         cls = type(self)
         self.sizes = sglang_sizes(context, cls.kind, trees=cls.trees)
-        told = self.sizes.times(self.room)
+        sizes_of_calls = self.sizes.times(self.room)
         with self.two_memories():
-            self.model_runner = model_runner(told, context.req_to_token)
+            self.model_runner = model_runner(sizes_of_calls, context.req_to_token)
             self._backend: Any = cls.make(self.model_runner)
-        self._told = told
+        self._sizes_of_calls = sizes_of_calls
         self._has_graphs = False
         self._buffers: GraphRunnerBuffers | None = None
         self._batches: dict[GraphShape, Given] = {}
@@ -237,8 +237,8 @@ class SglangBackend(BuilderBackend):
             )
         if phase == "capture" and not self._has_graphs:
             with self.engine.running():
-                tokens = self._told.max_requests * self._told.width
-                self._backend.init_cuda_graph_state(self._told.max_requests, tokens)
+                tokens = self._sizes_of_calls.max_requests * self._sizes_of_calls.width
+                self._backend.init_cuda_graph_state(self._sizes_of_calls.max_requests, tokens)
             self._has_graphs = True
         batch = self.buffers.batch(lent, phase)
         before = self._metadata()

@@ -35,7 +35,7 @@ from graphpact_conformance.draws.cases import Case
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import ReferenceRunner
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.oracle import OracleBackend
 from graphpact_conformance.records.kv_memory import KvMemory
 from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, is_asked, planned_lanes
@@ -194,14 +194,16 @@ class Builders:
 
         return OfFactory
 
-    def _asked(self, config: Config, varlen: int | None = None) -> tuple[Any, Any, Any]:
+    def _new_builder(self, config: Config, varlen: int | None = None) -> tuple[Any, Any, Any]:
         """Return a builder for a lane, and the configuration and spec that its class methods get.
 
         Raises:
             ConfigError: The factory makes no builder, or the builder declares no graph support.
         """
         group = 1 if self.kind == "sliding_window" else 0  # the layers of the other group have no window
-        sizes = vllm_sizes(_OfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen)
+        sizes = vllm_sizes(
+            _ContextOfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen
+        )
         spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
         try:
             with two_memories(HostMemory(), DEVICE):
@@ -225,7 +227,7 @@ class Builders:
 
         Drafts of several steps are captured only with builders that update captured metadata in the graph.
         """
-        builder, engine, spec = self._asked(config)
+        builder, engine, spec = self._new_builder(config)
         drafts = config.case.mode is ForwardMode.DRAFT_DECODE
         if drafts and not getattr(builder, "supports_draft_decode_metadata_update", False):
             return GraphSupport.NEVER
@@ -292,11 +294,11 @@ class Builders:
         config = plan.lane.config
         if not plan.is_full or config.unusual or config.case not in _OF_V1 or self.kind == "sliding_window":
             return False
-        return support.covers(config.case.needs) and updates_block_tables(self._asked(config)[0])
+        return support.covers(config.case.needs) and updates_block_tables(self._new_builder(config)[0])
 
     def _of_different_lengths(self, plan: PlannedLane) -> Iterator[PlannedLane]:
         """Yield a lane of decodes of different lengths, if a builder declares graphs for them."""
-        builder, engine, spec = self._asked(plan.lane.config, VARLEN)
+        builder, engine, spec = self._new_builder(plan.lane.config, VARLEN)
         ask = getattr(builder, "get_varlen_cudagraph_max_query_len", None)
         most = None if ask is None else ask(engine, spec)
         if most is None or most < VARLEN:
@@ -311,7 +313,7 @@ class Builders:
         """Yield the methods of builders that vLLM calls, but no lane of a run."""
         lanes = [plan.lane for plan in plans]
         called = {name for lane in lanes for name in _called_in(lane)}
-        builders = {type(made): made for made in (self._asked(lane.config)[0] for lane in lanes)}
+        builders = {type(made): made for made in (self._new_builder(lane.config)[0] for lane in lanes)}
         yield from uncalled(list(builders.values()), METHODS, called, base="AttentionMetadataBuilder")
 
     def probes(self, options: Options) -> Iterator[tuple[str, PlannedLane]]:
@@ -375,7 +377,7 @@ def declared_support(builder: Any, vllm_config: Any, kv_cache_spec: Any) -> Grap
 
 
 @dataclass(frozen=True)
-class _OfLane:
+class _ContextOfLane:
     """The part of a `BackendContext` that `vllm_sizes` reads."""
 
     config: Config

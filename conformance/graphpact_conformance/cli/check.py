@@ -161,7 +161,7 @@ def check(
     """Check that plugins keep the contract between capture and replay.
 
     Exit status: 0 conformant, 1 not conformant, 2 usage error, 3 error of the suite or the environment, 5
-    nothing ran; 130 or 143 if Ctrl-C or SIGTERM stopped it, after what it had found was printed.
+    nothing ran; 130 or 143 if Ctrl-C or SIGTERM stopped the run, which then prints what it found so far.
     """
     rules = {rule.id: rule for rule in (find_rule(text) for text in only or [])}
     if adapter is not None:
@@ -219,15 +219,16 @@ def _size(*, quick: bool, thorough: bool) -> "Size":
 
 
 _BY_SIGNAL = 128
-"""Added to a signal, it is the exit status of a run that was stopped by it, as shells have it."""
+"""The exit status of a run that a signal stopped is this plus the number of the signal, as in shells."""
 
 
 def _run(
     names: Sequence[str], options: "Options", workers: int | None, *, quiet: bool
 ) -> tuple["Report", int]:
-    """Run the suite, with the output of plugins on stderr; return what it found.
+    """Run the suite, with the output of plugins on stderr.
 
-    The number is that of the signal that stopped the run, Ctrl-C or SIGTERM; otherwise 0.
+    Returns:
+        The report, and the number of the signal that stopped the run (Ctrl-C or SIGTERM), 0 if none did.
     """
     from graphpact_conformance.cli.results import progress  # noqa: PLC0415  pydantic
     from graphpact_conformance.isolation import supervise  # noqa: PLC0415  all that the suite needs
@@ -241,7 +242,7 @@ def _run(
 
 @contextlib.contextmanager
 def _stopped_by_sigterm() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` on SIGTERM, which schedulers send, as on Ctrl-C; nothing in other threads."""
+    """Raise `KeyboardInterrupt` on SIGTERM too, which schedulers send; does nothing in other threads."""
 
     def stop(number: int, _: object) -> None:
         raise KeyboardInterrupt(number)
@@ -276,7 +277,7 @@ def _write(found: "Report", directory: Path | None, *, as_json: bool) -> None:
     try:
         if directory is not None:
             save(found, directory)
-    finally:  # a fault of the disk does not lose the results; a fault of stdout does not lose the files
+    finally:  # the report is printed even if the disk is full
         if as_json:
             sys.stdout.write(found.model_dump_json(indent=2) + "\n")
         else:
@@ -325,7 +326,7 @@ def _installed_hint() -> str:
 
 
 def _checkable(catalog: PluginCatalog) -> list[str]:
-    """Return the names of what can be checked: backends, runners, ``driver:NAME``, ``--adapter NAME``."""
+    """Return the arguments that select what is checked: ``fa3``, ``driver:tape``, ``--adapter vllm``."""
     lanes = [*catalog.infos("attention_backend"), *catalog.infos("runner")]
     drivers = [f"driver:{info.name}" for info in catalog.infos("graph_driver")]
     adapters = [f"--adapter {info.name}" for info in catalog.infos("adapter")]

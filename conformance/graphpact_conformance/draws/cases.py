@@ -20,15 +20,15 @@ class Drafts(NamedTuple):
 
     Args:
         num_steps: Draft steps.
-        width: Tokens of a request in target verify and draft extend.
+        tokens_per_request: Tokens of a request in target verify and draft extend.
         topk: Branches of a request in lanes with several branches.
-        chosen: ``num_draft_tokens`` of lanes with one branch, and of lanes with several.
+        num_draft_tokens: That of lanes with one branch, and of lanes with several.
     """
 
     num_steps: int
-    width: int
+    tokens_per_request: int
     topk: int
-    chosen: tuple[int, int]
+    num_draft_tokens: tuple[int, int]
 
 
 DraftSize = Literal["plain", "wide", "deep", "single", "broad"]
@@ -40,7 +40,7 @@ DRAFTS: dict[DraftSize, Drafts] = {
     "broad": Drafts(4, 65, 5, (4, 65)),
 }
 """The sizes of drafts by name. ``num_draft_tokens`` is deliberately not the number of steps plus one."""
-NUM_STEPS, DRAFT_WIDTH = DRAFTS["plain"].num_steps, DRAFTS["plain"].width
+NUM_STEPS, DRAFT_WIDTH = DRAFTS["plain"].num_steps, DRAFTS["plain"].tokens_per_request
 STATIC_TOKENS = {2: 10, 4: 24}
 """Requests and tokens of the capture sizes of ragged modes."""
 
@@ -101,12 +101,12 @@ class Case:
         return self.topk if self.frozen else 1
 
     @property
-    def width(self) -> int | None:
+    def tokens_per_request(self) -> int | None:
         """Tokens per request; None for ragged modes."""
         if self.mode.is_ragged:
             return None
         if self.mode in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND):
-            return DRAFTS[self.drafts].width
+            return DRAFTS[self.drafts].tokens_per_request
         return self.topk
 
     @property
@@ -114,7 +114,9 @@ class Case:
         """The graph support that a capture of such steps needs."""
         if self.segments:
             return GraphSupport.NEVER
-        return GraphSupport.for_width(None if self.width is None else self.width // self.rows_per_request)
+        return GraphSupport.for_width(
+            None if self.tokens_per_request is None else self.tokens_per_request // self.rows_per_request
+        )
 
     @property
     def branches(self) -> int:
@@ -128,10 +130,10 @@ class Case:
         """The largest draft of the lane's engine. All sizes are 1 if the lane neither drafts nor verifies."""
         sizes = DRAFTS[self.drafts]
         if self.mode is ForwardMode.DRAFT_DECODE or self.frozen:
-            return DraftLimits(sizes.num_steps, self.topk, sizes.chosen[self.topk > 1])
+            return DraftLimits(sizes.num_steps, self.topk, sizes.num_draft_tokens[self.topk > 1])
         if self.has_drafts:
             topk = sizes.topk if self.tree else self.topk
-            return DraftLimits(sizes.num_steps, topk, self.width or 1)
+            return DraftLimits(sizes.num_steps, topk, self.tokens_per_request or 1)
         return DraftLimits()
 
     @property
@@ -207,7 +209,9 @@ def static_shapes(case: Case, sizes: Mapping[int, int] = STATIC_TOKENS) -> list[
     """
     return [
         GraphShape(
-            case.lane_mode, bs * case.rows_per_request, tokens if case.width is None else bs * case.width
+            case.lane_mode,
+            bs * case.rows_per_request,
+            tokens if case.tokens_per_request is None else bs * case.tokens_per_request,
         )
         for bs, tokens in sizes.items()
     ]

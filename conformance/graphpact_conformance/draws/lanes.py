@@ -83,7 +83,7 @@ class Config:
         sinks: Whether the second layer has sinks.
         counts: Whether layers need the count of live tokens, ``num_token_non_padded``, as with ranks.
         capture_shapes: The shapes that the runner captures. The default is the shapes of the case.
-        room: Requests that a step may have beyond the largest shape. Such a step runs eagerly.
+        extra_requests: Requests that a step may have beyond the largest shape. Such a step runs eagerly.
         most_cached: The most cached keys of a request in the suite's batches. It is set if the runner
             declines longer requests. None means as many as the context allows.
         scale: The ladder of shapes and the context: a key of `SCALES`.
@@ -104,7 +104,7 @@ class Config:
     sinks: bool
     counts: bool = False
     capture_shapes: tuple[GraphShape, ...] = ()
-    room: int = 0
+    extra_requests: int = 0
     most_cached: int | None = None
     scale: Scale = "short"
     mixed_dim: int | None = None
@@ -142,9 +142,9 @@ class Config:
     @property
     def ranks(self) -> int:
         """Number of ranks that step together: 3 in a ragged mode or with a tall ladder, otherwise 2 or 4."""
-        if self.case.width is None or self.is_tall:
+        if self.case.tokens_per_request is None or self.is_tall:
             return 3
-        return 4 if self.case.width >= DRAFT_WIDTH else 2
+        return 4 if self.case.tokens_per_request >= DRAFT_WIDTH else 2
 
     @property
     def shapes(self) -> Sequence[GraphShape]:
@@ -161,7 +161,7 @@ class Config:
         return context
 
     @property
-    def longest(self) -> int:
+    def max_cached_keys(self) -> int:
         """The most cached keys of a request in the suite's batches, without the keys of its new tokens."""
         return self.context if self.most_cached is None else self.most_cached
 
@@ -173,7 +173,7 @@ class Config:
     @property
     def num_rows(self) -> int:
         """Rows of the request pool."""
-        return self._most_requests + max(SPARE_ROWS, self.room + 1)
+        return self._most_requests + max(SPARE_ROWS, self.extra_requests + 1)
 
     @property
     def _most_requests(self) -> int:
@@ -230,8 +230,10 @@ class Config:
     def limits(self) -> Limits:
         """The limits of the lane for its runner."""
         case = self.case
-        most = (self._most_requests + self.room) * case.rows_per_request
-        most_tokens = max(s.num_tokens for s in self.shapes) + self.room * (case.width or 1)
+        most = (self._most_requests + self.extra_requests) * case.rows_per_request
+        most_tokens = max(s.num_tokens for s in self.shapes) + self.extra_requests * (
+            case.tokens_per_request or 1
+        )
         return Limits(most, most_tokens, self.context, self.page_size, case.draft)
 
     @property
@@ -261,4 +263,4 @@ class Config:
     @property
     def _num_used(self) -> int:
         own = self.context + self.case.branches * max(NUM_STEPS, self.case.num_steps)
-        return 1 + (self._most_requests + self.room) * -(-own // self.page_size) + 1
+        return 1 + (self._most_requests + self.extra_requests) * -(-own // self.page_size) + 1

@@ -190,7 +190,7 @@ class Problem:
         return embeds, torch.randint(config.context, (3, tokens), generator=rng)
 
     def _tree_mask(self) -> torch.Tensor:
-        width = self.case.width or 1
+        width = self.case.tokens_per_request or 1
         paths = [{*r.path(j)} for r in self.requests for j in range(len(r.tokens))]
         rows = [[i in path for i in range(width)] for path in paths]
         return torch.tensor(rows, dtype=torch.bool).view(-1, width)

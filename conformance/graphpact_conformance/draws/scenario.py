@@ -174,7 +174,7 @@ class RecordedLane:
             max((len(step.tokens) for step in self.steps), default=1),
         )
         if not any(s.batch_size >= most[0] and s.num_tokens >= most[1] for s in found):
-            width, each = self.case.width, self.case.rows_per_request
+            width, each = self.case.tokens_per_request, self.case.rows_per_request
             bs = max(most[0], 1)
             found.add(GraphShape(mode, bs, max(most[1], bs) if width is None else bs // each * width))
         return tuple(sorted(found, key=lambda s: (s.num_tokens, s.batch_size)))
@@ -313,7 +313,7 @@ def _require(holds: Any, fault: str) -> None:
 
 
 def _require_lane(lane: _LaneLine) -> None:
-    size, width = lane.page_size, _case_of(lane).width
+    size, width = lane.page_size, _case_of(lane).tokens_per_request
     _require(lane.slots % size == 0 and lane.slots > size, f"{lane.slots} KV slots in pages of {size}")
     _require(lane.mode is not ForwardMode.IDLE, "a lane with the mode idle; only steps may be idle")
     for bs, tokens in lane.shapes:
@@ -344,7 +344,7 @@ def _problem(lane: _LaneLine, step: _StepLine, seed: int) -> Problem:
 
 
 def _request(lane: _LaneLine, case: Case, line: _RequestLine, rng: random.Random) -> ProblemRequest:
-    size, count, width = lane.page_size, len(line.slots), case.width
+    size, count, width = lane.page_size, len(line.slots), case.tokens_per_request
     _require(width is None or count == width, f"{count} new tokens of a request; the lane has {width}")
     _require(
         all(len(slots) == case.num_slots for slots in line.slots),

@@ -100,12 +100,12 @@ def perform(name: str, memory: ActMemory) -> Performed:
     except ACTS[name].error as error:
         return Performed("refused", describe_error(error), error)
     cuda = seen.eager if seen.cuda is None else seen.cuda
-    told = f"replays gave {seen.replayed}, eager execution {seen.eager or 'no result'}"
+    answers = f"replays gave {seen.replayed}, eager execution {seen.eager or 'no result'}"
     is_legal = cuda_verdict(ROWS[name]) == "legal"
     if _same(seen.replayed, cuda) and _same(cuda, seen.eager) == is_legal:
-        return Performed("same", told)
+        return Performed("same", answers)
     hidden = not seen.eager or any(map(_same, seen.replayed, seen.eager))
-    return Performed("hidden" if hidden else "shows", told)
+    return Performed("hidden" if hidden else "shows", answers)
 
 
 def require_line(name: str, error: Exception) -> None:

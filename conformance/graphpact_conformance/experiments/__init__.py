@@ -12,7 +12,8 @@
     eager_activity eager steps between replays
     recapture      repeated captures, several lanes in one process, memory that the engine rewrites
     graph_choice   the choice of the graph
-    ranks          agreement of ranks that step together
+    ranks          agreement of ranks that step together with one batch
+    uneven_ranks   agreement of ranks whose batches differ
 
     experiment     `Experiment`, and `PlannedLane`, in which it may run
     when           where experiments run
@@ -171,9 +172,9 @@ EXPERIMENTS: tuple[Experiment, ...] = (
         ],
         others=[
             Experiment(
-                "guarded",
-                replay_order.GUARDED,
-                replay_order.guarded,
+                "strict_replays",
+                replay_order.RULES_OF_STRICT_LANES,
+                replay_order.strict_replays,
                 all_of(any_of(in_full_lanes, in_plain_lanes), without_embeddings),
                 repeats=True,
             ),

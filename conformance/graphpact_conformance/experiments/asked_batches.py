@@ -8,8 +8,8 @@ from dataclasses import replace
 
 from graphpact.batch import ForwardMode
 from graphpact.shapes import GraphShape
-from graphpact_conformance.draws.batches import corner, of_size
 from graphpact_conformance.draws.cases import CASES, DRAFT_WIDTH
+from graphpact_conformance.draws.chosen_batches import corner, of_size
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.problems import Problem
 
@@ -30,8 +30,8 @@ def of_other_kinds(config: Config) -> Iterator[tuple[str, Problem]]:
     for case in CASES:
         if case.mode in here:
             continue
-        other = replace(config, case=case, capture_shapes=(), room=0)
-        for chunk in (1, DRAFT_WIDTH) if case.mode.is_ragged else (case.width or 1,):
+        other = replace(config, case=case, capture_shapes=(), extra_requests=0)
+        for chunk in (1, DRAFT_WIDTH) if case.mode.is_ragged else (case.tokens_per_request or 1,):
             most = min(config.most_requests, other.most_requests, config.limits.max_num_tokens // chunk)
             for size in sorted({1, most} - {0}):
                 problem = of_size(other, size, chunk)
@@ -45,7 +45,7 @@ def of_default_sizes(config: Config, most: int) -> Iterator[Problem]:
         config: The configuration of the lane. Its mode is not ragged.
         most: The largest number of requests, at least 9.
     """
-    each, width = config.case.rows_per_request, config.case.width or 1
+    each, width = config.case.rows_per_request, config.case.tokens_per_request or 1
     shape = GraphShape(config.case.lane_mode, most * each, most * width)
     whole = of_size(replace(config, capture_shapes=(shape,)), most)
     beside = {at + by for at in range(8, most + 1, 8) for by in (-1, 0, 1)}

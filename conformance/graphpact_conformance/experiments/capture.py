@@ -11,8 +11,9 @@ import torch
 
 from graphpact.errors import SlotError
 from graphpact.tensors import equal, same
-from graphpact_conformance.draws.batches import Drawn, corner, of_size
+from graphpact_conformance.draws.batches import Drawn
 from graphpact_conformance.draws.cases import Case
+from graphpact_conformance.draws.chosen_batches import corner, of_size
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.compared_work import TRACE_HELP, compare_traces
 from graphpact_conformance.experiments.comparison import spell, values_at
@@ -41,7 +42,7 @@ def captures(lane: LaneUnderTest, steps: Drawn) -> Findings:
     lane.clear_caches()  # graphs of other subjects may hold them
     for way in () if lane.config.high else ways:
         try:
-            lane.guarded(way)
+            lane.rig(way, strict=True)
         except CannotCaptureError as stopped:
             error = stopped.error
             if can_capture:

@@ -127,8 +127,8 @@ def compare_contents(
 
     Padding rows are stale if they are right in ``fresh``, a replay without earlier batches.
     """
-    as_new: StepRecord | None = None
-    told = {breach.path for breach in step.breaches if breach.rule != "address"}  # by the pact
+    after_reset: StepRecord | None = None
+    breached = {breach.path for breach in step.breaches if breach.rule != "address"}
     for path in {**step.leaves, **seen.leaves}:
         if (path in step.leaves) is not (path in seen.leaves):
             if path.startswith("metadata"):
@@ -145,40 +145,44 @@ def compare_contents(
                     ),
                 )
             continue
-        mine, theirs = step.leaves[path], seen.leaves[path]
-        facts = [(tuple(x.value.shape), x.value.stride(), x.value.dtype) for x in (mine, theirs)]
-        if facts[0] != facts[1] and path in told:
+        replayed, captured = step.leaves[path], seen.leaves[path]
+        facts = [(tuple(x.value.shape), x.value.stride(), x.value.dtype) for x in (replayed, captured)]
+        if facts[0] != facts[1] and path in breached:
             continue
         if facts[0] != facts[1]:
-            is_anew = lane.eager_attention and path.startswith("metadata")
+            is_eager = lane.eager_attention and path.startswith("metadata")
             yield (
                 False,
                 lane.finding(
-                    "GP08" if is_anew else "GP07",
-                    hook="init_metadata_eager" if is_anew else hook_of(mine),
-                    field=mine.name,
+                    "GP08" if is_eager else "GP07",
+                    hook="init_metadata_eager" if is_eager else hook_of(replayed),
+                    field=replayed.name,
                     expected=f"the shape, stride and dtype of a capture of this batch: {facts[1]}",
                     actual=str(facts[0]),
                     step=step,
                     help=COUNTED_HELP
-                    if is_anew
+                    if is_eager
                     else "let the layout depend only on the shape, not on the contents of the batch",
                 ),
             )
             continue
-        differs = _differs(mine, theirs)
-        if bool(differs.any()) and before.shows(rig, step, mine, differs, theirs.value):
-            as_new = as_new or rig.step(step.problem, fill=reset_slot)
-            leaf = as_new.leaves.get(path)
-            is_past = leaf is not None and not bool((differs & _differs(leaf, theirs)).any())
-            who, rules = "a capture of this batch", _rules_of(lane, mine, theirs, differs)
-            if not is_past and not bool((differs & ~mine.in_tail).any()):
-                anew = fresh().leaves.get(path)
-                is_stale = anew is not None and anew.value.shape == differs.shape
-                if anew is not None and is_stale and not bool((differs & _differs(anew, theirs)).any()):
+        differs = _differs(replayed, captured)
+        if bool(differs.any()) and before.shows(rig, step, replayed, differs, captured.value):
+            after_reset = after_reset or rig.step(step.problem, fill=reset_slot)
+            reset = after_reset.leaves.get(path)
+            is_stale_slot = reset is not None and not bool((differs & _differs(reset, captured)).any())
+            who, rules = "a capture of this batch", _rules_of(lane, replayed, captured, differs)
+            if not is_stale_slot and not bool((differs & ~replayed.in_tail).any()):
+                first = fresh().leaves.get(path)
+                is_comparable = first is not None and first.value.shape == differs.shape
+                if (
+                    first is not None
+                    and is_comparable
+                    and not bool((differs & _differs(first, captured)).any())
+                ):
                     rules = ["GP03"]
-            for found in _of_contents(lane, rig, step, mine, theirs, differs, who, rules):
-                yield is_past, found
+            for found in _of_contents(lane, rig, step, replayed, captured, differs, who, rules):
+                yield is_stale_slot, found
 
 
 def _differs(mine: Leaf, theirs: Leaf) -> torch.Tensor:
@@ -222,7 +226,7 @@ def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tens
         return ["GP09"]
     is_offsets = mine.slot is not None and mine.slot.role == "offsets"
     is_of_padding = not bool((differs & ~mine.in_tail).any())
-    if is_offsets and _is_strided(theirs.value, lane.config.case.width):
+    if is_offsets and _is_strided(theirs.value, lane.config.case.tokens_per_request):
         return ["GP05" if is_of_padding else "GP07"]  # a uniform stride does not depend on the batch
     if _is_moved(mine.value, theirs.value):
         return ["GP07"]

@@ -110,17 +110,17 @@ def compare_eager_calls(lane: LaneUnderTest, rig: Rig, pair: tuple[StepRecord, S
         return
     if not _is_right(lane, rig, seen):
         return
-    is_past = gives_the_same(rig, rig.step(step.problem), seen)
+    is_stale = gives_the_same(rig, rig.step(step.problem), seen)
     wrong = "other results" if step.error is None else message_of(step.error)
     yield lane.finding(
-        "GP02" if is_past else "GP08",
+        "GP02" if is_stale else "GP08",
         hook=_hook_between(lane),
         field="the eager calls between segments",
         expected="results that depend only on this batch: a graph captured with it is right",
         actual=f"{wrong}; "
         + (
             "a second replay of the batch is right"
-            if is_past
+            if is_stale
             else "the graph was captured with another batch"
         ),
         step=step,

@@ -247,7 +247,7 @@ def is_right(
 def strict_rig(lane: LaneUnderTest, way: Way = "graph") -> Rig | None:
     """Return a strict lane, or None if it cannot be captured; ``captures`` reports that."""
     try:
-        return lane.guarded(way)
+        return lane.rig(way, strict=True)
     except CannotCaptureError:
         return None
 

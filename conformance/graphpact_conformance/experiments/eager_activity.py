@@ -10,7 +10,8 @@ from dataclasses import replace
 import torch
 
 from graphpact.batch import ForwardMode
-from graphpact_conformance.draws.batches import Drawn, corner, of_size
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.chosen_batches import corner, of_size
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.comparison import (
     is_right,
@@ -26,7 +27,7 @@ from graphpact_conformance.records.steps import StepRecord
 
 def survives_eager_activity(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Run eager batches of many sizes, clear caches, and reuse freed memory between capture and replay."""
-    lane = lane.like(replace(lane.config, room=_MORE_SIZES))
+    lane = lane.like(replace(lane.config, extra_requests=_MORE_SIZES))
     for strict in (True, False):
         lane.clear_caches()  # graphs of another rig would keep cached tensors alive
         rig = strict_rig(lane, "graph") if strict else lane.rig()
@@ -86,7 +87,7 @@ def _run_eager_activity(lane: LaneUnderTest, rig: Rig, *, every_size: bool) -> N
     junk += [torch.full((n,), float("nan")) for n in (1, 5, 8, 33, 64, 257, 1024)]
     if lane.config.case.mode is not ForwardMode.IDLE:
         largest = lane.config.most_requests
-        most = largest + lane.config.room
+        most = largest + lane.config.extra_requests
         for count in (1, 3, most):  # sizes without a graph
             rig.step(of_size(lane.config, count), eagerly=True)
         if every_size:

@@ -12,7 +12,7 @@ from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.draws.scenario import RecordedLane
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import ReferenceRunner
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.records.global_state import Call
 from graphpact_conformance.records.raised import DeclinedError
 from graphpact_conformance.results import Finding

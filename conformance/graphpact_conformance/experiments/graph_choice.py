@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_conformance.draws.batches import Drawn, corner, half_size_batch, of_size, short_and_long
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.chosen_batches import corner, half_size_batch, of_size, short_and_long
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.asked_batches import (
     MOST,
@@ -43,13 +44,13 @@ def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
     shapes = rig.captured
     yield from _planned(lane, rig, shapes)
     largest = [half_size_batch(lane.config), corner(lane.config)]
-    if lane.config.case.width is None:
+    if lane.config.case.tokens_per_request is None:
         largest.append(one_token_more(lane.config))
     if lane.config != lane.config.unbounded:
         largest.append(corner(lane.config.unbounded))
     for problem in (*batches_of_every_size(lane.config), *largest):
         batch = rig.batch_of(problem)
-        asked, refused = _ask(lane, rig, batch, problem)
+        asked, refused = ask_runner(lane, rig, batch, problem)
         if refused is not None:
             yield refused
             continue
@@ -79,7 +80,7 @@ def with_room(lane: LaneUnderTest) -> LaneUnderTest:
 
     Plugins size their memory by the limits, so a batch that no graph holds must still be within them.
     """
-    return lane.like(replace(lane.config, room=max(lane.config.room, 1)))
+    return lane.like(replace(lane.config, extra_requests=max(lane.config.extra_requests, 1)))
 
 
 def _run_as_fitted(
@@ -134,7 +135,7 @@ def _run_as_fitted(
         )
 
 
-def _ask(
+def ask_runner(
     lane: LaneUnderTest, rig: Rig, batch: ForwardBatch, problem: Problem
 ) -> tuple[GraphShape | EagerReason | None, Finding | None]:
     """Return the result of ``fit``, called without host syncs, or a finding about its error."""
@@ -250,7 +251,7 @@ def _in_any_order(lane: LaneUnderTest, rig: Rig) -> Findings:
     if lane.config.case.mode is ForwardMode.MIXED:
         return
     orders = problem, replace(problem, requests=problem.requests[::-1])
-    answers = [_ask(lane, rig, rig.batch_of(each), each) for each in orders]
+    answers = [ask_runner(lane, rig, rig.batch_of(each), each) for each in orders]
     if any(refused is not None for _, refused in answers) or answers[0] == answers[1]:
         return  # `graph_choice` reports errors of ``fit`` for other batches
     yield lane.finding(
@@ -283,7 +284,7 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
         doubled = replace(batch, forward_mode=mode, **twice)
         others.append(("a batch with twice as many tokens per request", doubled))
     for what, other in others:
-        asked, refused = _ask(lane, rig, other, problem)
+        asked, refused = ask_runner(lane, rig, other, problem)
         if refused is not None:
             yield refused
         elif isinstance(asked, GraphShape):

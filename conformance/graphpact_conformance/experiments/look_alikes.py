@@ -9,8 +9,10 @@ Does not: draw batches; it changes a request of a drawn batch.
 
 from dataclasses import replace
 
-from graphpact_conformance.draws.batches import Drawn, least_prefix, shortened
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.chosen_batches import shortened
 from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.layout import least_prefix
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.comparison import faults, is_right, wrong_results
 from graphpact_conformance.experiments.experiment import Findings

@@ -13,8 +13,8 @@ import torch
 
 from graphpact.batch import ForwardMode
 from graphpact.tensors import same
-from graphpact_conformance.draws.batches import (
-    Drawn,
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.chosen_batches import (
     at_tiers,
     corner,
     edges,
@@ -357,11 +357,11 @@ def _corners(config: Config) -> list[tuple[Problem, Problem]]:
     """Return pairs of a smaller and a largest batch; in ragged modes also a pair with padding tokens."""
     largest = corner(config)
     found = [(half_size_batch(config), largest)]
-    if config.case.width is None:
+    if config.case.tokens_per_request is None:
         requests = [
             replace(r, cached=r.table[:-1], tokens=[replace(r.tokens[-1], parent=None, depth=0)])
             for r in largest.requests
         ]
-        requests = [shortened(r, min(len(r.cached), config.longest)) for r in requests]
+        requests = [shortened(r, min(len(r.cached), config.max_cached_keys)) for r in requests]
         found.append((of_size(config, len(requests)), replace(largest, requests=requests)))
     return found

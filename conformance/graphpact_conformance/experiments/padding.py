@@ -9,10 +9,8 @@ import torch
 
 from graphpact.buffers import BoundSlot
 from graphpact.tensors import equal, same
-from graphpact_conformance.draws.batches import (
-    Drawn,
-    of_size,
-)
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.chosen_batches import of_size
 from graphpact_conformance.draws.fields import MROPE, SAFE, words, wrong_rows
 from graphpact_conformance.draws.lanes import HIDDEN, VOCAB
 from graphpact_conformance.draws.problems import Problem, ProblemRequest, next_id
@@ -41,7 +39,7 @@ def padding(lane: LaneUnderTest, steps: Drawn) -> Findings:
     if exact.error is None and exact.outputs is not None:
         yield from _scratch_leaks(lane, rig, exact)
     padded = [steps.small, steps.padded]
-    if lane.config.case.width is None:  # as many requests as the shape holds, but fewer tokens
+    if lane.config.case.tokens_per_request is None:  # as many requests as the shape holds, but fewer tokens
         padded.append(of_size(lane.config, lane.config.most_requests))
     for problem in padded:
         rig.step(steps.exact)  # fills all rows, so that stale values may remain
@@ -332,7 +330,7 @@ def _padded_outputs(rig: Rig, step: StepRecord) -> dict[str, torch.Tensor] | Non
         return None
     found = {}
     for name, live in live_rows(step).items():
-        if rig.config.case.width is None and step.axes[name] == "bs":
+        if rig.config.case.tokens_per_request is None and step.axes[name] == "bs":
             continue
         padded = step.outputs[name][len(live) :] if live.dim() else live
         is_models = name == "rows" or name.startswith(ROWS_OF_PASS)

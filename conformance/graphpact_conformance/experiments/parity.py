@@ -14,7 +14,8 @@ from functools import cache
 from typing import NamedTuple
 
 from graphpact.batch import ForwardMode
-from graphpact_conformance.draws.batches import Drawn, assorted
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.chosen_batches import assorted
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.breaches import of_breaches
 from graphpact_conformance.experiments.compared_inputs import (
@@ -66,7 +67,7 @@ def replay_against_capture(lane: LaneUnderTest, steps: Drawn) -> Findings:
 def compare_with_capture(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> Findings:
     """Compare the replay of a batch with a capture of it in a new lane. Stale slots are included."""
     compared = _compare(lane, rig, way, problem)
-    yield from (*compared.found, *compared.past)
+    yield from (*compared.found, *compared.stale)
 
 
 class _Compared(NamedTuple):
@@ -76,14 +77,14 @@ class _Compared(NamedTuple):
         step: The replay.
         seen: The replay right after a capture of the batch. None if there is no capture.
         found: Findings about the differences.
-        past: Findings about stale slots, which `refresh` also reports.
+        stale: Findings about stale slots, which `refresh` also reports.
         explained: Whether a finding shows the cause of wrong results.
     """
 
     step: StepRecord
     seen: StepRecord | None
     found: list[Finding]
-    past: Sequence[Finding] = ()
+    stale: Sequence[Finding] = ()
     explained: bool = False
 
 
@@ -112,14 +113,14 @@ def _compare(lane: LaneUnderTest, rig: Rig, way: Way, problem: Problem) -> _Comp
         )
         return _Compared(step, None, [*found, failed])
     found += compare_numbers(lane, rig, step, seen)
-    past: list[Finding] = []
+    stale: list[Finding] = []
     fresh = cache(lambda: lane.build(way).step(problem))
-    for is_past, each in compare_contents(lane, rig, before, step, seen, fresh):
-        (past if is_past else found).append(each)
+    for is_stale, each in compare_contents(lane, rig, before, step, seen, fresh):
+        (stale if is_stale else found).append(each)
     found += compare_recorded_work(lane, way, step, rig.trace(shape), twin.trace(shape))
     found += compare_tasks(lane, rig, step, seen, fresh) if step.tasks else []
-    if found or past or gives_the_same(rig, step, seen):
-        return _Compared(step, seen, found, past)
+    if found or stale or gives_the_same(rig, step, seen):
+        return _Compared(step, seen, found, stale)
     found += compare_memory(lane, rig, twin, before, (step, seen))
     found += [] if found else compare_eager_calls(lane, rig, (step, seen))
     return _Compared(step, seen, found, explained=bool(found))

@@ -1,32 +1,29 @@
-"""The agreement of ranks that step together: GP04 to GP06, GP11, GP17.
+"""The agreement of ranks that step together with one batch: GP04 to GP06, GP11, GP17.
 
 Ranks are simulated: they run one after another in this process, with the rank set by `graphpact.parallel`.
 Real ranks would synchronise in collectives, so the recorded operations and the gathered rows must be equal.
 
-Does not: start processes or run collectives.
+Does not: start processes or run collectives; give ranks unequal batches (see ``uneven_ranks``).
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
-from itertools import cycle, islice, zip_longest
+from itertools import zip_longest
 
 import torch
 
-from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.batch import ForwardBatch
 from graphpact.parallel import get_parallel
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_conformance.draws.batches import Drawn, corner, of_size
+from graphpact_conformance.draws.batches import Drawn
 from graphpact_conformance.draws.fields import COUNT, GATHERED
-from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.problems import Problem
-from graphpact_conformance.experiments.asked_batches import (
-    batches_of_every_size,
-)
 from graphpact_conformance.experiments.comparison import differences, is_right
 from graphpact_conformance.experiments.experiment import Findings
-from graphpact_conformance.experiments.graph_choice import MOST_SIZES, _ask, smallest_holding, with_room
+from graphpact_conformance.experiments.graph_choice import with_room
 from graphpact_conformance.experiments.padding import pads_leak
+from graphpact_conformance.experiments.uneven_ranks import uneven_ranks
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.model import own_rows
@@ -39,10 +36,6 @@ _RANK_HELP = (
     "with one rank the batch runs: check sizes that depend on attn_tp_size and offsets that depend on"
     " attn_tp_rank"
 )
-_GATHER_HELP = (
-    "without other ranks the batch runs: check the use of global_num_tokens_cpu, and ranks that have no"
-    " requests and no rows"
-)
 _COUNT_HELP = (
     "declare the slot whenever layers need it (RunnerContext.num_token_non_padded). With"
     " require_gathered_buffer ranks split the padded tokens: fill it with"
@@ -51,10 +44,6 @@ _COUNT_HELP = (
 _GATHERED_HELP = (
     "let a post_fill of the slot write the padded count of FillContext, as"
     " build_decode_registry(require_gathered_buffer=True) does; the batch's counts include only live tokens"
-)
-_DECLINE_RANK_HELP = (
-    "let a declared reason depend only on data that all ranks have. Where layers gather over ranks, each rank"
-    " has other requests: decline every batch with global_num_tokens_cpu, or none"
 )
 
 
@@ -66,7 +55,9 @@ def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """
     config = lane.config
     counted = lane.like(replace(config, counts=True))
-    together = counted if config.case.width is None else with_room(counted)  # has room for one more request
+    together = (
+        counted if config.case.tokens_per_request is None else with_room(counted)
+    )  # has room for one more request
     yield from _as_ranks(lane, together, range(config.ranks), (steps.padded, steps.small, steps.idle))
     if config.fields:
         alone = lane.like(replace(config, counts=True, gathers=False))
@@ -122,8 +113,7 @@ def _as_ranks(
     if not is_wrong_in_steps:  # one finding about the count is enough
         yield from at_capture
     if counted.config.gathers:
-        yield from _uneven(lane, [*rigs.values()])
-        yield from _uneven_by_default(lane, rigs[numbers[0]])
+        yield from uneven_ranks(lane, [*rigs.values()])
 
 
 def _as_rank(rank: int, ranks: int) -> AbstractContextManager[object]:
@@ -362,116 +352,3 @@ def _share(lane: LaneUnderTest, rank: int, step: StepRecord, problems: Sequence[
                 step=step,
                 help=help_,
             )
-
-
-def _groups(lane: LaneUnderTest, rig: Rig) -> list[list[Problem]]:
-    """Return groups of unequal batches for data-parallel ranks.
-
-    Batches that do not take the right graph even without other ranks are left out.
-    """
-    config = lane.config
-    if config.case.width is None:
-        most = min(config.shapes[-1].num_tokens, config.context - 1)
-        chunks = _of_ranks(config, (most, 1), (most // 2, 1))
-        groups = [[of_size(config, 1, chunk or 1) for chunk in each] for each in (*chunks, chunks[0][::-1])]
-    else:
-        most = config.most_requests
-        requests = _of_ranks(config, (most, 1), (most, 0), (1, 0), (most + 1, 1))
-        groups = [
-            [of_size(config, size) if size else Problem(config.case, [], 0) for size in sizes]
-            for sizes in (*requests, requests[0][::-1])
-        ]
-    declined = next(filter(lane.declined, (corner(config.unbounded), *batches_of_every_size(config))), None)
-    if declined is not None:
-        groups += [[declined, *[of_size(config, config.most_requests)] * (config.ranks - 1)]]
-    # if a batch takes another graph even without other ranks, `graph_choice` reports it
-    return [group for group in groups if not any(_takes_another_graph(rig, problem) for problem in group)]
-
-
-def _uneven(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
-    """Step data-parallel ranks with unequal batches: all replay the shape of the largest."""
-    if lane.config.case.mode is ForwardMode.IDLE:
-        return
-    for group in _groups(lane, rigs[0]):
-        together = tuple(len(problem.tokens) for problem in group)
-        answers: list[GraphShape | EagerReason | None] = []
-        for rig, problem in zip(rigs, group, strict=True):
-            batch = replace(rig.batch_of(problem), global_num_tokens_cpu=together)
-            asked, refused = _ask(lane, rig, batch, problem)
-            if refused is not None:
-                return  # `graph_choice` reports it
-            if isinstance(asked, GraphShape):
-                step = rig.step(problem, batch=batch, may_decline=True)
-                if step.error is not None:
-                    if rig.step(problem, may_decline=True).error is None:
-                        what = f"{len(problem.tokens)} tokens, with {together} on the ranks"
-                        yield lane.of_error(
-                            step.error,
-                            expected=f"a replay of {what}",
-                            rule="GP17",
-                            step=step,
-                            help=_GATHER_HELP,
-                        )
-                    return
-                asked = step.shape if step.replays == 1 else None
-            answers.append(asked)
-        yield from _of_answers(lane, rigs[0], together, answers)
-
-
-def _uneven_by_default(lane: LaneUnderTest, rig: Rig) -> Findings:
-    """Fit unequal batches of ranks with the default settings of a runner, which may limit padding.
-
-    Only ragged modes have such a limit.
-    """
-    if lane.kind != "runner" or lane.config.case.width is not None:
-        return
-    for group in _groups(lane, rig):
-        together = tuple(len(problem.tokens) for problem in group)
-        batches = [replace(rig.batch_of(problem), global_num_tokens_cpu=together) for problem in group]
-        try:
-            answers = [lane.fit_default(MOST_SIZES, batch) for batch in batches]
-        except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
-            return  # `graph_choice` reports it
-        yield from _of_answers(lane, rig, together, answers)
-
-
-def _of_answers(
-    lane: LaneUnderTest,
-    rig: Rig,
-    together: tuple[int, ...],
-    answers: Sequence[GraphShape | EagerReason | None],
-) -> Findings:
-    """Yield a finding if ranks with these token counts take different shapes, or only some take a graph."""
-    if len({*answers}) == 1 or not any(isinstance(answer, GraphShape) for answer in answers):
-        return
-    shown = [
-        f"rank {rank} with {tokens} tokens: {answer or 'no graph'}"
-        for rank, (tokens, answer) in enumerate(zip(together, answers, strict=True))
-    ]
-    yield lane.finding(
-        "GP17",
-        field="the replayed shape",
-        expected=f"the same on all ranks for global_num_tokens_cpu = {together}",
-        actual="; ".join(shown),
-        help=_DECLINE_RANK_HELP
-        if any(answer in rig.declines for answer in answers)
-        else "where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit()"
-        " uses global_num_tokens_cpu",
-    )
-
-
-def _of_ranks(config: Config, *sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
-    """Return one number for each rank: the given ones for the first two ranks, then 0 and 1 in turn."""
-    return [(*two, *islice(cycle((0, 1)), config.ranks - len(two))) for two in sizes]
-
-
-def _takes_another_graph(rig: Rig, problem: Problem) -> bool:
-    """Return whether a batch, without other ranks, does not take the smallest shape that holds it."""
-    batch = rig.batch_of(problem)
-    try:
-        asked = rig.fit(batch)
-    except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
-        return True
-    held_by = smallest_holding(rig.captured, batch)
-    is_shape = isinstance(asked, GraphShape) or bool(held_by)
-    return asked not in held_by and is_shape and asked not in rig.declines

@@ -15,7 +15,8 @@ from graphpact.batch import ForwardBatch
 from graphpact.errors import ReplayError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import equal
-from graphpact_conformance.draws.batches import Drawn, corner, neighbours, of_size
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.chosen_batches import corner, neighbours, of_size
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.comparison import faults, is_right, same_tensors, strict_rig
 from graphpact_conformance.experiments.experiment import Findings

@@ -14,7 +14,8 @@ import torch
 
 from graphpact.buffers import BoundSlot, PaddingPolicy
 from graphpact.tensors import same
-from graphpact_conformance.draws.batches import Drawn, assorted, corner, neighbours, steady
+from graphpact_conformance.draws.batches import Drawn
+from graphpact_conformance.draws.chosen_batches import assorted, corner, neighbours, steady
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.comparison import (
     TensorEdit,
@@ -95,7 +96,7 @@ def unwritten_and_stale(lane: LaneUnderTest, steps: Drawn) -> Findings:
         for problem, before in ((padded, long), (small, small), (exact, padded)):
             # this history fills all rows, so that every row differs between the two histories
             yield from after_two_histories(lane, way, problem, [before], [exact, small])
-        if lane.config.case.width is not None and long.requests:
+        if lane.config.case.tokens_per_request is not None and long.requests:
             now, earlier = steady(lane.config)
             for previous in earlier:
                 yield from after_two_histories(lane, way, now, [previous], [small])

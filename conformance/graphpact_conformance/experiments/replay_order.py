@@ -1,6 +1,6 @@
 """Other orders of batches and of captures, and poisoned memory: GP06, GP14 to GP18, and more.
 
-A guarded lane runs on the strict tape, whose errors name the broken rule.
+A strict lane runs on the strict tape, whose errors name the broken rule.
 
 Does not: compare with attention in float64, except where no other comparison is possible.
 """
@@ -33,7 +33,7 @@ from graphpact_conformance.records.steps import StepRecord
 from graphpact_conformance.results import Finding
 from graphpact_tape.writes import write
 
-GUARDED = (
+RULES_OF_STRICT_LANES = (
     "GP01",
     "GP02",
     "GP03",
@@ -56,7 +56,7 @@ GUARDED = (
 """The rules that errors of a strict lane, its pact and kernels can name."""
 
 
-def guarded(lane: LaneUnderTest, steps: Drawn) -> Findings:
+def strict_replays(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay batches in a strict lane, over poison, with a pact check of every replay."""
     exact, small, idle, padded, *others = steps
     for way in lane.ways:
@@ -369,7 +369,7 @@ def _freed_upwards(lane: LaneUnderTest, problems: Sequence[Problem]) -> Findings
         return
     lane.clear_caches()
     try:
-        rig = _captured_upwards(lane, guarded=True)
+        rig = _captured_upwards(lane, strict=True)
     except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
         yield lane.of_error(error, expected="shapes are captured in any order", rule="GP15")
         return
@@ -389,9 +389,9 @@ _GROWS = (
 
 
 @torch.inference_mode()
-def _captured_upwards(lane: LaneUnderTest, *, guarded: bool = False) -> Rig:
+def _captured_upwards(lane: LaneUnderTest, *, strict: bool = False) -> Rig:
     """Return a new rig that captured its shapes from the smallest to the largest."""
-    rig = lane.build(guarded=guarded, capture=False)
+    rig = lane.build(strict=strict, capture=False)
     for shape in rig.planned:
         rig.capture(shape)
     return rig

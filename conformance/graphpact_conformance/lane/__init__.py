@@ -5,7 +5,8 @@
     runners           the runner of a lane, and the batches that it gets
     snapshots         what is seen of a step
     tested_code       the line of the tested code that raised an error, its caches, and code of other engines
-    reference         the suite's own backend and runner, as partners of the checked plugin
+    reference_backend, reference_runner
+                      the suite's own backend and runners, as partners of the checked plugin
     memory            what the graphs of a lane read, outside the slots that each step writes
     holders           the name under which a plugin holds a tensor
     tracer            the operations of an eager call, and of the runs of a capture

@@ -25,11 +25,13 @@ from graphpact.graphs import GraphDriver
 from graphpact.lane import PactMode
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_conformance.draws.batches import Drawn, corner, draw
+from graphpact_conformance.draws.batches import Drawn, draw
 from graphpact_conformance.draws.cases import Case, declares_graphs, support_of
+from graphpact_conformance.draws.chosen_batches import corner
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.problems import Problem
-from graphpact_conformance.lane.reference import ReferenceBackend, ReferenceRunner
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.lane.rig import CPU, Rig
 from graphpact_conformance.lane.runners import (
     drawn_batch,
@@ -89,7 +91,7 @@ class LaneUnderTest:
     _answers: dict[int, tuple[Problem, Answer]] = field(default_factory=dict, init=False)
     _drawn: dict[int, list[Drawn]] = field(default_factory=dict, init=False)  # by seed
     _ways: list[tuple[Way, ...]] = field(default_factory=list, init=False)
-    _asked: GraphRunner | None = field(default=None, init=False)
+    _runner: GraphRunner | None = field(default=None, init=False)
     _counted: list[Rig] = field(default_factory=list, init=False)  # of all lanes made by `like`
     _before: Counter[EagerReason | None] = field(default_factory=Counter, init=False)
 
@@ -99,7 +101,7 @@ class LaneUnderTest:
         self,
         way: Way = "graph",
         *,
-        guarded: bool = False,
+        strict: bool = False,
         pact: PactMode = "off",
         capture: bool = True,
         copies_attention: bool = False,
@@ -109,14 +111,14 @@ class LaneUnderTest:
 
         Args:
             way: The producer of metadata.
-            guarded: See `Rig`; the tape is strict if set, otherwise fast and traced.
+            strict: See `Rig`; the tape is strict if set, otherwise fast and traced.
             pact: See `Rig`.
             capture: See `Rig`.
             copies_attention: See `Rig`.
             share_pool: See `Rig`.
         """
         driver: Callable[[torch.device], GraphDriver] = partial(TapeDriver, traced=True)
-        if guarded:
+        if strict:
             driver = partial(TapeDriver, strict=True)
         elif self.driver is not None:
             driver = self.driver
@@ -125,7 +127,7 @@ class LaneUnderTest:
             backend=self.backend,
             runner=self.runner,
             driver=driver,
-            guarded=guarded,
+            strict=strict,
             in_graph=None if way == "graph" else False,
             provider=self.provider,
             device=self.device,
@@ -143,29 +145,23 @@ class LaneUnderTest:
         pool = SharedBuffers()
         return self.build(share_pool=pool), self.build(share_pool=pool)
 
-    def rig(self, way: Way = "graph") -> Rig:
-        """Return the experiment's rig on a fast tape without checks; built once.
+    def rig(self, way: Way = "graph", *, strict: bool = False) -> Rig:
+        """Return the experiment's rig, which is built once.
+
+        Args:
+            way: The producer of metadata.
+            strict: Whether the tape is strict and the pact is checked at every replay. Otherwise the tape is
+                fast and nothing is checked.
 
         Raises:
             CannotCaptureError: The lane cannot be captured.
         """
-        return self._kept(way, guarded=False)
-
-    def guarded(self, way: Way = "graph") -> Rig:
-        """Return the experiment's strict rig, with a pact check of every replay; built once.
-
-        Raises:
-            CannotCaptureError: The lane cannot be captured.
-        """
-        return self._kept(way, guarded=True)
-
-    def _kept(self, way: Way, *, guarded: bool) -> Rig:
-        key = way, guarded
+        key = way, strict
         if key not in self._rigs:
             try:
                 with torch.inference_mode():
-                    pact: PactMode = "always" if guarded else "off"
-                    self._rigs[key] = self.build(way, guarded=guarded, pact=pact)
+                    pact: PactMode = "always" if strict else "off"
+                    self._rigs[key] = self.build(way, strict=strict, pact=pact)
                 self._counted.append(self._rigs[key])
             except (Exception, SystemExit) as error:
                 if need_of(error) is not None:
@@ -223,7 +219,7 @@ class LaneUnderTest:
         if not modes:
             return None
         case = Case(min(modes, key=lambda mode: mode.value))
-        config = replace(self.config, case=case, capture_shapes=(), room=0, counts=False)
+        config = replace(self.config, case=case, capture_shapes=(), extra_requests=0, counts=False)
         return replace(self, config=config, runner=runner).build(capture=capture), corner(config)
 
     def drawn(self, count: int, seed: int) -> list[Drawn]:
@@ -261,11 +257,11 @@ class LaneUnderTest:
         if not self.runner.declines:
             return None
         try:
-            if self._asked is None:
-                self._asked = self.runner(self._context)
-            fields = fields_of(self._asked)
-            asked = self._asked.fit(drawn_batch(problem, self.config, fields, self.device))
-            return asked if asked in own_reasons(self._asked) else None
+            if self._runner is None:
+                self._runner = self.runner(self._context)
+            fields = fields_of(self._runner)
+            reason = self._runner.fit(drawn_batch(problem, self.config, fields, self.device))
+            return reason if reason in own_reasons(self._runner) else None
         except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
             return None
 

@@ -38,7 +38,7 @@ from graphpact_conformance.draws.fields import completed
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.lane import memory
-from graphpact_conformance.lane.reference import ReferenceRunner, SegmentsRunner
+from graphpact_conformance.lane.reference_runner import ReferenceRunner, SegmentsRunner
 from graphpact_conformance.lane.runners import (
     drawn_batch,
     fields_of,
@@ -70,7 +70,7 @@ class Rig:
         backend: The backend class.
         runner: The runner class.
         driver: Makes the lane's driver from a device.
-        guarded: Whether a `StrictObserver` observes the lane; its driver is strict then.
+        strict: Whether a `StrictObserver` observes the lane; its driver is strict then.
         in_graph: As ``Lane(metadata_in_graph=...)``.
         provider: Kernel provider of the backend.
         device: The device of everything but the oracle.
@@ -96,7 +96,7 @@ class Rig:
         backend: type[AttentionBackend],
         runner: type[GraphRunner] = ReferenceRunner,
         driver: Callable[[torch.device], GraphDriver] = TapeDriver,
-        guarded: bool = False,
+        strict: bool = False,
         in_graph: bool | None = None,
         provider: ProviderName = "auto",
         device: torch.device = CPU,
@@ -126,9 +126,9 @@ class Rig:
         self._slots: dict[int, BoundSlot] = {}
         self._allocated: dict[int, tuple[Graph, set[str]]] = {}  # the outputs that a graph allocated
         self._names: dict[int, str] = {}  # by storage; an attribute may be bound anew
-        self.observer = Observer(keeps_inputs=not guarded)  # in a strict lane copies may be in flight
+        self.observer = Observer(keeps_inputs=not strict)  # in a strict lane copies may be in flight
         records = driver(device)
-        self.guard = records.strict_observer() if guarded else None
+        strict_observer = records.strict_observer() if strict else None
         with self.watch.during(Call(f"the constructor of {runner.__name__}")):
             self.runner = runner(runner_context(config, self.backend.capabilities, device, runner))
         self.declines = own_reasons(self.runner)
@@ -143,7 +143,11 @@ class Rig:
             driver=records,
             pact=pact,
             metadata_in_graph=in_graph if self.runner.shapes() else None,
-            observers=[self.observer, WatchedHooks(self.watch), *([self.guard] if self.guard else [])],
+            observers=[
+                self.observer,
+                WatchedHooks(self.watch),
+                *([strict_observer] if strict_observer else []),
+            ],
             share_pool=share_pool,
         )
         if capture:
@@ -225,7 +229,7 @@ class Rig:
     def padded_seq_len(self) -> int:
         """The length of a padding row that the backend declares."""
         case = self.config.case
-        return self.backend.capabilities.padded_seq_len(case.lane_mode, case.width or 1)
+        return self.backend.capabilities.padded_seq_len(case.lane_mode, case.tokens_per_request or 1)
 
     @property
     def writer(self) -> str:

@@ -18,7 +18,8 @@ from types import FrameType
 from typing import Any
 
 from graphpact.plugin_calls import short_path
-from graphpact_conformance.lane.reference import PaddedReferenceBackend, ReferenceRunner, SegmentsRunner
+from graphpact_conformance.lane.reference_backend import PaddedReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner, SegmentsRunner
 from graphpact_conformance.oracle import OracleBackend
 from graphpact_conformance.records.kv_memory import KvMemory
 from graphpact_conformance.records.raised import causes

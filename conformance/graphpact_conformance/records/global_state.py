@@ -326,11 +326,11 @@ class StateWatch:
             return
         changed += _restored((*_QUICK, *_SLOW), (*self._quick, *self._slow), (*quick, *_values(_SLOW)))
         self._quick, self._slow = _values(_QUICK), _values(_SLOW)
-        told = [each for each in changed if not (call.may_draw and each[0].name == DRAWS)]
-        if not told:
+        charged = [each for each in changed if not (call.may_draw and each[0].name == DRAWS)]
+        if not charged:
             return
-        names = tuple(setting.name for setting, _, _ in told)
-        shown = [each for each in told if each[0].shows]
+        names = tuple(setting.name for setting, _, _ in charged)
+        shown = [each for each in charged if each[0].shows]
         self.changes.setdefault(
             (call, names),
             SettingChange(

@@ -55,7 +55,7 @@ class Comparison:
     Args:
         changes: In the order of `WHATS`, then of the reports.
         unchanged: Number of cells with the same outcome in both.
-        setup: Differences of the set-up: name, before, after.
+        setup: Differences in how the reports were made: name, before, after.
     """
 
     changes: tuple[OutcomeChange, ...]
@@ -129,16 +129,16 @@ def _rank(outcome: Outcome) -> int:
 
 
 def _setup(before: Report, after: Report) -> Iterator[tuple[str, str, str]]:
-    old, new = _made(before), _made(after)
+    old, new = _setup_of(before), _setup_of(after)
     for name in old | new:
         was, now = old.get(name, ""), new.get(name, "")
         if was != now:
             yield name, was, now
 
 
-def _made(report: Report) -> dict[str, str]:
-    """Return the set-up of a report: machine, options, versions of plugins."""
-    made = {**report.environment.model_dump(), **report.options}
-    made |= {"seed": report.seed, "examples": report.examples}
-    made |= {plugin.distribution: plugin.version for plugin in report.plugins}
-    return {name: "" if value is None else str(value) for name, value in made.items()}
+def _setup_of(report: Report) -> dict[str, str]:
+    """Return how a report was made: machine, options, versions of plugins."""
+    setup = {**report.environment.model_dump(), **report.options}
+    setup |= {"seed": report.seed, "examples": report.examples}
+    setup |= {plugin.distribution: plugin.version for plugin in report.plugins}
+    return {name: "" if value is None else str(value) for name, value in setup.items()}

@@ -101,7 +101,7 @@ class Row:
 
     @property
     def failures(self) -> list[Result]:
-        """The results that are failures: what the plugin raised, named hooks, errors of the suite last."""
+        """The failures: errors of the plugin, then findings that name a hook; errors of the suite last."""
         broken = [result for result in self.results if result.outcome.is_failure]
         return sorted(broken, key=lambda r: (r.outcome is Outcome.ERROR, not r.raised, r.evidence))
 
@@ -112,7 +112,7 @@ class Row:
 
     @property
     def raised_at(self) -> str | None:
-        """The line of the plugin that raised an error which no rule describes; None if there is none."""
+        """The line of the plugin that raised an error without a rule; None if no line did."""
         places = (f.raised_at for result in self.failures for f in result.findings if f.rule is None)
         return next(filter(None, places), None)
 
@@ -135,10 +135,10 @@ def rows(plugin: PluginResults) -> list[Row]:
 def to_fix(found: Iterable[Row]) -> list[Row]:
     """Return the rows with failures, the one to begin with first.
 
-    What the plugin raised and no rule describes comes first: nothing is known about the step that it ended.
-    Then come broken rules by `causes_first`, and other general checks, which in the museum fail as a
-    consequence of a broken rule. Rules with nothing but errors of the suite are last: their results are
-    incomplete.
+    An error of the plugin that no rule describes comes first, because it ended a step about which nothing is
+    known. Then come broken rules in the order of `causes_first`, and then other general checks, which in the
+    museum fail as a consequence of a broken rule. Rows that contain only errors of the suite come last,
+    because their results are incomplete.
     """
     broken = [row for row in found if row.failures]
     order = causes_first(
@@ -170,7 +170,7 @@ def why_first(broken: Sequence[Row]) -> str:
 def disagreements(plugin: PluginResults) -> list[str]:
     """Return the claims that the results contradict, in words.
 
-    Where a rule is broken, the declared ones that fail are one line: they follow from it.
+    If a rule is broken, the declared capabilities that fail are on one line: they may fail because of it.
     """
     wrong = [claim for claim in plugin.claims if claim.disagrees]
     affected = [c for c in wrong if c.is_made and any(r.breaks_rule for r in plugin.results)]
@@ -237,7 +237,7 @@ def more_findings(result: Result) -> str | None:
 
 
 def verdict(plugin: PluginResults, *, strict: bool = False) -> str:
-    """Return the verdict on a plugin in one sentence, with the missing parts of a full claim."""
+    """Return the verdict on a plugin in one sentence, with what a full claim would also need."""
     found = rows(plugin)
     broken = [_say_broken(row) for row in found if any(r.counts_against for r in row.results)]
     errors = [_say_broken(row) for row in found if any(r.outcome is Outcome.ERROR for r in row.results)]

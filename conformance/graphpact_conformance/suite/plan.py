@@ -18,9 +18,9 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
 from graphpact.runners import GraphRunner
-from graphpact_conformance.draws.batches import corner
 from graphpact_conformance.draws.cases import EMBEDS, SEGMENTS, cases_of
 from graphpact_conformance.draws.choice import configs_of, covering, plainest, scaled_up, valued
+from graphpact_conformance.draws.chosen_batches import corner
 from graphpact_conformance.draws.fields import MROPE
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.scenario import read
@@ -28,12 +28,8 @@ from graphpact_conformance.drivers.examine import lanes_of_driver
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.experiments.experiment import LaneKind, PlannedLane
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import (
-    PaddedReferenceBackend,
-    ReferenceBackend,
-    ReferenceRunner,
-    SegmentsRunner,
-)
+from graphpact_conformance.lane.reference_backend import PaddedReferenceBackend, ReferenceBackend
+from graphpact_conformance.lane.reference_runner import ReferenceRunner, SegmentsRunner
 from graphpact_conformance.lane.runners import planned_shapes, runner_context
 from graphpact_conformance.records.raised import NeedsValueError
 from graphpact_conformance.suite.adapter import adapter_of
@@ -351,7 +347,9 @@ def _choose(
         return [(config, size != "quick" or _is_of_its_own(config)) for config in plain]
     scaled = [] if size == "quick" else [scaled_up(c, capabilities, device) for c in _of_two_kinds(plain)]
     if kind == "runner":  # a ragged one would take as long as all other lanes of a runner
-        scaled = [replace(config, mixed_dim=None) for config in scaled if config.case.width is not None]
+        scaled = [
+            replace(config, mixed_dim=None) for config in scaled if config.case.tokens_per_request is not None
+        ]
     strength = 1 if kind == "runner" or size == "quick" else 2
     more = covering(configs, capabilities, device, [*plain, *scaled], strength=strength)
     if kind == "runner":
@@ -366,7 +364,9 @@ def _choose(
 def _of_two_kinds(configs: Sequence[Config]) -> list[Config]:
     """Return the first lane with requests of equal widths, and the first of a ragged mode."""
     kinds = (False, True)
-    firsts = [next((c for c in configs if (c.case.width is None) is ragged), None) for ragged in kinds]
+    firsts = [
+        next((c for c in configs if (c.case.tokens_per_request is None) is ragged), None) for ragged in kinds
+    ]
     return [config for config in firsts if config is not None]
 
 

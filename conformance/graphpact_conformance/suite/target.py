@@ -26,9 +26,7 @@ from graphpact_conformance.drivers.examine import examine_driver
 from graphpact_conformance.experiments import EXPERIMENTS, OF_OUTPUTS
 from graphpact_conformance.experiments.experiment import PlannedLane
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
-from graphpact_conformance.lane.reference import (
-    ReferenceBackend,
-)
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
 from graphpact_conformance.merge import hints_of, of_claims
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.suite.adapter import Needs, adapter_of
@@ -86,12 +84,12 @@ def examine(
     plans = in_parts(every, parts, options)[first]
     shown: list[tuple[Config, bool]] = []
     ran: list[tuple[Config, set[str]]] = []
-    told: list[Result] = []
+    reported: list[Result] = []
     for plan in plans:
         results = list(examine_lane(plan, options, listener.begins, skip=skip))
         for result in results:
             listener.found(result)
-        told += results
+        reported += results
         shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
         ran.append((plan.lane.config, _that_ran(results)))
     is_whole = target.partner is None and not (options.only or options.lanes or options.scenario)
@@ -106,7 +104,7 @@ def examine(
             probed = probe(cls, options)
         claims = claims_of(cls, shown, probed)
         if parts == 1:
-            listener.found(of_claims(claims, told))
+            listener.found(of_claims(claims, reported))
     lanes = [plan.lane for plan in plans if not plan.lane.captures_nothing]
     drivers = ["tape", *(lane.driver.name for lane in lanes if lane.driver is not None)]
     return PluginResults(

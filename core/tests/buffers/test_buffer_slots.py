@@ -370,7 +370,7 @@ def test_a_workspace_is_filled_once() -> None:
     assert buffer.tolist() == [-1.0] * 4
 
 
-def test_staging_lies_on_the_host() -> None:
+def test_staging_is_in_host_memory() -> None:
     """A staging slot is in host memory, whatever the registry's device is."""
     slot = metadata_slot("acme.staging", _rows, torch.int32, role="staging", axis="bs")
     registry = CudaGraphBufferRegistry(device="meta", max_bs=4, max_num_tokens=8, lane="decode")

@@ -263,7 +263,7 @@ ODD_JSON = {
 
 
 @pytest.mark.parametrize("kind", ["nonesuch", "llamma", ""])
-def test_an_unknown_model_type_is_told_before_missing_weights(kind: str, tmp_path: Path) -> None:
+def test_an_unknown_model_type_is_reported_before_missing_weights(kind: str, tmp_path: Path) -> None:
     """For a folder with only a config, the error names the unknown model type, not the weights."""
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(UnsupportedModelError, match=f"has model_type '{kind}', which transformers"):

@@ -10,7 +10,7 @@ from graphpact.attention import LayerSpec, each_step
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.shapes import GraphShape
-from graphpact_museum.edits.override import made_by, override
+from graphpact_museum.edits.override import named_after, override
 from graphpact_museum.exhibit import Make
 
 Edit: TypeAlias = Callable[[Any, ForwardBatch, Any], None]
@@ -28,7 +28,7 @@ def after_replay_hook(edit: Edit) -> Make:
             edit(self, at, part)
         return fresh
 
-    return made_by(edit, lambda base: override(base, init_metadata_replay, fill_is_device_only=False))
+    return named_after(edit, lambda base: override(base, init_metadata_replay, fill_is_device_only=False))
 
 
 def not_refreshed(base: type[Any], spare: Callable[[Any], Any], *, in_graph: bool) -> type[Any]:
@@ -69,7 +69,7 @@ def with_spare(*names: str) -> Callable[[Any], Any]:
 
 
 @dataclass(frozen=True, slots=True)
-class Attended:
+class AttentionCall:
     """One call of `AttentionBackend.forward`: its arguments, and ``out``, its output.
 
     Args:
@@ -87,21 +87,21 @@ class Attended:
     out: torch.Tensor
 
 
-Then: TypeAlias = Callable[[Any, Attended], torch.Tensor]
+EditOutput: TypeAlias = Callable[[Any, AttentionCall], torch.Tensor]
 """``(backend, call) -> out``: returns the output that replaces ``call.out``."""
 
 
-def after_attention(then: Then) -> Make:
-    """Make an edit of backends that replaces the output of attention with that of ``then``.
+def after_attention(edit: EditOutput) -> Make:
+    """Make an edit of backends that replaces the output of attention with that of ``edit``.
 
     A batch without tokens keeps the right output.
     """
 
     def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
         out = right(q, k, v, layer, metadata)
-        return then(self, Attended(q, k, layer, metadata, out)) if len(out) else out
+        return edit(self, AttentionCall(q, k, layer, metadata, out)) if len(out) else out
 
-    return made_by(then, lambda base: override(base, forward))
+    return named_after(edit, lambda base: override(base, forward))
 
 
 def with_slots(more: Callable[[Any], Sequence[GraphSlot]]) -> Callable[[Make], Make]:
@@ -110,7 +110,7 @@ def with_slots(more: Callable[[Any], Sequence[GraphSlot]]) -> Callable[[Make], M
     def declare_slots(self: Any, right: Any, limits: Any) -> Any:
         return [*right(limits), *more(self)]
 
-    return lambda make: made_by(make, lambda base: override(make(base), declare_slots))
+    return lambda make: named_after(make, lambda base: override(make(base), declare_slots))
 
 
 def workspace(name: str, *shape: int, value: float = 0, dtype: torch.dtype = torch.float32) -> GraphSlot:
@@ -118,7 +118,7 @@ def workspace(name: str, *shape: int, value: float = 0, dtype: torch.dtype = tor
     return metadata_slot(f"museum.{name}", lambda *_: shape, dtype, role="workspace", pad_value=value)
 
 
-def there(backend: Any, name: str) -> torch.Tensor:
+def workspace_memory(backend: Any, name: str) -> torch.Tensor:
     """Return the memory of a workspace."""
     slot = backend._registry.get_slot(f"museum.{name}")  # noqa: SLF001  as its buffers() do
     memory: torch.Tensor = slot.buffer

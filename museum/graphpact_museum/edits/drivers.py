@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 import torch
 from torch.utils import _pytree as pytree
 
-from graphpact_museum.edits.override import made_by, override
+from graphpact_museum.edits.override import named_after, override
 from graphpact_museum.exhibit import Make
 
 __tracebackhide__ = True  # these are parts of drivers: errors name the line of their caller
@@ -28,4 +28,4 @@ def edits_graphs(edit: Callable[[Any, Any], None]) -> Make:
         edit(self, graph)
         return graph
 
-    return made_by(edit, lambda base: override(base, capture))
+    return named_after(edit, lambda base: override(base, capture))

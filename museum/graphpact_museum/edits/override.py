@@ -56,12 +56,12 @@ def overrides(
     """
 
     def decorate(edit: Callable[..., Any]) -> Make:
-        return made_by(edit, lambda base: override(of or base, **{method: edit}, **members))
+        return named_after(edit, lambda base: override(of or base, **{method: edit}, **members))
 
     return decorate
 
 
-def made_by(edit: Callable[..., Any], make: Make) -> Make:
+def named_after(edit: Callable[..., Any], make: Make) -> Make:
     """Return ``make`` with the name, the docstring and the module of ``edit``."""
     return functools.wraps(edit)(make)
 

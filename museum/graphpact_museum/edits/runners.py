@@ -9,7 +9,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
-from graphpact_museum.edits.override import made_by, override
+from graphpact_museum.edits.override import named_after, override
 from graphpact_museum.exhibit import Make
 
 Fit: TypeAlias = GraphShape | EagerReason
@@ -26,7 +26,7 @@ def after_fill(edit: AfterFill) -> Make:
         right(registry, batch, shape)
         edit(self, registry, batch, shape)
 
-    return made_by(edit, lambda base: override(base, populate))
+    return named_after(edit, lambda base: override(base, populate))
 
 
 def after_fill_of_captures(edit: AfterFill) -> Make:
@@ -36,7 +36,7 @@ def after_fill_of_captures(edit: AfterFill) -> Make:
         if _is_new(runner, shape):
             edit(runner, registry, batch, shape)
 
-    return made_by(edit, after_fill(at_capture))
+    return named_after(edit, after_fill(at_capture))
 
 
 def rows_of(
@@ -103,7 +103,7 @@ def pads(name: str) -> Callable[[PadValue], Make]:
             elif len(pad):
                 tail.copy_(pad.expand_as(tail))
 
-        return made_by(value, lambda base: override(base, populate))
+        return named_after(value, lambda base: override(base, populate))
 
     return decorate
 
@@ -120,7 +120,7 @@ def returning(edit: Callable[[Any, RegionContext, torch.Tensor], torch.Tensor]) 
 
         return edited
 
-    return made_by(edit, lambda base: override(base, compose))
+    return named_after(edit, lambda base: override(base, compose))
 
 
 def without_axis(region: Region) -> Region:

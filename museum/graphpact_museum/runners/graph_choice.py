@@ -9,7 +9,7 @@ from typing import Any
 
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
-from graphpact_conformance.lane.reference import ReferenceSizes
+from graphpact_conformance.lane.reference_runner import ReferenceSizes
 from graphpact_museum.edits.override import override, overrides, replaces
 from graphpact_museum.edits.runners import LONG_CONTEXT, Fit
 from graphpact_museum.exhibit import exhibit

@@ -13,7 +13,7 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.parallel import get_parallel, local_num_token_non_padded
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
-from graphpact_conformance.lane.reference import ReferenceSizes
+from graphpact_conformance.lane.reference_runner import ReferenceSizes
 from graphpact_museum.edits.override import overrides, replaces
 from graphpact_museum.edits.runners import LONG_CONTEXT, Fit
 from graphpact_museum.exhibit import exhibit

@@ -18,7 +18,7 @@ from graphpact.buffers import GraphSlot, PaddingPolicy
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
-from graphpact_conformance.lane.reference import broken_at_attention
+from graphpact_conformance.lane.reference_runner import broken_at_attention
 from graphpact_museum.exhibit import variant
 
 _ADAPTERS = "variant.adapters"

@@ -9,7 +9,7 @@ from typing import Any
 
 from graphpact.batch import ForwardBatch
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
-from graphpact_conformance.lane.reference import broken_at_attention
+from graphpact_conformance.lane.reference_runner import broken_at_attention
 from graphpact_museum.edits.override import overrides
 from graphpact_museum.exhibit import variant
 

@@ -26,7 +26,7 @@ from graphpact_conformance.draws.choice import configs_of
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.comparison import differences
-from graphpact_conformance.lane.reference import ReferenceBackend
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
 from graphpact_conformance.lane.rig import CPU, Rig
 from graphpact_conformance.lane.runners import runner_context
 from graphpact_cuda_graph.breakable import BreakableCudaGraphRunner
@@ -68,7 +68,7 @@ def _rig(runner: str, backend: str, mode: str, *, strict: bool, **more: Any) -> 
         backend=kind,
         runner=RUNNERS[runner],
         driver=partial(TapeDriver, strict=strict),
-        guarded=strict,
+        strict=strict,
         pact="always",
         **more,
     )

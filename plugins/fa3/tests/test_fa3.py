@@ -69,7 +69,7 @@ def rig_of(config: Config) -> Rig:
 def padded_to(problem: Problem, bs: int) -> list[ProblemRequest]:
     """Return the requests, followed by padding requests, which use scratch only."""
     case = problem.case
-    count = 0 if case.mode.is_ragged else case.width or 0
+    count = 0 if case.mode.is_ragged else case.tokens_per_request or 0
     tokens = [Token(0, [0] * case.num_steps, None, 0) for _ in range(count)]
     cached = 0 if case.mode is ForwardMode.DRAFT_EXTEND else 1
     if case.mode is ForwardMode.DECODE:
@@ -172,7 +172,7 @@ def test_metadata_equals_a_loop_whatever_came_before(case: Case, page_size: int)
             replayed, shape = replay_metadata(rig, problem)
             for step, metadata in enumerate(steps_of(replayed)):
                 check(metadata, problem, shape.batch_size, page_size, step)
-                most = shape.num_tokens if case.mode.is_ragged else case.width
+                most = shape.num_tokens if case.mode.is_ragged else case.tokens_per_request
                 assert (metadata.max_seqlen_q, metadata.max_seqlen_k) == (most, CONTEXT)
             if not problem.requests:
                 continue

@@ -310,7 +310,7 @@ def _captured() -> tuple[FlashInferBackend, Any, GraphShape, FlashInferMetadata,
     return backend, view_of, shape, metadata, Pact.of(shape, registry, view=view, metadata=metadata)
 
 
-def test_a_plan_is_made_anew_in_place_before_every_replay() -> None:
+def test_a_plan_is_renewed_in_place_before_every_replay() -> None:
     """A replay's plan is made from its own lengths, at the captured address."""
     backend, view_of, shape, metadata, pact = _captured()
     backend.records_metadata = True  # the graph would fill the metadata

@@ -462,7 +462,7 @@ def test_a_captured_wrapper_is_planned_again_before_every_replay() -> None:
     assert len(Wrapper.made) == 1
 
 
-def test_where_it_cannot_run_the_reason_is_told() -> None:
+def test_the_reason_why_it_cannot_run_is_reported() -> None:
     """On a CPU ``auto`` uses compiled kernels, or portable ones without a compiler; ``native`` is refused."""
     backend = FlashInferBackend(_context(None))
     assert backend.kernels.name == ("compiled" if COMPILED else "portable")

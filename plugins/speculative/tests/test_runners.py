@@ -14,7 +14,7 @@ from graphpact.errors import ConfigError, EngineError
 from graphpact.pact import walk
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.speculation import HIDDEN_STATES, SCORES
-from graphpact_conformance.lane.reference import ReferenceBackend
+from graphpact_conformance.lane.reference_backend import ReferenceBackend
 from graphpact_speculative import EagleDraftExtendRunner, EagleDraftRunner, FrozenKvMtpRunner
 from rigs.draft_model import CPU, HIDDEN, ROWS, DraftModelRig, Node, Path, beam_search, drafts_of
 

@@ -157,7 +157,7 @@ def test_tensors_share_memory_as_they_do_with_a_gpu(steps: list[tuple[int, str]]
             placed.check()
 
 
-def test_a_device_with_a_name_is_told_from_the_host() -> None:
+def test_a_device_with_a_name_is_not_the_host() -> None:
     """The ``device`` of a tensor says which memory it has, even if it was made with this device."""
     host = HostMemory()
     with two_memories(host, NAMED):

@@ -182,7 +182,7 @@ class Fails(FlashInferBackend):
         return super().init_metadata_replay(view, shape, captured)
 
 
-def test_a_hook_that_fails_on_poison_is_told_as_such() -> None:
+def test_a_hook_that_fails_on_poison_is_reported_as_such() -> None:
     """A single message has the hook, its error, and the slot that was not written."""
     rig = LaneRig(strict=True, backend=Fails)
     with pytest.raises(PoisonError) as error:

@@ -1,0 +1,152 @@
+"""The agreement of data-parallel ranks that step together with unequal batches: GP17.
+
+Does not: start processes or run collectives; set a rank, because here only the counts of tokens matter.
+"""
+
+from collections.abc import Sequence
+from dataclasses import replace
+from itertools import cycle, islice
+
+from graphpact.batch import ForwardMode
+from graphpact.shapes import EagerReason, GraphShape
+from graphpact_conformance.draws.chosen_batches import corner, of_size
+from graphpact_conformance.draws.lanes import Config
+from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.asked_batches import batches_of_every_size
+from graphpact_conformance.experiments.experiment import Findings
+from graphpact_conformance.experiments.graph_choice import MOST_SIZES, ask_runner, smallest_holding
+from graphpact_conformance.lane.lane_under_test import LaneUnderTest
+from graphpact_conformance.lane.rig import Rig
+
+_GATHER_HELP = (
+    "without other ranks the batch runs: check the use of global_num_tokens_cpu, and ranks that have no"
+    " requests and no rows"
+)
+_DECLINE_RANK_HELP = (
+    "let a declared reason depend only on data that all ranks have. Where layers gather over ranks, each rank"
+    " has other requests: decline every batch with global_num_tokens_cpu, or none"
+)
+
+
+def uneven_ranks(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
+    """Give ranks unequal batches, in steps and with default settings: all must take one shape, or none.
+
+    Args:
+        lane: The lane of a single rank.
+        rigs: The rig of each rank.
+    """
+    yield from _in_steps(lane, rigs)
+    yield from _by_default(lane, rigs[0])
+
+
+def _groups(lane: LaneUnderTest, rig: Rig) -> list[list[Problem]]:
+    """Return groups of unequal batches for data-parallel ranks.
+
+    Batches that do not take the right graph even without other ranks are left out.
+    """
+    config = lane.config
+    if config.case.tokens_per_request is None:
+        most = min(config.shapes[-1].num_tokens, config.context - 1)
+        chunks = _of_ranks(config, (most, 1), (most // 2, 1))
+        groups = [[of_size(config, 1, chunk or 1) for chunk in each] for each in (*chunks, chunks[0][::-1])]
+    else:
+        most = config.most_requests
+        requests = _of_ranks(config, (most, 1), (most, 0), (1, 0), (most + 1, 1))
+        groups = [
+            [of_size(config, size) if size else Problem(config.case, [], 0) for size in sizes]
+            for sizes in (*requests, requests[0][::-1])
+        ]
+    declined = next(filter(lane.declined, (corner(config.unbounded), *batches_of_every_size(config))), None)
+    if declined is not None:
+        groups += [[declined, *[of_size(config, config.most_requests)] * (config.ranks - 1)]]
+    # if a batch takes another graph even without other ranks, `graph_choice` reports it
+    return [group for group in groups if not any(_takes_another_graph(rig, problem) for problem in group)]
+
+
+def _in_steps(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
+    """Step data-parallel ranks with unequal batches: all replay the shape of the largest."""
+    if lane.config.case.mode is ForwardMode.IDLE:
+        return
+    for group in _groups(lane, rigs[0]):
+        together = tuple(len(problem.tokens) for problem in group)
+        answers: list[GraphShape | EagerReason | None] = []
+        for rig, problem in zip(rigs, group, strict=True):
+            batch = replace(rig.batch_of(problem), global_num_tokens_cpu=together)
+            asked, refused = ask_runner(lane, rig, batch, problem)
+            if refused is not None:
+                return  # `graph_choice` reports it
+            if isinstance(asked, GraphShape):
+                step = rig.step(problem, batch=batch, may_decline=True)
+                if step.error is not None:
+                    if rig.step(problem, may_decline=True).error is None:
+                        what = f"{len(problem.tokens)} tokens, with {together} on the ranks"
+                        yield lane.of_error(
+                            step.error,
+                            expected=f"a replay of {what}",
+                            rule="GP17",
+                            step=step,
+                            help=_GATHER_HELP,
+                        )
+                    return
+                asked = step.shape if step.replays == 1 else None
+            answers.append(asked)
+        yield from _of_answers(lane, rigs[0], together, answers)
+
+
+def _by_default(lane: LaneUnderTest, rig: Rig) -> Findings:
+    """Fit unequal batches of ranks with the default settings of a runner, which may limit padding.
+
+    Only ragged modes have such a limit.
+    """
+    if lane.kind != "runner" or lane.config.case.tokens_per_request is not None:
+        return
+    for group in _groups(lane, rig):
+        together = tuple(len(problem.tokens) for problem in group)
+        batches = [replace(rig.batch_of(problem), global_num_tokens_cpu=together) for problem in group]
+        try:
+            answers = [lane.fit_default(MOST_SIZES, batch) for batch in batches]
+        except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
+            return  # `graph_choice` reports it
+        yield from _of_answers(lane, rig, together, answers)
+
+
+def _of_answers(
+    lane: LaneUnderTest,
+    rig: Rig,
+    together: tuple[int, ...],
+    answers: Sequence[GraphShape | EagerReason | None],
+) -> Findings:
+    """Yield a finding if ranks with these token counts take different shapes, or only some take a graph."""
+    if len({*answers}) == 1 or not any(isinstance(answer, GraphShape) for answer in answers):
+        return
+    shown = [
+        f"rank {rank} with {tokens} tokens: {answer or 'no graph'}"
+        for rank, (tokens, answer) in enumerate(zip(together, answers, strict=True))
+    ]
+    yield lane.finding(
+        "GP17",
+        field="the replayed shape",
+        expected=f"the same on all ranks for global_num_tokens_cpu = {together}",
+        actual="; ".join(shown),
+        help=_DECLINE_RANK_HELP
+        if any(answer in rig.declines for answer in answers)
+        else "where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit()"
+        " uses global_num_tokens_cpu",
+    )
+
+
+def _of_ranks(config: Config, *sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
+    """Return one number for each rank: the given ones for the first two ranks, then 0 and 1 in turn."""
+    return [(*two, *islice(cycle((0, 1)), config.ranks - len(two))) for two in sizes]
+
+
+def _takes_another_graph(rig: Rig, problem: Problem) -> bool:
+    """Return whether a batch, without other ranks, does not take the smallest shape that holds it."""
+    batch = rig.batch_of(problem)
+    try:
+        asked = rig.fit(batch)
+    except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
+        return True
+    held_by = smallest_holding(rig.captured, batch)
+    is_shape = isinstance(asked, GraphShape) or bool(held_by)
+    return asked not in held_by and is_shape and asked not in rig.declines
