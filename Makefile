@@ -41,7 +41,7 @@ models: export OMP_NUM_THREADS ?= 1
 models: $(STAMP)      ## hold every architecture of transformers against transformers, and write docs/models.md; tens of minutes
 	PYTHONPATH=docs $(BIN)/python -m model_sweep
 
-peers: $(STAMP)       ## check builders of released engines, and write docs/peers.md and build/peers.md; downloads two wheels, then some minutes
+peers: $(STAMP)       ## check builders of released engines, and write docs/peers.md and build/peers.md; downloads wheels, then a quarter of an hour
 	PYTHONPATH=tests $(BIN)/python -m peers --results build/peers.json --page
 
 check: $(STAMP)       ## lint, format, types, imports, docstrings; some minutes

@@ -116,7 +116,7 @@ class Verifier:
             self._replay.rows, self._replay.metadata = view, metadata
         return metadata
 
-    # -- the step: inside the guard of a strict lane, which poisons unowned memory first --------------
+    # -- the step: inside the observer of a strict lane, which poisons unowned memory first -----------
 
     @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> _Around:

@@ -159,7 +159,7 @@ class EngineSection(Section):
     observers: Names = Field(
         default=(),
         description="Plugins that observe the hooks and steps of every lane, such as trace; the first is the"
-        " outermost. Verification and the guard of a strict lane wrap all of them.",
+        " outermost. Verification and the observer of a strict lane wrap all of them.",
     )
 
 
