@@ -128,7 +128,7 @@ def run(tasks: Iterable[Task], workers: int) -> None:
     try:
         while waiting or running:
             while waiting and len(running) < workers:
-                running.append(_Child(waiting.popleft()))
+                running.append(_start(waiting.popleft()))
             connection.wait([each for one in running for each in one.awaited()], _TICK)
             for one in [one for one in running if one.has_ended()]:
                 running.remove(one)
@@ -140,6 +140,20 @@ def run(tasks: Iterable[Task], workers: int) -> None:
         for one in running:
             with one:
                 one.kill()
+
+
+def _start(task: Task) -> "_Child":
+    """Start a child; try again once, because another child may kill the server at that moment.
+
+    The server is started again with the next child.
+    """
+    try:
+        try:
+            return _Child(task)
+        except (EOFError, ConnectionError):
+            return _Child(task)
+    except (OSError, EOFError) as error:
+        raise EngineError(f"no child process can be started: {error}") from error
 
 
 class _Child:
@@ -165,10 +179,8 @@ class _Child:
         try:
             with theirs, _as_children_need():
                 self._process.start()
-        except BaseException as error:
+        except BaseException:
             self.__exit__()  # ends the child, if there is one
-            if isinstance(error, OSError | EOFError):
-                raise EngineError(f"no child process can be started: {error}") from error
             raise
         self._pid = self._process.pid or 0
         self._began = time.monotonic()

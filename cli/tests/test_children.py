@@ -7,6 +7,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Sequence
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -188,9 +189,29 @@ def test_a_server_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
     def start(_: object) -> None:
         raise BlockingIOError(11, "Resource temporarily unavailable")
 
-    monkeypatch.setattr("multiprocessing.context.ForkServerProcess.start", start)
+    monkeypatch.setattr(ForkServerProcess, "start", start)
     with pytest.raises(EngineError, match=r"no child process can be started: .*unavailable"):
         children.run([Work("")], 1)
+
+
+@pytest.mark.parametrize("error", [EOFError("unexpected EOF"), ConnectionResetError(104, "reset by peer")])
+def test_a_server_that_is_killed_at_a_start_is_started_again(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If the server is gone when a child is started, the child is started once more and runs."""
+    faults = [error]
+    right = ForkServerProcess.start
+
+    def start(process: ForkServerProcess) -> None:
+        if faults:
+            raise faults.pop()
+        right(process)
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    task = Work("parent.send('ran')")
+    children.run([task], 1)
+    assert task.messages == ["ran"]
+    assert len(task.endings) == 1
 
 
 def test_an_error_here_ends_the_children() -> None:
