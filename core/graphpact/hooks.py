@@ -33,11 +33,11 @@ class Hooks:
     """
 
     def __init__(self, implementers: Iterable[object], observers: Sequence[object]) -> None:
-        self.manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.manager = _Manager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
         for plugin in (*implementers, *reversed(observers)):  # pluggy calls the last registered first
             self.manager.register(plugin)
-            self.manager.check_pending()
+        self.manager.check_pending()
 
     def resolve(self, name: str) -> Callable[..., Any] | None:
         """Return the callable of the hook ``name``; None if nothing implements the hook.
@@ -64,6 +64,13 @@ class Hooks:
     def _caller(self, name: str) -> pluggy.HookCaller:
         caller: pluggy.HookCaller = getattr(self.manager.hook, name)
         return caller
+
+
+class _Manager(pluggy.PluginManager):
+    """A manager that does not look for hooks among special methods, which are half of a class."""
+
+    def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
+        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
 
 
 def _is_wrapper(implementation: pluggy.HookImpl) -> bool:
