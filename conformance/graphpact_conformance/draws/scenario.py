@@ -95,7 +95,7 @@ class RecordedCase(Case):
         return self.recorded.num_steps if self.mode is ForwardMode.DRAFT_DECODE or self.frozen else 1
 
     @property
-    def width(self) -> int | None:
+    def tokens_per_request(self) -> int | None:
         """Tokens per request; None for ragged modes."""
         return self.topk if self.frozen else self.recorded.tokens_per_request(self.lane_mode)
 
