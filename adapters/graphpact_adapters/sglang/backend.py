@@ -160,11 +160,10 @@ class SglangBackend(BuilderBackend):
         super().__init__(context)
         cls = type(self)
         self.sizes = sglang_sizes(context, cls.kind, trees=cls.trees)
-        sizes_of_calls = self.sizes.times(self.room)
+        self._sizes_of_calls = self.sizes.times(self.room)
         with self.two_memories():
-            self.model_runner = model_runner(sizes_of_calls, context.req_to_token)
+            self.model_runner = model_runner(self._sizes_of_calls, context.req_to_token)
             self._backend: Any = cls.make(self.model_runner)
-        self._sizes_of_calls = sizes_of_calls
         self._has_graphs = False
         self._buffers: GraphRunnerBuffers | None = None
         self._batches: dict[GraphShape, Given] = {}
@@ -237,8 +236,8 @@ class SglangBackend(BuilderBackend):
             )
         if phase == "capture" and not self._has_graphs:
             with self.engine.running():
-                tokens = self._sizes_of_calls.max_requests * self._sizes_of_calls.width
-                self._backend.init_cuda_graph_state(self._sizes_of_calls.max_requests, tokens)
+                sizes = self._sizes_of_calls
+                self._backend.init_cuda_graph_state(sizes.max_requests, sizes.max_requests * sizes.width)
             self._has_graphs = True
         batch = self.buffers.batch(lent, phase)
         before = self._metadata()

@@ -22,7 +22,7 @@ class Drafts(NamedTuple):
         num_steps: Draft steps.
         tokens_per_request: Tokens of a request in target verify and draft extend.
         topk: Branches of a request in lanes with several branches.
-        num_draft_tokens: That of lanes with one branch, and of lanes with several.
+        num_draft_tokens: Draft tokens of lanes with one branch, and of lanes with several.
     """
 
     num_steps: int
@@ -114,9 +114,8 @@ class Case:
         """The graph support that a capture of such steps needs."""
         if self.segments:
             return GraphSupport.NEVER
-        return GraphSupport.for_width(
-            None if self.tokens_per_request is None else self.tokens_per_request // self.rows_per_request
-        )
+        tokens = self.tokens_per_request
+        return GraphSupport.for_width(None if tokens is None else tokens // self.rows_per_request)
 
     @property
     def branches(self) -> int:

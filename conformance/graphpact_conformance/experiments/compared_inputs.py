@@ -174,10 +174,9 @@ def compare_contents(
             who, rules = "a capture of this batch", _rules_of(lane, replayed, captured, differs)
             if not is_stale_slot and not bool((differs & ~replayed.in_tail).any()):
                 first = fresh().leaves.get(path)
-                is_comparable = first is not None and first.value.shape == differs.shape
                 if (
                     first is not None
-                    and is_comparable
+                    and first.value.shape == differs.shape
                     and not bool((differs & _differs(first, captured)).any())
                 ):
                     rules = ["GP03"]

@@ -3,7 +3,8 @@
 `ReferenceRunner` captures the shapes of one mode and pads them with its own slots. `SegmentsRunner` also runs
 attention as an eager call between two segments of a graph.
 
-Does not: use the core's choice of capture sizes, or its declarations of inputs except one.
+Does not: use the core's choice of capture sizes or, except for ``num_token_non_padded``, its declarations of
+inputs.
 """
 
 from collections.abc import Sequence

@@ -128,7 +128,7 @@ class Rig:
         self._names: dict[int, str] = {}  # by storage; an attribute may be bound anew
         self.observer = Observer(keeps_inputs=not strict)  # in a strict lane copies may be in flight
         records = driver(device)
-        strict_observer = records.strict_observer() if strict else None
+        strict_observers = [records.strict_observer()] if strict else []
         with self.watch.during(Call(f"the constructor of {runner.__name__}")):
             self.runner = runner(runner_context(config, self.backend.capabilities, device, runner))
         self.declines = own_reasons(self.runner)
@@ -143,11 +143,7 @@ class Rig:
             driver=records,
             pact=pact,
             metadata_in_graph=in_graph if self.runner.shapes() else None,
-            observers=[
-                self.observer,
-                WatchedHooks(self.watch),
-                *([strict_observer] if strict_observer else []),
-            ],
+            observers=[self.observer, WatchedHooks(self.watch), *strict_observers],
             share_pool=share_pool,
         )
         if capture:

@@ -109,11 +109,10 @@ def _from_cache(key: str) -> Callable[[Any], object] | None:
 def _load_kept(key: str, library: Path) -> Callable[[Any], object]:
     """Store a library and load the stored copy; if that fails, log a warning and load ``library`` itself."""
     try:
-        kept = _GRAPHS.keep(key, library)
+        library = _GRAPHS.keep(key, library)
     except (OSError, GraphpactError) as error:
         _log.warning("cannot store a compiled graph: %s", error)
-        return _load(key, library)
-    return _load(key, kept)
+    return _load(key, library)
 
 
 def _require_own_scratch() -> None:
