@@ -17,7 +17,6 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch.nn import functional
 
-from graphpact.tensors import storage_id
 from graphpact_kernels.call import AttendCall, ScoreOptions
 
 __tracebackhide__ = True  # a driver names the line that calls a kernel
@@ -110,8 +109,9 @@ def gather(call: AttendCall[object], slots: torch.Tensor) -> tuple[torch.Tensor,
         return cache.index_select(0, at).view(*slots.shape, *cache.shape[1:])
 
     keys = take(call.k_cache)
-    if storage_id(call.v_cache) == storage_id(call.k_cache):
-        return keys, keys[..., : call.v_cache.shape[2]]  # the value of a latent is its first part
+    # The value of a latent is its first part. Two caches may share a storage too.
+    if call.v_cache.data_ptr() == call.k_cache.data_ptr() and call.v_cache.stride() == call.k_cache.stride():
+        return keys, keys[..., : call.v_cache.shape[2]]
     return keys, take(call.v_cache)
 
 

@@ -176,6 +176,17 @@ def test_decode_equals_a_plain_reference(problem: PagedProblem, path: str) -> No
 
 
 @EXAMPLES
+@given(problem=_problems(decode=True), path=st.sampled_from(PATHS))
+def test_keys_and_values_may_be_allocated_together(problem: PagedProblem, path: str) -> None:
+    """Caches that are two parts of one storage are two caches, and not a latent and its first part."""
+    together = torch.cat([problem.k_cache.flatten(), problem.v_cache.flatten()])
+    keys, values = together.split([problem.k_cache.numel(), problem.v_cache.numel()])
+    k_cache, v_cache = keys.view_as(problem.k_cache), values.view_as(problem.v_cache)
+    got = replace(problem, k_cache=k_cache, v_cache=v_cache).run(path)
+    torch.testing.assert_close(got, problem.run(path), rtol=0, atol=0, equal_nan=True)
+
+
+@EXAMPLES
 @given(problem=_problems(decode=False), path=st.sampled_from(PATHS))
 def test_extend_equals_a_plain_reference(problem: PagedProblem, path: str) -> None:
     """With ragged new tokens over cached prefixes, either path attends causally within each request."""
