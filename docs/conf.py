@@ -20,7 +20,11 @@ html_theme = "furo"
 html_title = "graphpact"
 myst_heading_anchors = 4  # link targets of headings, equal to those of forges
 
-_PACKAGES = [file.parent for at in ("*/*", "plugins/*/*") for file in DOCS.parent.glob(f"{at}/__init__.py")]
+_PACKAGES = [
+    file.parent
+    for at in ("*/*", "plugins/*/*", "integrations/*/*")
+    for file in DOCS.parent.glob(f"{at}/__init__.py")
+]
 autodoc2_packages = [
     {"path": f"../{folder.relative_to(DOCS.parent)}", "auto_mode": True}
     for folder in sorted(_PACKAGES)

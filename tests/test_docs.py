@@ -168,8 +168,8 @@ def test_the_glossary_is_sorted_and_each_word_is_where_it_says() -> None:
 
 def test_the_folders_and_files_that_the_pages_name_are_there() -> None:
     """Paths in code quotes that begin with a folder of the repository exist; `NAME` stands for any."""
-    begins = "core|cli/graphpact_cli|kernels|plugins|engine|conformance|museum|adapters|benchmarks"
-    begins += "|tests|examples|docs"
+    begins = "core|cli/graphpact_cli|kernels|plugins|engine|conformance|museum|adapters|guard|integrations"
+    begins += "|benchmarks|tests|examples|docs"
     for page in load_reference().PAGES:
         for path in re.findall(rf"`((?:{begins})/[\w./*-]*)`", page.read_text(encoding="utf-8")):
             pattern = path.rstrip("/").replace("NAME", "*")

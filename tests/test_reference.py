@@ -19,7 +19,8 @@ from support import load_reference
 ROOT = Path(__file__).parents[1]
 FOLDERS = [
     file.parent
-    for file in sorted([*ROOT.glob("*/*/__init__.py"), *ROOT.glob("plugins/*/*/__init__.py")])
+    for at in ("*/*", "plugins/*/*", "integrations/*/*")
+    for file in sorted(ROOT.glob(f"{at}/__init__.py"))
     if (file.parents[1] / "pyproject.toml").exists()
 ]
 PACKAGES = {folder.name: folder for folder in FOLDERS}
@@ -89,7 +90,7 @@ def _bound(tree: ast.Module) -> Iterator[str]:
 
 def test_the_site_has_the_api_of_every_distribution() -> None:
     """docs/conf.py lists the package of each distribution of the workspace, and nothing else."""
-    projects = [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
+    projects = [p for w in ("*", "plugins/*", "integrations/*") for p in ROOT.glob(f"{w}/pyproject.toml")]
     assert len(PACKAGES) == len(projects)
     listed = {(ROOT / "docs" / each["path"]).resolve() for each in load_reference("conf").autodoc2_packages}
     assert listed == {*PACKAGES.values()}

@@ -24,7 +24,9 @@ from packaging.utils import canonicalize_name
 ROOT = Path(__file__).parents[1]
 PROJECTS = {
     tomllib.loads(file.read_text())["project"]["name"]: file.parent
-    for file in sorted([*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")])
+    for file in sorted(
+        [p for w in ("*", "plugins/*", "integrations/*") for p in ROOT.glob(f"{w}/pyproject.toml")]
+    )
 }
 IMPORT_ALL = """
 import importlib, pathlib, sys

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from graphpact.errors import UsageError, did_you_mean
+from graphpact.files import write_file
 from graphpact_bench.ways.table import WAYS, WayKind
 from graphpact_cli.console import data, note
-from graphpact_cli.files import write_file
 
 if TYPE_CHECKING:
     from graphpact_bench.options import BenchOptions

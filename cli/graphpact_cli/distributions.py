@@ -32,6 +32,8 @@ FIRST_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     "graphpact-conformance": {"command": ("check", "explain", "report")},
     "graphpact-museum": {"command": ("museum",)},
     "graphpact-adapters": {"adapter": ("sglang", "vllm")},
+    "graphpact-guard": {},
+    "graphpact-sglang": {},
     "graphpact-bench": {"command": ("bench",)},
 }
 """The distributions of this repository, and the plugins of each by kind."""

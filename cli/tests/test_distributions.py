@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def _projects() -> dict[str, dict[str, Any]]:
     """Return the table ``project`` of each distribution of this repository by its name."""
-    files = [*ROOT.glob("*/pyproject.toml"), *ROOT.glob("plugins/*/pyproject.toml")]
+    files = [p for w in ("*", "plugins/*", "integrations/*") for p in ROOT.glob(f"{w}/pyproject.toml")]
     projects = [tomllib.loads(file.read_text(encoding="utf-8"))["project"] for file in files]
     return {project["name"]: project for project in projects}
 

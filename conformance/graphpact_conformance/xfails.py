@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from graphpact.errors import UsageError, did_you_mean
+from graphpact.files import read_file
 from graphpact.plugins import PluginCatalog, PluginInfo
-from graphpact_cli.files import read_file
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import find_rule
 from graphpact_conformance.targets import TARGET_KINDS, Options, Target

@@ -59,7 +59,7 @@ class CapturedShape:
     context: RegionContext
     metadata: Any
     graph: Graph
-    pact: Pact
+    pact: Pact[GraphShape]
     stats: ShapeStats
     held: Sequence[str]
     admitted: set[tuple[object, ...]] = field(default_factory=set)

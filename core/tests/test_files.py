@@ -14,10 +14,14 @@ from pathlib import Path
 import pytest
 
 from graphpact.errors import GraphpactError, UsageError
-from graphpact_cli.files import read_file, write_file
+from graphpact.files import read_file, write_file
 
 ROOT = Path(__file__).parents[2]
-PACKAGES = [*ROOT.glob("*/graphpact*/"), *ROOT.glob("plugins/*/graphpact*/")]
+PACKAGES = [
+    *ROOT.glob("*/graphpact*/"),
+    *ROOT.glob("plugins/*/graphpact*/"),
+    *ROOT.glob("integrations/*/graphpact*/"),
+]
 
 
 @pytest.mark.parametrize("there", [True, False])
@@ -111,7 +115,7 @@ def test_every_file_is_written_by_it() -> None:
     Exceptions: a recording is written line by line, as an engine steps; an entry of the cache of libraries is
     a folder, which is moved to its place when it is complete.
     """
-    exceptions = {"graphpact_cli/files.py", "graphpact_engine/recording.py", "compiled/cache.py"}
+    exceptions = {"graphpact/files.py", "graphpact_engine/recording.py", "compiled/cache.py"}
     assert [place for file, place, writes in _accesses() if writes and file not in exceptions] == []
 
 
@@ -130,7 +134,7 @@ NOT_BY_OTHERS = {
 def test_every_file_of_somebody_else_is_read_by_it() -> None:
     """No module opens a file for reading in another way, so that none waits for a pipe or reads a device."""
     readers = {file: place for file, place, writes in _accesses() if not writes}
-    readers.pop("graphpact_cli/files.py")
+    readers.pop("graphpact/files.py")
     assert readers.keys() == NOT_BY_OTHERS.keys(), readers
 
 

@@ -1,6 +1,6 @@
 """`OutputFile`: a text file that a run writes step by step.
 
-Does not: buffer more than Python does, or make directories; `graphpact_cli.files` writes whole files.
+Does not: buffer more than Python does, or make directories; `graphpact.files` writes whole files.
 """
 
 from pathlib import Path

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias, Type
 
 from graphpact.batch import ForwardMode
 from graphpact.errors import UsageError
+from graphpact.files import read_file, write_file
 from graphpact.graphs.driver import Externals
 from graphpact.pact import Pact, Promise, TensorFacts, is_readable, type_name
 from graphpact.shapes import GraphShape
-from graphpact_cli.files import read_file, write_file
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -115,7 +115,7 @@ class SavedPact:
         return GraphShape(self.mode, self.batch_size, self.num_tokens, self.variant)
 
     @classmethod
-    def of(cls, lane: str, pact: Pact, externals: Externals | None = None) -> "SavedPact":
+    def of(cls, lane: str, pact: Pact[GraphShape], externals: Externals | None = None) -> "SavedPact":
         """Return the part of ``pact`` that can be compared with a pact of another process.
 
         Args:
@@ -148,7 +148,7 @@ class SavedPacts:
     pacts: tuple[SavedPact, ...]
 
     @classmethod
-    def of(cls, pacts: Iterable[tuple[str, Pact]]) -> "SavedPacts":
+    def of(cls, pacts: Iterable[tuple[str, Pact[GraphShape]]]) -> "SavedPacts":
         """Return pacts, each given with the name of its lane, as plain data."""
         return cls(pacts=tuple(SavedPact.of(lane, pact) for lane, pact in pacts))
 

@@ -11,8 +11,8 @@ from typing import Annotated
 
 import typer
 
+from graphpact.files import write_file
 from graphpact_cli.console import data, note
-from graphpact_cli.files import write_file
 from graphpact_conformance.cli.extras import need_extra
 
 _WORSE = 1

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from graphpact import Capabilities, ForwardMode, GraphShape
 from graphpact.attention import DraftLimits
 from graphpact.errors import UsageError
-from graphpact_cli.files import read_file
+from graphpact.files import read_file
 from graphpact_conformance.draws.batches import Declines, Drawn, draw
 from graphpact_conformance.draws.cases import Case
 from graphpact_conformance.draws.choice import allows, configs_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from pydantic import ValidationError
 
 from graphpact.errors import UsageError
-from graphpact_cli.files import read_file, write_file
+from graphpact.files import read_file, write_file
 from graphpact_conformance.report.junit import to_junit
 from graphpact_conformance.report.page import to_html
 from graphpact_conformance.results import SCHEMA_VERSION, Report

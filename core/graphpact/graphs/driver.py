@@ -245,12 +245,18 @@ class GraphDriver(abc.ABC):
         """
         if not self.is_capturing:
             return fn(*args)
+        with self.calling():
+            result: T = self.break_graph(fn, args)
+        return result
+
+    @contextlib.contextmanager
+    def calling(self) -> Iterator[None]:
+        """Return a context in which `is_capturing` is False, for an eager call of the region."""
         GraphDriver._calling = True
         try:
-            result: T = self.break_graph(fn, args)
+            yield
         finally:
             GraphDriver._calling = False
-        return result
 
     @abc.abstractmethod
     def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -12,26 +12,42 @@ contents; or store pacts in files (`graphpact_engine.saved_pacts` does).
 import enum
 import numbers
 from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.errors import BREACHES, Breach, BreachKind, PactBreach
 from graphpact.pact.compiled import compile_promises
-from graphpact.pact.promises import ANY, BY_VALUE, Promise, TensorFacts, promise_of, show_value, type_name
+from graphpact.pact.promises import (
+    ANY,
+    BY_VALUE,
+    STRICT_TERMS,
+    Promise,
+    TensorFacts,
+    Terms,
+    is_within,
+    promise_of,
+    show_value,
+    type_name,
+)
 from graphpact.pact.walk import Form, parts_of
-from graphpact.shapes import GraphShape
+
+K = TypeVar("K")
 
 _MAX_ROWS = 12  # largest number of rows in the table of breaches
 _TENSOR_RULES: tuple[BreachKind, ...] = ("address", "shape", "stride", "dtype", "device")
 
 
-class Pact:
-    """The promises of one captured shape. `of` makes a pact from the parts of a capture."""
+class Pact(Generic[K]):
+    """The promises of one captured shape. `of` makes a pact from the parts of a capture.
+
+    Attributes:
+        shape: The shape, or another engine's key of the graph.
+    """
 
     def __init__(
-        self, shape: GraphShape, roots: Mapping[str, Promise], registry: CudaGraphBufferRegistry | None = None
+        self, shape: K, roots: Mapping[str, Promise], registry: CudaGraphBufferRegistry | None = None
     ) -> None:
         self.shape = shape
         self._roots = roots
@@ -41,21 +57,26 @@ class Pact:
     @classmethod
     def of(
         cls,
-        shape: GraphShape,
+        shape: K,
         registry: CudaGraphBufferRegistry | None = None,
         forms: Collection[str] = (),
+        terms: Terms = STRICT_TERMS,
         **parts: Any,
-    ) -> "Pact":
+    ) -> "Pact[K]":
         """Return the pact of the captured ``shape`` with its named ``parts``: ``view=..., metadata=...``.
 
-        If ``registry`` is given, promises and breaches name the slot and the owner of a tensor. The parts in
-        ``forms`` are not read by a graph: for them only types and fields are promised, and lists are leaves.
+        Args:
+            shape: The shape, or the key of a graph, for messages.
+            registry: Names the slot and the owner of a tensor in promises and breaches; None without names.
+            forms: Parts that no graph reads: only types and fields are promised, and lists are leaves.
+            terms: What is promised about the other parts.
+            parts: The parts by name.
 
         Raises:
             EngineError: A `bounded` field is not a number or a list or tuple of numbers.
         """
         roots = {
-            name: promise_of(name, part, shape, registry, root=True, form_only=name in forms)
+            name: promise_of(name, part, shape, registry, terms=terms, root=True, form_only=name in forms)
             for name, part in parts.items()
         }
         return cls(shape, roots, registry)
@@ -72,19 +93,23 @@ class Pact:
             PactBreach: They differ. The error lists every difference with field, both values, owner and
             advice.
         """
-        try:
-            if self._holds(parts):
-                return
-        except (AttributeError, LookupError):  # a captured part is missing
-            pass
+        if self.keeps(**parts):
+            return
         found = self.breaches(**parts)
         if found:
             raise PactBreach(_message(self.shape, found), hint=found[0].advice, breaches=found)
 
+    def keeps(self, **parts: Any) -> bool:
+        """Return whether the compiled expression holds for the ``parts`` of a replay; see `breaches`."""
+        try:
+            return self._holds(parts)
+        except (AttributeError, LookupError):  # a captured part is missing
+            return False
+
     def breaches(self, **parts: Any) -> tuple[Breach, ...]:
         """Return every difference between the named ``parts`` of a replay and the pact.
 
-        `check` calls this if its compiled expression is False. That expression may be too strict (NaN is not
+        `check` calls this if `keeps` is False. The compiled expression may be too strict (NaN is not
         equal to NaN there), but never too lax.
         """
         found: list[Breach] = []
@@ -111,7 +136,7 @@ class Pact:
         if form == promise.form == "items":
             if lost or new:
                 yield _breach(promise, "length", str(len(promise.parts)), str(len(now)))
-        elif (lost or new) and "items" not in (form, promise.form):
+        elif (lost or new) and "items" not in (form, promise.form) and not promise.is_open:
             missing, extra = _names(promise.form, lost), _names(form, new)
             yield _breach(promise, "fields", f"missing {missing}", f"new {extra}")
         if form == promise.form:
@@ -123,11 +148,14 @@ class Pact:
         if promise.value is ANY:
             return
         if isinstance(value, torch.Tensor):
+            facts: Iterable[tuple[BreachKind, Any, Any]]
             facts = zip(_TENSOR_RULES, promise.value, TensorFacts.of(value), strict=True)
             for rule, captured, now in facts:
                 if rule == "address" and captured != now:
                     yield _breach(promise, rule, hex(captured), self._place(promise, value))
-                elif captured != now:
+                elif captured != now and not (
+                    rule == "shape" and promise.may_be_shorter and is_within(now, captured)
+                ):
                     yield _breach(promise, rule, str(captured), str(now))
         elif promise.bounded:
             if not value <= promise.value:
@@ -176,7 +204,7 @@ def _type_names(captured: type, replayed: type) -> tuple[str, str]:
     return captured.__name__, replayed.__name__
 
 
-def _message(shape: GraphShape, breaches: Sequence[Breach]) -> str:
+def _message(shape: object, breaches: Sequence[Breach]) -> str:
     """Return the message of a breach: one line for the first field, then a table of all fields."""
     first = breaches[0]
     of_first = [breach.text for breach in breaches if breach.path == first.path]

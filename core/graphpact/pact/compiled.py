@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from types import CodeType
 from typing import Any
 
-from graphpact.pact.promises import ANY, BY_VALUE, Promise, TensorFacts
+from graphpact.pact.promises import ANY, BY_VALUE, Promise, TensorFacts, is_within
 from graphpact.pact.walk import Form, attributes_of, declared_fields
 
 
@@ -68,17 +68,24 @@ class _Source:
             yield f"{v}.keys() == {self.constant(frozenset(promise.parts))}"
         elif promise.form == "fields":
             declared = declared_fields(promise.type)
-            if declared is None or len(declared) != len(promise.parts):  # attributes may be added and removed
+            # Attributes may be added and removed.
+            if not promise.is_open and (declared is None or len(declared) != len(promise.parts)):
                 names = self.constant(lambda now: set(attributes_of(now, root=True) or ()))
                 yield f"{names}({v}) == {self.constant(set(promise.parts))}"
         elif isinstance(promise.value, TensorFacts):
-            facts = ("data_ptr() ==", "shape ==", "stride() ==", "dtype is", "device ==")
-            for fact, captured in zip(facts, promise.value, strict=True):
-                yield f"{v}.{fact} {self.constant(captured)}"
+            yield from self._tensor_terms(promise, promise.value, v)
         else:
             yield f"{v} {'<=' if promise.bounded else '=='} {self.constant(promise.value)}"
         for key, part in promise.parts.items():
             yield from self.terms(part, self._part(promise.form, v, key))
+
+    def _tensor_terms(self, promise: Promise, facts: TensorFacts, v: str) -> Iterator[str]:
+        names = ("data_ptr() ==", "shape ==", "stride() ==", "dtype is", "device ==")
+        for name, captured in zip(names, facts, strict=True):
+            term = f"{v}.{name} {self.constant(captured)}"
+            if promise.may_be_shorter and name == "shape ==":
+                term = f"({term} or {self.constant(is_within)}({v}.shape, {self.constant(captured)}))"
+            yield term
 
     def _part(self, form: Form | None, v: str, key: Hashable) -> str:
         if form != "fields":

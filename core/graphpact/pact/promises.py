@@ -2,6 +2,7 @@
 
     bounded()    a field whose number may be smaller at replay
     updated()    a field whose value each replay passes to tasks by an update
+    Terms        what is promised about objects whose classes declare nothing
 
 Does not: compare a replay; `graphpact.pact.checks` does.
 """
@@ -9,16 +10,16 @@ Does not: compare a replay; `graphpact.pact.checks` does.
 import dataclasses
 import enum
 import numbers
+import operator
 import reprlib
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Collection, Hashable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.errors import EngineError
-from graphpact.pact.walk import Form, parts_of
-from graphpact.shapes import GraphShape
+from graphpact.pact.walk import Form, attributes_of, parts_of
 
 _BOUNDED = "graphpact.bounded"  # key in a dataclass field's metadata
 _UPDATED = "graphpact.updated"
@@ -69,6 +70,32 @@ class TensorFacts(NamedTuple):
         return cls(tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
 
 
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Terms:
+    """What is promised about parts whose classes declare nothing, such as those of another engine.
+
+    Args:
+        only: The paths of the attributes that are promised; None for all. Others may come and go.
+        limits: Names of fields whose number may be smaller at replay, as if declared `bounded`.
+        shorter_views: Whether a replayed tensor may be a shorter view of the captured memory. A graph reads
+            the captured extent in any case.
+    """
+
+    only: Collection[str] | None = None
+    limits: Collection[str] = ()
+    shorter_views: bool = False
+
+    def below(self, part: Any) -> "Terms":
+        """Return the terms for ``part``, of which all is promised unless it has attributes."""
+        if self.only is None or attributes_of(part, root=False) is not None:
+            return self
+        return dataclasses.replace(self, only=None)
+
+
+STRICT_TERMS = Terms()
+"""The terms of a lane: everything is promised, as the classes declare it."""
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class Promise:
     """The promise about one container or leaf at ``path``: its exact ``type``, and its value or parts.
@@ -80,6 +107,8 @@ class Promise:
         bounded: Whether a replay may have a smaller number.
         form: The form of a container; None for a leaf.
         parts: The promises of a container's parts.
+        is_open: Whether other parts may come and go.
+        may_be_shorter: Whether a replayed tensor may be a shorter view.
     """
 
     path: str
@@ -90,6 +119,8 @@ class Promise:
     bounded: bool = False
     form: Form | None = None
     parts: Mapping[Hashable, "Promise"] = dataclasses.field(default_factory=dict)
+    is_open: bool = False
+    may_be_shorter: bool = False
 
     def __iter__(self) -> Iterator["Promise"]:
         yield self
@@ -100,9 +131,10 @@ class Promise:
 def promise_of(
     path: str,
     value: Any,
-    shape: GraphShape,
+    shape: object,
     registry: CudaGraphBufferRegistry | None,
     *,
+    terms: Terms = STRICT_TERMS,
     root: bool = False,
     is_bounded: bool = False,
     form_only: bool = False,
@@ -116,7 +148,7 @@ def promise_of(
     if isinstance(value, torch.Tensor):
         slot = None if registry is None else registry.slot_of(value)
         if slot is None or slot.buffer is None:
-            return Promise(path, kind, TensorFacts.of(value))
+            return Promise(path, kind, TensorFacts.of(value), may_be_shorter=terms.shorter_views)
         offset = value.data_ptr() - slot.buffer.data_ptr()
         return Promise(path, kind, TensorFacts.of(value), slot.label, offset)
     parts = parts_of(value, root=root)
@@ -127,12 +159,17 @@ def promise_of(
     promises = {}
     for key, item in parts.items.items():
         mark, at = marks.get(key, {}), parts.path(path, key)
-        limit, form = is_bounded or _BOUNDED in mark, form_only or _UPDATED in mark
-        promises[key] = promise_of(at, item, shape, registry, is_bounded=limit, form_only=form)
-    return Promise(path, kind, form=parts.form, parts=promises)
+        if terms.only is not None and at not in terms.only:
+            continue
+        is_limit = key in terms.limits and isinstance(item, (int, float)) and not isinstance(item, bool)
+        limit, form = is_bounded or is_limit or _BOUNDED in mark, form_only or _UPDATED in mark
+        promises[key] = promise_of(
+            at, item, shape, registry, terms=terms.below(item), is_bounded=limit, form_only=form
+        )
+    return Promise(path, kind, form=parts.form, parts=promises, is_open=terms.only is not None)
 
 
-def _require_numbers(path: str, value: Any, shape: GraphShape) -> None:
+def _require_numbers(path: str, value: Any, shape: object) -> None:
     """Raise `EngineError` unless a bounded field is a number, or a list or tuple of numbers."""
     of_items = isinstance(value, (list, tuple)) and not hasattr(value, "_fields")
     for number in value if of_items else (value,):
@@ -143,6 +180,11 @@ def _require_numbers(path: str, value: Any, shape: GraphShape) -> None:
                 " number, or a list or tuple of numbers",
                 hint="set it to the largest number that a replay may have, or leave out bounded()",
             )
+
+
+def is_within(shape: torch.Size, captured: torch.Size) -> bool:
+    """Return whether a view of ``shape`` is a part of one of the ``captured`` shape and equal strides."""
+    return len(shape) == len(captured) and all(map(operator.le, shape, captured))
 
 
 def show_value(value: Any) -> str:

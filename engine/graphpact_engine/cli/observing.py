@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from graphpact.errors import UsageError
+from graphpact.files import write_file
 from graphpact_cli.console import note
-from graphpact_cli.files import write_file
 
 if TYPE_CHECKING:
     from graphpact_engine.config import EngineConfig

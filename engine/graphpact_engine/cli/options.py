@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 
+from graphpact.files import read_file
 from graphpact.plugins import PluginCatalog
-from graphpact_cli.files import read_file
 from graphpact_engine.cli.progress import capture_progress
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from graphpact.errors import ConfigError
-from graphpact_cli.files import read_file
+from graphpact.files import read_file
 from graphpact_engine.config.keys import ENV_PREFIX, RESERVED_VARIABLES, KeyPath, is_table
 
 _PATHS = {("model", "path"), ("speculative", "draft_model")}

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from graphpact_cli.files import read_file
+from graphpact.files import read_file
 from graphpact_engine.errors import CheckpointError
 
 _NAME = "config.json"
