@@ -29,6 +29,7 @@
     poison           values that mark memory which no step may read
     trees            finds the tensors in arguments and results
     strict_observer  the observer of a strict lane's hooks and steps
+    cuda_graphs      ``torch.cuda.CUDAGraph`` over a tape, for engines that call it by name
 
 Other drivers, the engine and the suite also use this package as a library. They may import its public names
 from here.
@@ -36,6 +37,7 @@ from here.
 Does not: import anything except torch and the core.
 """
 
+from graphpact_tape.cuda_graphs import stand_in_for_cuda_graphs
 from graphpact_tape.host_guard import HostReadGuard
 from graphpact_tape.host_tensors import HostMemory, WeakTensor
 from graphpact_tape.memories import two_memories
@@ -43,16 +45,18 @@ from graphpact_tape.nodes import RunAndCopy, make_node
 from graphpact_tape.operators import written_by
 from graphpact_tape.order import Order, TapeEvent, TapeStream
 from graphpact_tape.poison import is_poison, poison, poison_of
-from graphpact_tape.recorder import RecordedCall, Recorder, Recording, Segment
+from graphpact_tape.recorder import EagerSection, RecordedCall, Recorder, Recording, Segment
 from graphpact_tape.strict import StrictRecorder, StrictTape
 from graphpact_tape.strict_observer import StrictObserver, is_due
-from graphpact_tape.tape import Tape, TapeDriver
+from graphpact_tape.tape import Capture, Tape, TapeDriver
 from graphpact_tape.task_table import GraphTasks, TaskTable
 from graphpact_tape.tasks import RecordedTask
 from graphpact_tape.trace import TracedCall, TraceDifference, first_difference
 from graphpact_tape.trees import tensors_of
 
 __all__ = [
+    "Capture",
+    "EagerSection",
     "GraphTasks",
     "HostMemory",
     "HostReadGuard",
@@ -80,6 +84,7 @@ __all__ = [
     "make_node",
     "poison",
     "poison_of",
+    "stand_in_for_cuda_graphs",
     "tensors_of",
     "two_memories",
     "written_by",

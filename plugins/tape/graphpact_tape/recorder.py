@@ -30,7 +30,8 @@ rules are the same for both:
 Does not: replay, compile, or check rules beyond those of recording; the strict tape does.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
@@ -169,6 +170,33 @@ class Recording:
         return {storage: memory for storage, memory in self.own.items() if storage in used}
 
 
+class Region:
+    """A region that is recorded as a block.
+
+    Attributes:
+        outputs: What the region returns, set by the block; None if other code keeps it.
+        recording: The recording, after the block.
+    """
+
+    outputs: Any = None
+    recording: Recording
+
+
+@dataclass(slots=True)
+class EagerSection:
+    """A part of a region that is not recorded. Every replay calls ``fn(*args)`` in its place.
+
+    Args:
+        fn: The function. It returns what it returned at capture.
+        args: Its arguments, which the segments keep in place.
+        result: What the section made and the next segment reads; replays copy the new result into it.
+    """
+
+    fn: Callable[..., Any] = lambda: None
+    args: tuple[Any, ...] = ()
+    result: Any = None
+
+
 class Recorder(Watcher):
     """A dispatch mode that records the operations of one region, by the rules of this module.
 
@@ -206,6 +234,18 @@ class Recorder(Watcher):
         Raises:
             CaptureError: The region did something that a graph cannot record, even if it caught the error.
         """
+        region = Region()
+        with self.recording(driver, region):
+            region.outputs = fn()
+        return region.recording
+
+    @contextlib.contextmanager
+    def recording(self, driver: GraphDriver, region: "Region") -> Iterator[None]:
+        """Record the block as the region that ``driver`` captures; ``region`` has the recording after it.
+
+        Raises:
+            CaptureError: See `record`.
+        """
         self._draws = Draws(self.guard, driver.device)
         with (
             driver.recorded_run(),
@@ -216,7 +256,8 @@ class Recorder(Watcher):
             self.guard,
             self,
         ):
-            outputs = map_tensors(_complete, fn())
+            yield
+            outputs = map_tensors(_complete, region.outputs)
         # The region caught the error, but a capture does not recover.
         if self.guard.refused is not None:
             raise self.guard.refused
@@ -224,7 +265,7 @@ class Recorder(Watcher):
         own = self.allocated | self.results | self.constants
         tasks = GraphTasks(self.tasks) if self.tasks else None
         addressed = {each: line for each, (_, line) in self.guard.addressed.items() if each in own}
-        return Recording(self.parts, outputs, own, self._trace, tasks, addressed)
+        region.recording = Recording(self.parts, outputs, own, self._trace, tasks, addressed)
 
     def perform(
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor]
@@ -322,19 +363,30 @@ class Recorder(Watcher):
 
     def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Run ``fn(*args)`` unrecorded, begin another segment, and return the result."""
+        with self.eager_section() as section:
+            section.fn, section.args, section.result = fn, args, fn(*args)
+        return section.result
+
+    @contextlib.contextmanager
+    def eager_section(self) -> Iterator["EagerSection"]:
+        """End a segment, run the block unrecorded, and begin the next segment.
+
+        Returns:
+            The section. The block sets what every replay calls in its place.
+        """
+        section = EagerSection()
         self.guard.paused = True
         try:
             with modes_left(self.guard, self):
-                result = fn(*args)
-                self.check_kinds("an eager call", "returns", tensors_of(result))
-                known = {storage_id(t) for t in plain_tensors(tensors_of(args))}
-                made = {storage_id(t): t.untyped_storage() for t in tensors_of(result)}
+                yield section
+                self.check_kinds("an eager call", "returns", tensors_of(section.result))
+                known = {storage_id(t) for t in plain_tensors(tensors_of(section.args))}
+                made = {storage_id(t): t.untyped_storage() for t in tensors_of(section.result)}
         finally:
             self.guard.paused = False
         self._draws.accept()
         self.results.update((storage, made[storage]) for storage in made.keys() - known)
-        self.parts += [EagerCall(fn, args, result), Segment()]
-        return result
+        self.parts += [EagerCall(section.fn, section.args, section.result), Segment()]
 
     def constant(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return a copy of ``tensor``; the graph keeps the copy and does not write it."""
@@ -451,9 +503,15 @@ class RecordingDriver(GraphDriver):
         Raises:
             CaptureError: See `Recorder.record`.
         """
+        with self.recording_with(recorder):
+            return recorder.record(self, fn)
+
+    @contextlib.contextmanager
+    def recording_with(self, recorder: Recorder) -> Iterator[None]:
+        """Make ``recorder`` the recorder of the current capture during the context."""
         self._recorder = recorder
         try:
-            return recorder.record(self, fn)
+            yield
         finally:
             self._recorder = None
 

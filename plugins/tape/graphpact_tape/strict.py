@@ -17,13 +17,13 @@ Does not: know the correct contents of a tensor; verification compares contents.
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from graphpact.errors import CaptureError, EngineError, ReplayError
-from graphpact.graphs.driver import DeclaredMemory, Graph, TaskKey
+from graphpact.graphs.driver import DeclaredMemory, Graph, GraphDriver, TaskKey
 from graphpact.graphs.lines import Line
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
@@ -37,9 +37,11 @@ from graphpact_tape.order import Order
 from graphpact_tape.poison import poison
 from graphpact_tape.preparation import PreparationWatch
 from graphpact_tape.recorder import (
+    EagerSection,
     Place,
     Recorder,
     Recording,
+    Region,
     place_in_memory,
 )
 from graphpact_tape.task_table import TaskTable
@@ -76,11 +78,12 @@ class StrictRecorder(Recorder):
         self._writable = {storage_id(t) for t in (*memory.refreshed, *memory.caches, *memory.workspaces)}
 
     @contextlib.contextmanager
-    def recording(self) -> Iterator[None]:
-        """Check the rules that apply at the end of the region, and undo its writes to external memory."""
+    def recording(self, driver: GraphDriver, region: Region) -> Iterator[None]:
+        """Record the block; then check the rules for the end of a region, and undo external writes."""
         self.shared.order.begin_capture()
         try:
-            yield
+            with super().recording(driver, region):
+                yield
             self.shared.order.check_joined()
             for external in self.external:
                 if external.tensor.storage.expired():
@@ -127,11 +130,13 @@ class StrictRecorder(Recorder):
             return super().held(tensor)
         return Borrowed(self.borrow(tensor))
 
-    def eager_call(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-        """Run ``fn(*args)`` outside the graph and return its result. The host may wait during the call."""
+    @contextlib.contextmanager
+    def eager_section(self) -> Iterator[EagerSection]:
+        """Run the block outside the graph. The host may wait during the block."""
         self.shared.order.is_broken = True
         try:
-            return super().eager_call(fn, args)
+            with super().eager_section() as section:
+                yield section
         finally:
             self.shared.order.is_broken = False
 

@@ -36,7 +36,7 @@ from graphpact_tape.host_tensors import HostMemory
 from graphpact_tape.nodes import Node, repeat
 from graphpact_tape.order import Order
 from graphpact_tape.rearmed import check_rearmed
-from graphpact_tape.recorder import Recorder, Recording, RecordingDriver
+from graphpact_tape.recorder import EagerSection, Recorder, Recording, RecordingDriver, Region
 from graphpact_tape.reuse import in_shared_memory, private_memory
 from graphpact_tape.rewrites import memory_of, rewritten
 from graphpact_tape.strict import StrictRecorder, StrictShared, StrictTape
@@ -126,6 +126,16 @@ class Tape(Graph):
         return self._lines.get(storage_id(tensor))
 
 
+class Capture(Region):
+    """A capture in a block; see `TapeDriver.capturing`.
+
+    Attributes:
+        graph: The graph, after the block.
+    """
+
+    graph: Graph
+
+
 class TapeDriver(RecordingDriver):
     """A driver that records tapes.
 
@@ -175,26 +185,73 @@ class TapeDriver(RecordingDriver):
         """Run ``fn`` ``warmup`` times, then once more and record every operation."""
         self.refuse_nested_capture()
         with torch.inference_mode():
-            armed = [t.clone() for t in self.memory.workspaces] if self.strict else []
+            armed = self._armed()
             for _ in range(warmup):
                 fn()
-            host = HostMemory(self.memory.host, strict=self.strict)
-            guard = HostReadGuard(host, _WHEN, CaptureError)
-            if self._shared is None:
-                recorder = Recorder(guard, traced=self.traced, work_only=True)
-                recorder.hold = self._hold
-                fast = Tape(self.record(recorder, fn))
-                self._tasks.add(fast.tasks)
-                return fast
-            self._shared.order.finish_copies()
-            strict = StrictRecorder(guard, self._shared, self.memory, traced=self.traced)
-            with self._shared.watching(guard), strict.recording():
-                tape = StrictTape(strict, self.record(strict, fn))
-            self._shared.add(tape)
-            if self.memory.refreshed:
-                check_rearmed(tape, self.memory, armed, self._shared.generator)
-            self._shared.tasks.add(tape.tasks)
-            return tape
+            with self._recorded_block(armed) as capture:
+                capture.outputs = fn()
+        return capture.graph
+
+    @contextlib.contextmanager
+    def capturing(self) -> Iterator["Capture"]:
+        """Record the block, for engines that capture in a block, as by ``with torch.cuda.graph(graph)``.
+
+        The caller warms up before. Memory of the graph that the caller holds at the end of the block keeps
+        its address. The block may break the graph by `eager_call` or `eager_section`.
+
+        Returns:
+            The capture; its graph is there after the block.
+
+        Raises:
+            CaptureError: The block does work that a graph cannot record.
+        """
+        self.refuse_nested_capture()
+        with torch.inference_mode(), self._recorded_block(self._armed()) as capture:
+            yield capture
+
+    @contextlib.contextmanager
+    def eager_section(self) -> Iterator[EagerSection]:
+        """End a segment of the current capture, run the block unrecorded, and begin the next segment.
+
+        Returns:
+            The section. The block sets the function that every replay calls in its place.
+        """
+        assert self._recorder is not None  # noqa: S101  it is capturing
+        with self.calling(), self._recorder.eager_section() as section:
+            yield section
+
+    def _armed(self) -> list[torch.Tensor]:
+        """Return copies of the workspaces before a warm-up, which a strict capture needs."""
+        return [t.clone() for t in self.memory.workspaces] if self.strict else []
+
+    @contextlib.contextmanager
+    def _recorded_block(self, armed: list[torch.Tensor]) -> Iterator["Capture"]:
+        host = HostMemory(self.memory.host, strict=self.strict)
+        guard = HostReadGuard(host, _WHEN, CaptureError)
+        capture = Capture()
+        if self._shared is None:
+            recorder = Recorder(guard, traced=self.traced, work_only=True)
+            recorder.hold = self._hold
+            with self.recording_with(recorder), recorder.recording(self, capture):
+                yield capture
+            fast = Tape(capture.recording)
+            self._tasks.add(fast.tasks)
+            capture.graph = fast
+            return
+        self._shared.order.finish_copies()
+        strict = StrictRecorder(guard, self._shared, self.memory, traced=self.traced)
+        with (
+            self._shared.watching(guard),
+            self.recording_with(strict),
+            strict.recording(self, capture),
+        ):
+            yield capture
+        tape = StrictTape(strict, capture.recording)
+        self._shared.add(tape)
+        if self.memory.refreshed:
+            check_rearmed(tape, self.memory, armed, self._shared.generator)
+        self._shared.tasks.add(tape.tasks)
+        capture.graph = tape
 
     def task(
         self,
