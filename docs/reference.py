@@ -43,6 +43,7 @@ PAGES = sorted(
         "docs/*.md",
         "*/README.md",
         "plugins/*/README.md",
+        "integrations/*/README.md",
         "examples/*/README.md",
     )
     for path in ROOT.glob(pattern)

@@ -1,0 +1,26 @@
+"""graphpact's guard: the pact inside any engine.
+
+    settings     what ``GRAPHPACT`` asks for
+    guard        `Guard`, which an integration calls where its engine captures and replays
+    records      what is kept of a captured graph, and the check of a replay
+    reads        which attributes a captured region reads
+    faults       faults, each reported once
+
+Does not: import an engine; its integration does.
+"""
+
+from graphpact_guard.faults import Fault, FaultLog, GraphKey
+from graphpact_guard.guard import Guard, GuardError
+from graphpact_guard.reads import ReadWatch
+from graphpact_guard.settings import Ignored, Settings
+
+__all__ = [
+    "Fault",
+    "FaultLog",
+    "GraphKey",
+    "Guard",
+    "GuardError",
+    "Ignored",
+    "ReadWatch",
+    "Settings",
+]

@@ -1,0 +1,173 @@
+"""`Guard`: holds every replay of an engine's graphs to what their captures read.
+
+An integration calls `capturing` where the engine captures, `prepared` where it makes metadata for a replay,
+and `replaying` before a replay. One guard serves a process.
+
+Does not: know an engine.
+"""
+
+import contextlib
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from graphpact.errors import ContractError
+from graphpact_guard.faults import Fault, FaultLog, GraphKey
+from graphpact_guard.reads import ReadWatch
+from graphpact_guard.records import GraphRecord, Part
+from graphpact_guard.settings import Settings
+
+logger = logging.getLogger("graphpact.guard")
+
+
+class GuardError(ContractError):
+    """A replay disagrees with its capture, and ``raise`` was asked for."""
+
+
+class Guard:
+    """The guard of one process.
+
+    Args:
+        settings: What is asked for.
+        provenance: What runs here, by name, for reports.
+        metadata: Names of the owners' attributes that hold metadata of a step.
+        limits: Names of fields whose number may be smaller at replay than at capture.
+        unseen: What this guard cannot see in this engine, for the announcement.
+    """
+
+    def __init__(
+        self,
+        settings: Settings,
+        provenance: Mapping[str, str],
+        *,
+        metadata: Collection[str] = (),
+        limits: Collection[str] = (),
+        unseen: str = "",
+    ) -> None:
+        self.settings = settings
+        self.log = FaultLog(settings.ignore, provenance)
+        self.records: dict[GraphKey, GraphRecord] = {}
+        self.refused: set[GraphKey] = set()
+        self._metadata, self._limits, self._unseen = metadata, limits, unseen
+        self._prepared: dict[str, object] = {}
+        self._watch: ReadWatch | None = None
+
+    # -- capture ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def capturing(
+        self,
+        key: GraphKey,
+        owners: Mapping[str, object],
+        inputs: Mapping[str, object],
+        *,
+        in_segments: bool = False,
+    ) -> Iterator[None]:
+        """Watch the capture of a graph.
+
+        Args:
+            key: The graph.
+            owners: The objects that make and hold metadata, by name: what the capture reads of them is
+                promised.
+            inputs: Objects with static inputs, by name: everything in them is promised.
+            in_segments: Whether `watch_reads` will say where the recorded segments begin and end.
+        """
+        if not self.records:
+            self._announce()
+        self._watch = ReadWatch(owners, follow=self._metadata)
+        self._watch.is_paused = in_segments
+        try:
+            with self._watch.watching():
+                yield
+        finally:
+            read, self._watch = self._watch.paths, None
+        parts = [self._part(key, name, "", value, None) for name, value in inputs.items()]
+        for owner, value in owners.items():
+            for name in self._metadata:
+                held = getattr(value, name, None)
+                if held is not None:
+                    parts.append(self._part(key, owner, name, held, read))
+            parts.append(self._part(key, owner, "", value, _tensors(owner, value, read, self._metadata)))
+        self.records[key] = GraphRecord(key, [part for part in parts if part.has_promises])
+
+    def _part(
+        self, key: GraphKey, owner: str, name: str, value: object, only: Collection[str] | None
+    ) -> Part:
+        return Part.of(key, owner, name, value, only=only, limits=self._limits)
+
+    def watch_reads(self, *, watching: bool) -> None:
+        """Begin or stop to note what the current capture reads.
+
+        Warm-ups and eager calls of the region are not part of the graph. A capture begins with noting, unless
+        it is said to be in segments.
+        """
+        if self._watch is not None:
+            self._watch.is_paused = not watching
+
+    def _announce(self) -> None:
+        asked = [f"contents in every {self.settings.contents}th replay"] if self.settings.contents else []
+        asked += [f"an eager run of every {self.settings.verify}th replay"] if self.settings.verify else []
+        unseen = f"; not seen: {self._unseen}" if self._unseen else ""
+        logger.warning(
+            "graphpact guard: on; every replay is held to its pact%s%s",
+            "".join(f", {text}" for text in asked),
+            unseen,
+        )
+
+    # -- replay ----------------------------------------------------------------------------------
+
+    def prepared(self, owner: str, metadata: object) -> None:
+        """Note the metadata that ``owner`` made for the next replay, if it made a new object."""
+        self._prepared[owner] = metadata
+
+    def replaying(self, key: GraphKey) -> None:
+        """Check the replay of ``key`` that follows.
+
+        Raises:
+            GuardError: It disagrees with its capture, and ``raise`` was asked for.
+        """
+        record = self.records.get(key)
+        prepared, self._prepared = self._prepared, {}
+        if record is None:  # captured before the guard was there
+            return
+        record.replays += 1
+        for part in record.parts:
+            self.report(*part.faults(key, part.value))
+            made = prepared.get(part.owner)
+            if part.name and made is not None and made is not part.value:
+                self.report(*part.faults(key, made))
+
+    def report(self, *faults: Fault) -> None:
+        """Report faults, and do what was asked for.
+
+        Raises:
+            GuardError: ``raise`` was asked for.
+        """
+        counted = [fault for fault in faults if self.log.report(fault)]
+        if not counted:
+            return
+        if self.settings.on_fault == "raise":
+            first = counted[0]
+            where = f"{first.owner}.{first.field} in {first.key}"
+            raise GuardError(f"{where}: {first.text}", hint=first.advice, rule=first.rule)
+        if self.settings.on_fault == "eager":
+            self.refused |= {fault.key for fault in counted}
+
+    # -- state -----------------------------------------------------------------------------------
+
+    def summary(self) -> dict[str, Any]:
+        """Return the state of the guard, ready for JSON."""
+        graphs = {str(key): record.replays for key, record in self.records.items()}
+        return {"graphs": graphs, "refused": sorted(map(str, self.refused)), **self.log.summary()}
+
+
+def _tensors(owner: str, value: object, read: Collection[str], metadata: Collection[str]) -> set[str]:
+    """Return the paths of an owner's own tensors that were read. Its other attributes are its own affair."""
+    held = {f"{owner}.{name}" for name in metadata}
+    return {
+        path
+        for path in read
+        if path not in held and isinstance(getattr(value, path.removeprefix(f"{owner}."), None), torch.Tensor)
+    }

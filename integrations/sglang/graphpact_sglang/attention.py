@@ -1,0 +1,276 @@
+"""`PagedAttnBackend`: an attention backend of SGLang whose kernels run on any device, and can be recorded.
+
+It serves prefill, decode, draft decode, verify and draft extend, for MHA, GQA and MLA caches, and for every
+page size: its kernels read a list of KV slots. SGLang's own backends for a CPU have no such metadata, so they
+cannot run in a graph.
+
+    PagedAttnBackend            one backend for all layers of a model
+    PagedMultiStepBackend       one backend for each step of a draft
+
+Does not: serve cross attention, or a cache with a separate pool for layers with a window.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import AttentionType, RadixAttention
+from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
+
+from graphpact.errors import ConfigError
+from graphpact_kernels import (
+    AttendCall,
+    PagedRows,
+    ScoreOptions,
+    fill_paged_indices,
+    pack_tree_mask,
+    paged_attention,
+    write_indptr,
+)
+from graphpact_sglang import ATTENTION_BACKEND
+
+
+@dataclass
+class PagedMetadata:
+    """What the kernel reads in one step.
+
+    Args:
+        qo_indptr: ``[bs + 1]`` int32: where the queries of each request begin.
+        kv_indptr: ``[bs + 1]`` int32: where the KV slots of each request begin in ``kv_indices``.
+        kv_indices: ``[>= kv_indptr[-1]]`` int32: KV slots.
+        kv_last_page_len: ``[bs]`` int32: 1, or 0 without keys: a page is one KV slot.
+        max_q_len: The most queries of a request.
+        mask: Packed bits that say which keys each draft token sees; None without a mask.
+        mask_indptr: ``[bs + 1]`` int32: where the bytes of each request begin in ``mask``.
+    """
+
+    qo_indptr: torch.Tensor
+    kv_indptr: torch.Tensor
+    kv_indices: torch.Tensor
+    kv_last_page_len: torch.Tensor
+    max_q_len: int
+    mask: torch.Tensor | None = None
+    mask_indptr: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class _Lengths:
+    """The lengths of a batch.
+
+    Args:
+        num_q: ``[bs]`` int: queries of each request, or one number for all.
+        kv_lens: ``[bs]`` int64: keys of each request, those of its queries included.
+        max_q_len: The most queries of a request.
+    """
+
+    num_q: torch.Tensor | int
+    kv_lens: torch.Tensor
+    max_q_len: int
+
+
+class PagedAttnBackend(AttentionBackend):
+    """An attention backend over FlashInfer's index tensors, with a page for each KV slot.
+
+    Args:
+        model_runner: SGLang's model runner.
+
+    Raises:
+        ConfigError: The KV cache has a separate pool for layers with a sliding window.
+    """
+
+    def __init__(self, model_runner: Any) -> None:
+        super().__init__()
+        self.device = model_runner.device
+        self.token_to_kv_pool = model_runner.token_to_kv_pool
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.max_context_len = self.req_to_token.shape[1]
+        self.forward_metadata: PagedMetadata | None = None
+        if isinstance(self.token_to_kv_pool, SWAKVPool):
+            raise ConfigError(
+                f"the attention backend {ATTENTION_BACKEND!r} does not serve a separate KV pool for windows",
+                hint="add --disable-hybrid-swa-memory: windows are then masks over the full cache",
+            )
+
+    # -- metadata --------------------------------------------------------------------------------
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Return the length of a padding row."""
+        return 1
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Allocate what graphs read."""
+
+        def zeros(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.zeros(size, dtype=dtype, device=self.device)
+
+        self.graph_qo_indptr, self.graph_kv_indptr = zeros(max_bs + 1), zeros(max_bs + 1)
+        self.graph_kv_indices = zeros(max_bs * self.max_context_len)
+        self.graph_kv_last_page_len = zeros(max_bs)
+        width = max_num_tokens // max_bs
+        self.graph_mask_indptr = zeros(max_bs + 1)
+        self.graph_mask = zeros(-(-width * max_bs * self.max_context_len // 8) + max_bs, torch.uint8)
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:  # noqa: FBT001, FBT002  SGLang's own
+        """Fill the graph's tensors for a padded batch, at capture and at replay alike."""
+        del in_capture
+        bs = forward_batch.batch_size
+        lengths = self._lengths(forward_batch)
+        has_mask = self._custom_mask(forward_batch) is not None
+        self.forward_metadata = PagedMetadata(
+            self.graph_qo_indptr[: bs + 1],
+            self.graph_kv_indptr[: bs + 1],
+            self.graph_kv_indices,
+            self.graph_kv_last_page_len[:bs],
+            lengths.max_q_len,
+            self.graph_mask if has_mask else None,
+            self.graph_mask_indptr[: bs + 1] if has_mask else None,
+        )
+        self._fill(forward_batch, lengths, self.forward_metadata)
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Make the metadata of an eager step, in new memory."""
+        bs = forward_batch.batch_size
+        lengths = self._lengths(forward_batch)
+        total = int(lengths.kv_lens.sum())
+        mask = mask_indptr = None
+        if self._custom_mask(forward_batch) is not None:
+            mask = self._new(-(-total * lengths.max_q_len // 8) + bs, torch.uint8)
+            mask_indptr = self._new(bs + 1)
+        self.forward_metadata = PagedMetadata(
+            self._new(bs + 1),
+            self._new(bs + 1),
+            self._new(total),
+            self._new(bs),
+            lengths.max_q_len,
+            mask,
+            mask_indptr,
+        )
+        self._fill(forward_batch, lengths, self.forward_metadata)
+
+    def _new(self, size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=self.device)
+
+    def _lengths(self, forward_batch: Any) -> _Lengths:
+        mode, bs = forward_batch.forward_mode, forward_batch.batch_size
+        seq_lens = forward_batch.seq_lens[:bs]
+        if mode.is_decode_or_idle():
+            return _Lengths(1, seq_lens, 1)
+        if mode.is_target_verify():
+            width = forward_batch.spec_info.draft_token_num
+            return _Lengths(width, seq_lens + width, width)
+        if mode.is_draft_extend_v2():
+            width = len(forward_batch.input_ids) // bs if bs else 1
+            return _Lengths(width, seq_lens.clamp(min=width), width)  # the length of a padding row is 1
+        counts = forward_batch.extend_seq_lens_cpu
+        most = int(forward_batch.extend_seq_lens.max()) if counts is None else max(counts)
+        return _Lengths(forward_batch.extend_seq_lens, seq_lens, most)
+
+    @staticmethod
+    def _custom_mask(forward_batch: Any) -> torch.Tensor | None:
+        if not forward_batch.forward_mode.is_target_verify():
+            return None
+        mask: torch.Tensor | None = forward_batch.spec_info.custom_mask
+        return mask
+
+    def _fill(self, forward_batch: Any, lengths: _Lengths, metadata: PagedMetadata) -> None:
+        bs, num_q = forward_batch.batch_size, lengths.num_q
+        counts = num_q if isinstance(num_q, torch.Tensor) else lengths.kv_lens.new_full((bs,), num_q)
+        write_indptr(counts, out=metadata.qo_indptr)
+        fill_paged_indices(
+            self.req_to_token,
+            forward_batch.req_pool_indices[:bs],
+            lengths.kv_lens.to(torch.int64),
+            num_q=num_q,
+            page_size=1,
+            kv_indptr=metadata.kv_indptr,
+            kv_indices=metadata.kv_indices,
+            kv_last_page_len=metadata.kv_last_page_len,
+        )
+        mask = self._custom_mask(forward_batch)
+        if mask is not None and metadata.mask is not None and metadata.mask_indptr is not None:
+            pack_tree_mask(
+                _tree_mask(mask, lengths.kv_lens, lengths.max_q_len),
+                seq_lens=lengths.kv_lens - lengths.max_q_len,
+                first_key=torch.zeros_like(lengths.kv_lens),
+                kv_lens=lengths.kv_lens,
+                mask_indptr=metadata.mask_indptr,
+                out=metadata.mask,
+            )
+
+    # -- attention -------------------------------------------------------------------------------
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: Any,
+        save_kv_cache: bool = True,  # noqa: FBT001, FBT002  SGLang's own
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Write the keys and values of the new tokens, and attend.
+
+        Returns:
+            ``[T, num_q_heads * v_head_dim]``.
+
+        Raises:
+            ConfigError: The layer does cross attention, or attends without causality.
+        """
+        if layer.is_cross_attention or layer.attn_type != AttentionType.DECODER:
+            raise ConfigError(
+                f"layer {layer.layer_id} is not causal self attention",
+                hint=f"the attention backend {ATTENTION_BACKEND!r} serves decoders; choose another one",
+            )
+        pool, metadata = self.token_to_kv_pool, self.forward_metadata
+        assert metadata is not None  # noqa: S101  SGLang initialises it before the model runs
+        if save_kv_cache and k is not None:
+            pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
+        window = layer.sliding_window_size  # keys before the query's own
+        call = AttendCall(
+            q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            pool.get_key_buffer(layer.layer_id),
+            pool.get_value_buffer(layer.layer_id),
+            PagedRows(
+                qo_indptr=metadata.qo_indptr,
+                kv_indptr=metadata.kv_indptr,
+                kv_indices=metadata.kv_indices,
+                kv_last_page_len=metadata.kv_last_page_len,
+                page_size=1,
+                max_q_len=metadata.max_q_len,
+                max_kv_len=self.max_context_len,
+                mask=metadata.mask,
+                mask_indptr=metadata.mask_indptr,
+            ),
+            ScoreOptions(
+                layer.scaling,
+                0 if window is None or window < 0 else window + 1,
+                layer.logit_cap or 0.0,
+                sinks,
+            ),
+        )
+        return paged_attention(call).flatten(1)
+
+    forward_decode = forward_extend
+
+    def support_triton(self) -> bool:
+        """Return whether SGLang may prepare this backend's batches with Triton."""
+        return False
+
+
+def _tree_mask(mask: torch.Tensor, kv_lens: torch.Tensor, width: int) -> torch.Tensor:
+    """Return ``[bs * width, width]`` bool: which drafts each draft token sees.
+
+    Args:
+        mask: SGLang's flat mask: for each request, ``width`` rows with a column for each of its keys.
+        kv_lens: ``[bs]`` int: keys of each request, drafts included.
+        width: Draft tokens of a request.
+    """
+    ends = torch.cumsum(kv_lens * width, dim=0)
+    row, column = torch.meshgrid(torch.arange(width), torch.arange(width), indexing="ij")
+    begins = (ends - kv_lens * width)[:, None, None]
+    lens = kv_lens[:, None, None]
+    place = begins + row.to(mask.device) * lens + (lens - width) + column.to(mask.device)
+    return mask.flatten()[place.flatten()].view(-1, width).bool()

@@ -1,0 +1,56 @@
+"""`TapePlatform`: SGLang's platform whose device is a CPU, and whose graphs are tapes.
+
+The engine runs unedited: its own graph runners and graph backends record and replay, with a driver of
+graphpact in the place of CUDA's graphs.
+
+SGLang imports this module while it is itself half imported, so it imports little.
+
+Does not: run models faster; a tape repeats what eager torch does.
+"""
+
+from typing import Any
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+from graphpact_guard import Settings
+from graphpact_sglang import ATTENTION_BACKEND
+from graphpact_tape import TapeDriver, stand_in_for_cuda_graphs
+
+
+class TapePlatform(CpuDeviceMixin, SRTPlatform):
+    """A CPU with graph capture."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities(graph_capture=True)
+
+    def init_backend(self) -> None:
+        """Make SGLang's graph backends record on a tape; SGLang calls this once in each worker."""
+        strict = Settings.from_environment().tape == "strict"
+        stand_in_for_cuda_graphs(TapeDriver(torch.device("cpu"), strict=strict), torch.cpu)
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """Let the runner of graphs start: on a CPU, SGLang starts one only with ``enable_torch_compile``."""
+        server_args.enable_torch_compile = True
+
+    def get_default_attention_backend(self) -> str:
+        """Return the name of the backend that can be recorded on a CPU."""
+        return ATTENTION_BACKEND
+
+    def get_graph_runner_cls(self) -> Any:
+        """Return the runner of GPUs, for decode and verify."""
+        from sglang.srt.model_executor.runner import DecodeCudaGraphRunner  # noqa: PLC0415  it asks for a platform
+        from sglang.srt.runtime_context import get_flags  # noqa: PLC0415
+
+        # The gate was passed. A tape records what torch dispatches, so nothing may be compiled.
+        get_flags().capture.enable_torch_compile = False
+        return DecodeCudaGraphRunner
+
+    def is_pin_memory_available(self, device: Any = None) -> bool:
+        """Return False: there is no device to pin memory for."""
+        del device
+        return False
