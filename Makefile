@@ -9,7 +9,7 @@ CPP    := $(wildcard kernels/graphpact_kernels/compiled/*.cpp kernels/graphpact_
 STAMP  := $(VENV)/.installed
 QUIET  := $$(test -t 1 || echo --quiet)  # pip shows its progress on a terminal
 
-.PHONY: help demo break test test-all bench models peers check docs format clean
+.PHONY: help demo break test test-all bench models peers sglang sglang-test check docs format clean
 
 # Times are those of two cores. The first target makes the environment before, about five minutes and 2.5 GB, and
 # the first engine compiles kernels, a minute.
@@ -44,6 +44,11 @@ models: $(STAMP)      ## hold every architecture of transformers against transfo
 peers: $(STAMP)       ## check builders of released engines, and write docs/peers.md and build/peers.md; downloads wheels, then a quarter of an hour
 	PYTHONPATH=tests $(BIN)/python -m peers --results build/peers.json --page
 
+sglang: $(VENV)-sglang/.installed ## make .venv-sglang, in which SGLang runs on a CPU; a minute and 2.5 GB
+
+sglang-test: sglang   ## run the tests with the real SGLang on a tape; ten minutes
+	cd integrations/sglang/tests/engine && $(abspath $(VENV))-sglang/bin/python -m pytest -q
+
 check: $(STAMP)       ## lint, format, types, imports, docstrings; some minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -64,8 +69,12 @@ format: $(STAMP)      ## fix what ruff can fix
 	$(BIN)/clang-format -i $(CPP)
 
 clean:                ## forget the environment and every cache
-	rm -rf $(VENV) $(VENV)-docs build docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-sglang build docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)-%/.installed: integrations/make_environment.py integrations/%/requirements.txt $(DISTS:%=%/pyproject.toml)
+	$(PYTHON) integrations/make_environment.py $(VENV)-$* $*
+	touch $@
 
 $(STAMP): $(PINS) requirements-dev.txt $(DISTS:%=%/pyproject.toml)
 	@echo "making $(VENV), once: pip installs torch and 100 other packages, 2.5 GB; about five minutes" >&2

@@ -6,9 +6,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
+from graphpact import tensors
 from graphpact_conformance.experiments import comparison
 from graphpact_conformance.experiments.comparison import excess
-from graphpact_engine import diagnosis
 
 NAN = float("nan")
 
@@ -19,7 +19,7 @@ def test_excess_is_in_shares_of_what_is_allowed() -> None:
     assert found.tolist() == pytest.approx([0.0, 2.0, math.inf], rel=1e-4)
 
 
-@pytest.mark.parametrize("tolerance_of", [comparison.tolerance_of, diagnosis.model_tolerance])
+@pytest.mark.parametrize("tolerance_of", [comparison.tolerance_of, tensors.model_tolerance])
 def test_tolerances_follow_the_dtype(tolerance_of: Callable[[torch.dtype], float]) -> None:
     """A coarser dtype has a larger tolerance; an unknown dtype has the largest."""
     order = (torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.float8_e5m2)

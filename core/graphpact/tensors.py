@@ -8,6 +8,15 @@ import torch
 __tracebackhide__ = True  # so that a message names the line of the caller
 
 
+_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
+_DEFAULT_TOLERANCE = 1e-1  # of any other dtype
+
+
+def model_tolerance(dtype: torch.dtype) -> float:
+    """Return the allowed relative error of a model of ``dtype`` on kernels that sum in another order."""
+    return _TOLERANCE.get(dtype, _DEFAULT_TOLERANCE)
+
+
 def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Return elementwise whether two tensors have the same value. NaN equals NaN."""
     equal_values = a == b

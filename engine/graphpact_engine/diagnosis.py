@@ -25,7 +25,7 @@ from graphpact.lane import Lane
 from graphpact.memory_map import MemoryMap
 from graphpact.pact import ANY, Pact, walk
 from graphpact.shapes import GraphShape
-from graphpact.tensors import storage_id
+from graphpact.tensors import model_tolerance, storage_id
 
 _MAX_LISTED = 4  # further fields are only counted
 
@@ -37,15 +37,6 @@ _VALUES = (
     *(bool, int, float, complex, str, bytes, enum.Enum),
     *(type, type(None), torch.dtype, torch.device, torch.Size),
 )
-
-
-_TOLERANCE = {torch.float64: 1e-10, torch.float32: 1e-4, torch.bfloat16: 3e-2, torch.float16: 5e-3}
-_DEFAULT_TOLERANCE = 1e-1  # of any other dtype
-
-
-def model_tolerance(dtype: torch.dtype) -> float:
-    """Return the allowed relative error of a model of ``dtype`` on kernels that sum in another order."""
-    return _TOLERANCE.get(dtype, _DEFAULT_TOLERANCE)
 
 
 @dataclass(slots=True)

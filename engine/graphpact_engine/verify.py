@@ -31,8 +31,8 @@ from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
 from graphpact.step import StepOutputs
-from graphpact.tensors import same
-from graphpact_engine.diagnosis import Cause, Diagnosis, Replay, model_tolerance
+from graphpact.tensors import model_tolerance, same
+from graphpact_engine.diagnosis import Cause, Diagnosis, Replay
 from graphpact_engine.errors import VerificationError
 from graphpact_tape.tape import TapeDriver
 from graphpact_tape.trace import TracedCall, first_difference

@@ -4,17 +4,20 @@
     guard        `Guard`, which an integration calls where its engine captures and replays
     records      what is kept of a captured graph, and the check of a replay
     reads        which attributes a captured region reads
+    contents     what must be in the memory that a graph reads, and what a replay gives
     faults       faults, each reported once
 
 Does not: import an engine; its integration does.
 """
 
+from graphpact_guard.contents import Expected
 from graphpact_guard.faults import Fault, FaultLog, GraphKey
 from graphpact_guard.guard import Guard, GuardError
 from graphpact_guard.reads import ReadWatch
 from graphpact_guard.settings import Ignored, Settings
 
 __all__ = [
+    "Expected",
     "Fault",
     "FaultLog",
     "GraphKey",

@@ -8,12 +8,13 @@ Does not: know an engine.
 
 import contextlib
 import logging
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
 from graphpact.errors import ContractError
+from graphpact_guard.contents import Expected, compare_outputs
 from graphpact_guard.faults import Fault, FaultLog, GraphKey
 from graphpact_guard.reads import ReadWatch
 from graphpact_guard.records import GraphRecord, Part
@@ -139,6 +140,39 @@ class Guard:
             if part.name and made is not None and made is not part.value:
                 self.report(*part.faults(key, made))
 
+    def is_contents_due(self, key: GraphKey) -> bool:
+        """Return whether contents are checked before the next replay of ``key``: the first and every N-th."""
+        return self._is_due(key, self.settings.contents)
+
+    def check_contents(self, key: GraphKey, expected: Iterable[Expected]) -> None:
+        """Check what the graph reads.
+
+        Raises:
+            GuardError: See `replaying`.
+        """
+        record = self.records[key]
+        record.contents += 1
+        self.report(*(fault for each in expected if (fault := each.fault(key)) is not None))
+
+    def is_verify_due(self, key: GraphKey) -> bool:
+        """Return whether the last replay of ``key`` is compared eagerly: the first and every N-th."""
+        return self._is_due(key, self.settings.verify)
+
+    def verify(
+        self, key: GraphKey, replayed: Mapping[str, torch.Tensor], eager: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Compare the outputs of a replay with those of an eager run of the same batch.
+
+        Raises:
+            GuardError: See `replaying`.
+        """
+        self.records[key].verified += 1
+        self.report(*compare_outputs(key, replayed, eager))
+
+    def _is_due(self, key: GraphKey, every: int) -> bool:
+        record = self.records.get(key)
+        return record is not None and every > 0 and (record.replays - 1) % every == 0
+
     def report(self, *faults: Fault) -> None:
         """Report faults, and do what was asked for.
 
@@ -159,7 +193,10 @@ class Guard:
 
     def summary(self) -> dict[str, Any]:
         """Return the state of the guard, ready for JSON."""
-        graphs = {str(key): record.replays for key, record in self.records.items()}
+        graphs = {
+            str(key): {"replays": r.replays, "contents": r.contents, "verified": r.verified}
+            for key, r in self.records.items()
+        }
         return {"graphs": graphs, "refused": sorted(map(str, self.refused)), **self.log.summary()}
 
 

@@ -100,8 +100,21 @@ class GraphRecord:
         key: The graph.
         parts: The objects that its capture read.
         replays: How often it was replayed.
+        contents: In how many replays contents were checked.
+        verified: How many replays were compared with an eager run.
     """
 
     key: GraphKey
     parts: list[Part]
     replays: int = 0
+    contents: int = 0
+    verified: int = 0
+
+    def leaves(self) -> dict[tuple[str, str], torch.Tensor]:
+        """Return the tensors of metadata that the capture read, by owner and field."""
+        return {
+            (part.owner, path.removeprefix(f"{part.path}.")): tensor
+            for part in self.parts
+            if part.name
+            for path, tensor in part.leaves.items()
+        }

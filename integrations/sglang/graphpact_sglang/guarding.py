@@ -7,19 +7,22 @@ Does not: see graphs that other code captures by ``torch.cuda.CUDAGraph``, such 
 graph.
 """
 
+import copy
 import functools
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
+import torch
+from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
+from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from graphpact_guard import GraphKey, Guard, Settings
+from graphpact_guard import Guard, Settings
+from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
+from graphpact_sglang.steps import BREAKABLE, FULL, SRT, key_of
 
-_SRT = "sglang.srt.model_executor"
-_FULL = f"{_SRT}.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
-_BREAKABLE = f"{_SRT}.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
-_SEGMENTS = f"{_SRT}.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph.BreakableCUDAGraphCapture"
+_SEGMENTS = f"{SRT}.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph.BreakableCUDAGraphCapture"
 _UNSEEN = "graphs that other code captures by torch.cuda.CUDAGraph, and memory that kernels reach by pointers"
 
 
@@ -36,16 +39,24 @@ class SglangGuard:
     def __init__(self, settings: Settings) -> None:
         self.guard: Guard | None = None
         self._settings = settings
+        self._before: dict[
+            str, tuple[Any, Any]
+        ] = {}  # by owner: a backend, and its metadata before a preparation
 
     def register(self) -> None:
         """Register the hooks."""
         full = functools.partial(self._capture_one, in_segments=False)
         in_segments = functools.partial(self._capture_one, in_segments=True)
         for target, hook, kind in (
-            (f"{_FULL}.capture_one", full, HookType.AROUND),
-            (f"{_FULL}.replay", self._replay, HookType.AROUND),
-            (f"{_BREAKABLE}.capture_one", in_segments, HookType.AROUND),
-            (f"{_BREAKABLE}.replay", self._replay, HookType.AROUND),
+            (f"{FULL}.capture_one", full, HookType.AROUND),
+            (f"{FULL}.replay", self._replay, HookType.AROUND),
+            (f"{BREAKABLE}.capture_one", in_segments, HookType.AROUND),
+            (f"{BREAKABLE}.replay", self._replay, HookType.AROUND),
+            (
+                f"{SRT}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
+                self._execute,
+                HookType.AROUND,
+            ),
             (f"{_SEGMENTS}._begin_new_segment", self._segment_begun, HookType.AFTER),
             (f"{_SEGMENTS}._end_current_segment", self._segment_ends, HookType.BEFORE),
         ):
@@ -67,17 +78,65 @@ class SglangGuard:
             )
         owners = dict(_named_backends(runner))
         for name, backend in owners.items():
-            _watch_preparation(self.guard, name, backend)
+            self._watch_preparation(name, backend)
         inputs = {type(runner.buffers).__name__: runner.buffers}
-        with self.guard.capturing(_key(runner, shape_key), owners, inputs, in_segments=in_segments):
+        with self.guard.capturing(key_of(runner, shape_key), owners, inputs, in_segments=in_segments):
             return original(graph_backend, shape_key, *args, **kwargs)
 
     def _replay(
-        self, original: Callable[..., Any], graph_backend: Any, shape_key: Any, *args: Any, **kwargs: Any
+        self,
+        original: Callable[..., Any],
+        graph_backend: Any,
+        shape_key: Any,
+        batch: Any,
+        *args: Any,
+        **kwargs: Any,
     ) -> Any:
+        runner = graph_backend._cuda_graph_runner  # noqa: SLF001
         if self.guard is not None:
-            self.guard.replaying(_key(graph_backend._cuda_graph_runner, shape_key))  # noqa: SLF001
-        return original(graph_backend, shape_key, *args, **kwargs)
+            key = key_of(runner, shape_key)
+            for name, (backend, before) in self._before.items():
+                now = backend.forward_metadata
+                self.guard.prepared(name, None if now is before else now)
+            self._before.clear()
+            self.guard.replaying(key)
+            if isinstance(runner, DecodeCudaGraphRunner) and self.guard.is_contents_due(key):
+                rows, record = DecodeRows.of(runner), self.guard.records[key]
+                self.guard.check_contents(
+                    key,
+                    [*expected_inputs(runner, batch), *expected_metadata(rows, record.leaves())],
+                )
+        return original(graph_backend, shape_key, batch, *args, **kwargs)
+
+    def _execute(
+        self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        output = original(runner, batch, *args, **kwargs)
+        if self.guard is None:
+            return output
+        key = key_of(runner, runner._replay_graph_key)  # noqa: SLF001
+        if not self.guard.is_verify_due(key) or _has_recurrent_state(runner):
+            return output
+        replayed = {name: tensor.clone() for name, tensor in _outputs(output)}
+        eager = dict(_outputs(_eager_run(runner, batch, *args, **kwargs)))
+        self.guard.verify(key, replayed, eager)
+        for name, tensor in _outputs(output):  # the eager run may have used the same memory
+            tensor.copy_(replayed[name])
+        return output
+
+    def _watch_preparation(self, name: str, backend: Any) -> None:
+        """Note the metadata of ``backend`` before each preparation, so that a replay tells what is new."""
+        original = backend.init_forward_metadata_out_graph
+        if getattr(original, "is_watched", False):
+            return
+
+        @functools.wraps(original)
+        def watched(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
+            self._before[name] = backend, getattr(backend, "forward_metadata", None)
+            return original(forward_batch, *args, **kwargs)
+
+        watched.is_watched = True  # type: ignore[attr-defined]
+        backend.init_forward_metadata_out_graph = watched
 
     def _segment_begun(self, result: None, capture: Any) -> None:
         del result, capture
@@ -88,16 +147,6 @@ class SglangGuard:
         del capture
         if self.guard is not None:
             self.guard.watch_reads(watching=False)
-
-
-def _key(runner: Any, shape_key: Any) -> GraphKey:
-    """Return the name of a graph: the runner, and the parts of its key that are set."""
-    role = "draft " if runner.model_runner.is_draft_worker else ""
-    parts = [shape_key.size, shape_key.stream_idx, shape_key.variant_label, shape_key.attention_variant]
-    return GraphKey(
-        runner=f"{role}{type(runner).__name__}",
-        shape=", ".join(str(part) for part in parts if part is not None),
-    )
 
 
 def _named_backends(runner: Any) -> Iterator[tuple[str, Any]]:
@@ -117,22 +166,31 @@ def _named_backends(runner: Any) -> Iterator[tuple[str, Any]]:
         yield (name if classes.count(name) == 1 else f"{name}[{classes[:at].count(name)}]"), backend
 
 
-def _watch_preparation(guard: Guard, name: str, backend: Any) -> None:
-    """Tell ``guard`` when ``backend`` binds other metadata for a replay."""
-    original = backend.init_forward_metadata_out_graph
-    if getattr(original, "is_watched", False):
-        return
+def _outputs(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the outputs that are compared, by name."""
+    for name in ("next_token_logits", "hidden_states"):
+        tensor = getattr(output, name, None)
+        if isinstance(tensor, torch.Tensor):
+            yield name, tensor
 
-    @functools.wraps(original)
-    def watched(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-        before = getattr(backend, "forward_metadata", None)
-        result = original(forward_batch, *args, **kwargs)
-        now = getattr(backend, "forward_metadata", None)
-        guard.prepared(name, None if now is before else now)
-        return result
 
-    watched.is_watched = True  # type: ignore[attr-defined]
-    backend.init_forward_metadata_out_graph = watched
+def _eager_run(runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a batch again by SGLang's eager runner, with metadata of its own; keys are written alike."""
+    backends = [backend for _, backend in _named_backends(runner)]
+    before = [getattr(backend, "forward_metadata", None) for backend in backends]
+    again = copy.copy(batch)
+    again.forward_metadata_ready = False
+    again.graphpact_verifies = True  # no step of the engine: see `StepCounts`
+    try:
+        return runner.model_runner.eager_runner.execute(again, *args, **kwargs)
+    finally:
+        for backend, metadata in zip(backends, before, strict=True):
+            backend.forward_metadata = metadata
+
+
+def _has_recurrent_state(runner: Any) -> bool:
+    """Return whether an eager run would advance a state a second time."""
+    return isinstance(runner.model_runner.req_to_token_pool, HybridReqToTokenPool)
 
 
 def _provenance(runner: Any) -> dict[str, str]:

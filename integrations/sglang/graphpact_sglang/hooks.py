@@ -8,28 +8,56 @@ from typing import Any
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_flags
 
 from graphpact_guard import Settings
 from graphpact_sglang import ATTENTION_BACKEND
 from graphpact_sglang.guarding import SglangGuard
+from graphpact_sglang.steps import StepCounts
 
 _MODE = "sglang.srt.model_executor.forward_batch_info.ForwardMode"
 _BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
 _DEFAULTS = "sglang.srt.arg_groups.platform_hook"
 
-GUARDS: list[SglangGuard] = []
-"""The guard of this process, if one was asked for."""
+_CAPTURE = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph"
+_STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
+
+
+class InProcess:
+    """What graphpact has in this process; `register` fills it.
+
+    Attributes:
+        counts: The counts of steps.
+        guard: The hooks of the guard; None if none was asked for.
+    """
+
+    counts = StepCounts()
+    guard: SglangGuard | None = None
 
 
 def register(settings: Settings) -> None:
     """Register what ``settings`` ask for."""
+    InProcess.counts.register()
+    HookRegistry.register(_STATE, _add_state, HookType.AFTER)
     if settings.tape is not None:
         _register_tape()
     if settings.guard:
-        guard = SglangGuard(settings)
-        guard.register()
-        GUARDS.append(guard)
+        InProcess.guard = SglangGuard(settings)
+        InProcess.guard.register()
+
+
+def state() -> dict[str, Any]:
+    """Return the state of graphpact in this process, ready for JSON."""
+    guard = None if InProcess.guard is None else InProcess.guard.guard
+    return {"steps": InProcess.counts.summary(), "guard": None if guard is None else guard.summary()}
+
+
+def _add_state(result: Any, *args: Any) -> None:
+    """Add our state to the internal state that a scheduler reports."""
+    del args
+    result.internal_state["graphpact"] = state()
 
 
 def _register_tape() -> None:
@@ -44,8 +72,16 @@ def _register_tape() -> None:
     add_attention_backend_choices([ATTENTION_BACKEND])
     HookRegistry.register(f"{_DEFAULTS}.handle_cpu_backends", _choose_attention_backend, HookType.BEFORE)
     HookRegistry.register(f"{_BREAKABLE}.BreakableCUDAGraphCapture", TapedSegments, HookType.REPLACE)
+    HookRegistry.register(_CAPTURE, _open_the_gate, HookType.BEFORE)
     # On a CPU SGLang asks this one, which knows only decode.
     HookRegistry.register(f"{_MODE}.is_cpu_graph", lambda mode: mode.is_cuda_graph(), HookType.REPLACE)
+
+
+def _open_the_gate(**kwargs: Any) -> None:
+    """Let decode graphs be captured unless they are disabled. On a CPU, SGLang wants ``torch.compile``."""
+    del kwargs
+    is_disabled = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+    get_flags().capture.enable_torch_compile = not is_disabled
 
 
 def _choose_attention_backend(server_args: Any) -> None:

@@ -33,10 +33,6 @@ class TapePlatform(CpuDeviceMixin, SRTPlatform):
         strict = Settings.from_environment().tape == "strict"
         stand_in_for_cuda_graphs(TapeDriver(torch.device("cpu"), strict=strict), torch.cpu)
 
-    def apply_server_args_defaults(self, server_args: Any) -> None:
-        """Let the runner of graphs start: on a CPU, SGLang starts one only with ``enable_torch_compile``."""
-        server_args.enable_torch_compile = True
-
     def get_default_attention_backend(self) -> str:
         """Return the name of the backend that can be recorded on a CPU."""
         return ATTENTION_BACKEND
@@ -46,7 +42,7 @@ class TapePlatform(CpuDeviceMixin, SRTPlatform):
         from sglang.srt.model_executor.runner import DecodeCudaGraphRunner  # noqa: PLC0415  it asks for a platform
         from sglang.srt.runtime_context import get_flags  # noqa: PLC0415
 
-        # The gate was passed. A tape records what torch dispatches, so nothing may be compiled.
+        # The gate was passed, see `hooks`. A tape records what torch dispatches, so nothing may be compiled.
         get_flags().capture.enable_torch_compile = False
         return DecodeCudaGraphRunner
 

@@ -1,0 +1,247 @@
+"""``graphpact sglang``: SGLang's engine on a laptop, eagerly and on a tape, and what differs.
+
+Does not: import SGLang; each run is a process of its own.
+"""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from graphpact.errors import ContractError, EngineError, UsageError
+from graphpact.files import read_file, write_file
+from graphpact_cli.console import data, note, print_table, talk
+from graphpact_sglang.job import Answer, Job, Result
+
+sglang = typer.Typer(no_args_is_help=True, help="Run SGLang's engine on a laptop, on a tape.")
+
+_COLUMNS = ("graph", "replays", "rows", "padding", "capture", "nodes", "")
+_NUMBERS = ("replays", "rows", "padding", "capture", "nodes")
+_LAPTOP: dict[str, Any] = {
+    "device": "cpu",
+    "dtype": "float32",
+    "grammar_backend": "none",
+    "max_total_tokens": 4096,
+    "max_running_requests": 8,
+    "mem_fraction_static": 0.5,
+    "skip_server_warmup": True,
+    "log_level": "warning",
+}
+_GRAPHS: dict[str, Any] = {
+    "cuda_graph_backend_decode": "full",
+    "cuda_graph_bs_decode": [1, 2, 4, 8],
+    "cuda_graph_backend_prefill": "breakable",
+    "cuda_graph_bs_prefill": [16, 32, 64, 128],
+}
+_TAIL = 30  # lines of a failed run's log
+
+
+@sglang.command("run")
+def run(
+    prompts: Annotated[
+        list[str] | None, typer.Argument(help="Prompts to continue.", show_default=False)
+    ] = None,
+    *,
+    model: Annotated[Path, typer.Option(help="The folder of a checkpoint.", show_default=False)],
+    file: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "-f", metavar="FILE", help="Read one prompt from each non-blank line of FILE."
+        ),
+    ] = None,
+    max_new_tokens: Annotated[
+        int, typer.Option("--max-new-tokens", "-n", min=1, help="Maximum number of tokens per prompt.")
+    ] = 32,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Poison what no step may read, and refuse illegal work.")
+    ] = False,
+    words: Annotated[
+        str, typer.Option(metavar="WORDS", help="Words of GRAPHPACT for the run on the tape, beside tape.")
+    ] = "guard",
+    sets: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--set",
+            metavar="KEY=VALUE",
+            help="An argument of SGLang's Engine, with a value in JSON or a text; repeatable.",
+            show_default=False,
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Write both runs as one JSON object to stdout.")
+    ] = False,
+    report: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Write both runs as JSON to FILE.", show_default=False),
+    ] = None,
+) -> None:
+    """Continue prompts greedily with SGLang, eagerly and then on a tape, and compare.
+
+    The eager run is SGLang without graphpact. Texts are written to stdout; the table of replays and eager
+    steps is written to stderr. The exit status is 1 if tokens differ, a replay is at fault, or nothing was
+    replayed.
+    """
+    _require_sglang()
+    if not (model / "config.json").is_file():
+        raise UsageError(f"--model {model}: there is no config.json", hint="name the folder of a checkpoint")
+    texts = [*(prompts or []), *_lines(file)]
+    if not texts:
+        raise UsageError("there is no prompt", hint="write prompts as arguments, or name a file with --file")
+    asked = dict(map(_setting, sets or []))
+    arguments = _LAPTOP | {"model_path": str(model.resolve())}
+    plain = {k: v for k, v in asked.items() if not k.startswith("cuda_graph") and k != "attention_backend"}
+    note("running SGLang eagerly")
+    eager_arguments = arguments | {"attention_backend": "torch_native"} | plain
+    eager = _run("", Job(engine=eager_arguments, prompts=texts, max_new_tokens=max_new_tokens))
+    if eager.stood_in:
+        note(f"not installed, and stood in for: {', '.join(eager.stood_in)}")
+    mode = "tape:strict" if strict else "tape"
+    note(f"running SGLang on a tape: GRAPHPACT={mode},{words}")
+    taped = _run(
+        f"{mode},{words}",
+        Job(engine=arguments | _GRAPHS | asked, prompts=texts, max_new_tokens=max_new_tokens),
+    )
+    both = {"eager": asdict(eager), "tape": asdict(taped)}
+    if report is not None:
+        write_file(report, json.dumps(both, indent=1) + "\n")
+    if as_json:
+        data().print(json.dumps(both), soft_wrap=True)
+    else:
+        for text, answer in zip(texts, taped.answers, strict=True):
+            data().print(f"{text}{answer.text}", soft_wrap=True)
+    _judge(eager, taped)
+
+
+def _require_sglang() -> None:
+    if find_spec("sglang") is None:
+        raise UsageError(
+            "SGLang is not installed in this environment",
+            hint="`make sglang` makes an environment for it: .venv-sglang/bin/graphpact sglang run ...",
+        )
+
+
+def _lines(file: Path | None) -> list[str]:
+    if file is None:
+        return []
+    try:
+        text = read_file(file).decode()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"--file {file}: {error}", hint="name a text file in UTF-8") from error
+    return [line for line in text.splitlines() if line.strip()]
+
+
+def _setting(text: str) -> tuple[str, Any]:
+    key, equals, value = text.partition("=")
+    if not equals or not key.isidentifier():
+        raise UsageError(f"--set {text!r} is not KEY=VALUE", hint="for example --set page_size=16")
+    try:
+        return key, json.loads(value)
+    except json.JSONDecodeError:
+        return key, value
+
+
+def _run(words: str, job: Job) -> Result:
+    """Run a job in a process of its own.
+
+    Raises:
+        EngineError: It failed; the message has the end of its log.
+    """
+    environment = os.environ | {"GRAPHPACT": words}
+    with tempfile.TemporaryDirectory(prefix="graphpact-sglang-") as folder:
+        asked, result = Path(folder, "job.json"), Path(folder, "result.json")
+        write_file(asked, json.dumps(asdict(job)))
+        done = subprocess.run(
+            [sys.executable, "-m", "graphpact_sglang.job", str(asked), str(result)],
+            check=False,
+            env=environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+        )
+        lines = done.stdout.decode(errors="replace").splitlines()
+        for line in lines:
+            if "graphpact guard: GP" in line:
+                note(line)
+        if done.returncode or not result.exists():
+            tail = "\n".join(lines[-_TAIL:])
+            raise EngineError(
+                f"SGLang ended with status {done.returncode}:\n{tail}",
+                hint="the first error in this log is SGLang's own, or names what graphpact refused",
+            )
+        return Result.load(result)
+
+
+def _judge(eager: Result, taped: Result) -> None:
+    """Print what the run on the tape did.
+
+    Raises:
+        ContractError: Tokens differ, a replay is at fault, or nothing was replayed.
+    """
+    states = [state for state in taped.states if state is not None]
+    print_table(talk(), _COLUMNS, [row for state in states for row in _rows(state)], numbers=_NUMBERS)
+    replays = sum(c["replays"] for state in states for c in state["steps"]["graphs"].values())
+    steps = sum(each["steps"] for state in states for each in state["steps"]["eager"])
+    guarded = [state["guard"] for state in states if state["guard"] is not None]
+    faults = [fault for guard in guarded for fault in guard["faults"]]
+    differing = [
+        at for at, pair in enumerate(zip(eager.answers, taped.answers, strict=True)) if _differ(*pair)
+    ]
+    count = len(taped.answers)
+    note(
+        f"{replays:,} replays; {steps:,} eager steps; {len(faults)} faults;"
+        f" {count - len(differing)} of {count} answers have the eager tokens,"
+        f" largest difference of a logarithm of probability {_largest_difference(eager, taped):.2g}"
+    )
+    if differing:
+        at = differing[0]
+        raise ContractError(
+            f"the answer to prompt {at} differs: eager {eager.answers[at].text!r},"
+            f" tape {taped.answers[at].text!r}",
+            hint="--strict names what the graph reads wrongly; --words guard,verify:1 compares every replay",
+        )
+    if faults:
+        first = faults[0]
+        where = f"{first['owner']}.{first['field']} in {first['graph']}"
+        raise ContractError(
+            f"{where}: {first['text']}", hint="the faults are listed above", rule=first["rule"]
+        )
+    if not replays:
+        raise ContractError("nothing was replayed", hint="the table says why each step ran eagerly")
+
+
+def _differ(eager: Answer, taped: Answer) -> bool:
+    return eager.token_ids != taped.token_ids
+
+
+def _largest_difference(eager: Result, taped: Result) -> float:
+    pairs = [
+        (a, b)
+        for one, other in zip(eager.answers, taped.answers, strict=True)
+        for a, b in zip(one.logprobs, other.logprobs, strict=False)
+    ]
+    return max((abs(a - b) for a, b in pairs), default=0.0)
+
+
+def _rows(state: dict[str, Any]) -> Iterator[tuple[object, ...]]:
+    """Yield a row for each graph, smallest first, and for each reason of eager steps."""
+    for graph, counts in reversed(state["steps"]["graphs"].items()):
+        waste = 1 - counts["raw"] / counts["padded"] if counts["padded"] else 0.0
+        yield (
+            graph,
+            counts["replays"],
+            counts["raw"],
+            f"{waste:.1%}" if counts["replays"] else "",
+            f"{counts['capture_seconds'] * 1000:,.0f} ms",
+            counts["nodes"] if counts["nodes"] >= 0 else "",
+            "",
+        )
+    for each in state["steps"]["eager"]:
+        yield f"{each['mode']}, eager", each["steps"], "", "", "", "", each["reason"]

@@ -1,0 +1,128 @@
+"""`StepCounts`: how often each graph was replayed, with which padding, and why other steps ran eagerly.
+
+Every process of SGLang that runs a model has its own counts; they are part of its internal state, which
+``Engine.get_server_info()`` and the endpoint ``/server_info`` return.
+
+Does not: change a step.
+"""
+
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from sglang.srt.model_executor.runner import prefill_cuda_graph_runner
+from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+from graphpact_guard import GraphKey
+
+_FACTOR = "_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"
+SRT = "sglang.srt.model_executor"
+FULL = f"{SRT}.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
+BREAKABLE = f"{SRT}.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
+
+
+@dataclass(slots=True)
+class GraphCounts:
+    """The counts of one graph.
+
+    Args:
+        capture_seconds: How long its capture took, warm-up included.
+        nodes: Recorded operations; -1 if unknown.
+        replays: How often it was replayed.
+        raw: Requests of all replays, or tokens if the graph's size counts tokens.
+        padded: The same with padding.
+    """
+
+    capture_seconds: float
+    nodes: int = -1
+    replays: int = 0
+    raw: int = 0
+    padded: int = 0
+
+
+class StepCounts:
+    """The counts of one process."""
+
+    def __init__(self) -> None:
+        self.graphs: dict[GraphKey, GraphCounts] = {}
+        self.eager: Counter[tuple[str, str]] = Counter()
+        self._begun = 0.0
+
+    def register(self) -> None:
+        """Register the hooks that count."""
+        for backend in (FULL, BREAKABLE):
+            HookRegistry.register(f"{backend}.capture_one", self._capture_begins, HookType.BEFORE)
+            HookRegistry.register(f"{backend}.capture_one", self._captured, HookType.AFTER)
+            HookRegistry.register(f"{backend}.replay", self._replay, HookType.BEFORE)
+        HookRegistry.register(f"{SRT}.runner.eager_runner.EagerRunner.execute", self._run, HookType.BEFORE)
+
+    def summary(self) -> dict[str, Any]:
+        """Return the counts, ready for JSON."""
+        return {
+            "graphs": {str(key): asdict(counts) for key, counts in self.graphs.items()},
+            "eager": [{"mode": mode, "reason": why, "steps": n} for (mode, why), n in self.eager.items()],
+        }
+
+    def _capture_begins(self, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        self._begun = time.perf_counter()
+
+    def _captured(self, result: None, graph_backend: Any, shape_key: Any, *args: Any, **kwargs: Any) -> None:
+        del result, args, kwargs
+        seconds = time.perf_counter() - self._begun
+        counts = GraphCounts(seconds, _nodes_of(graph_backend._graphs[shape_key]))  # noqa: SLF001
+        self.graphs[key_of(graph_backend._cuda_graph_runner, shape_key)] = counts  # noqa: SLF001
+
+    def _replay(self, graph_backend: Any, shape_key: Any, batch: Any, **kwargs: Any) -> None:
+        del kwargs
+        runner = graph_backend._cuda_graph_runner  # noqa: SLF001
+        counts = self.graphs.get(key_of(runner, shape_key))
+        if counts is None:  # captured before the hooks were there
+            return
+        counts.replays += 1
+        counts.raw += getattr(runner, "raw_num_tokens", None) or batch.batch_size
+        counts.padded += shape_key.size
+
+    def _run(self, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
+        if getattr(batch, "graphpact_verifies", False):
+            return
+        self.eager[batch.forward_mode.name.lower(), _eager_reason(runner, batch)] += 1
+
+
+def key_of(runner: Any, shape_key: Any) -> GraphKey:
+    """Return the name of a graph: the runner, and the parts of its key that are set."""
+    role = "draft " if runner.model_runner.is_draft_worker else ""
+    parts = [shape_key.size, shape_key.stream_idx, shape_key.variant_label, shape_key.attention_variant]
+    return GraphKey(
+        runner=f"{role}{type(runner).__name__}",
+        shape=", ".join(str(part) for part in parts if part is not None),
+    )
+
+
+def _nodes_of(graph: Any) -> int:
+    """Return how many operations a graph on a tape has; -1 on a GPU."""
+    segments = getattr(graph, "_segments", [graph])
+    tapes = [getattr(segment, "tape", None) for segment in segments]
+    return sum(tape.num_nodes for tape in tapes if tape is not None) if any(tapes) else -1
+
+
+def _eager_reason(runner: Any, batch: Any) -> str:
+    """Return in words why a batch runs without a graph."""
+    model_runner, mode = runner.model_runner, batch.forward_mode
+    is_extend = mode.is_extend(include_draft_extend_v2=True) and not mode.is_target_verify()
+    its_runner = (
+        model_runner.prefill_cuda_graph_runner if is_extend else model_runner.decode_cuda_graph_runner
+    )
+    if its_runner is None or its_runner is runner:
+        return "no graph of this mode is captured"
+    size = len(batch.input_ids) if is_extend else batch.batch_size
+    most = its_runner.max_num_tokens if is_extend else its_runner.max_bs
+    if size > most:
+        return f"larger than the largest captured size, {most}"
+    if is_extend and (factor := getattr(prefill_cuda_graph_runner, _FACTOR, None)) is not None:
+        bucket = min(each for each in its_runner.capture_num_tokens if each >= size)
+        if bucket > size * factor:
+            return f"padding to {bucket} tokens is more than SGLang's factor of {factor:g}"
+    return "SGLang's runner declined the batch"

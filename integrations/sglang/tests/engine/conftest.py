@@ -1,0 +1,18 @@
+"""Fixtures of the tests with the real SGLang: each engine lives in a forked child of this process.
+
+An import of SGLang takes half a minute, a start of its scheduler five seconds. So this process imports once,
+and children fork. `make sglang-test` runs these tests, in the environment that `make sglang` makes.
+"""
+
+import os
+
+os.environ["GRAPHPACT"] = "tape"  # read when SGLang chooses its platform; children choose their own words
+os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from graphpact_sglang import stand_ins
+
+stand_ins.install()
+
+import sglang.srt.managers.scheduler  # noqa: E402, F401  after the stand-ins

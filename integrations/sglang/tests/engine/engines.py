@@ -1,0 +1,157 @@
+"""Start SGLang's scheduler in a forked child, and run a function on it."""
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from sglang.srt.plugins import load_plugins
+from transformers import AutoTokenizer
+
+from graphpact_sglang.in_process import InProcessEngine, PromptRequest
+
+ROOT = Path(__file__).parents[4]
+MODEL = ROOT / "examples/models/tiny-llama"
+PROMPTS = (
+    "Return the number of",
+    "Open a file for",
+    "The ",
+    "def main(",
+    "Write the ",
+    "a",
+    "import ",
+    "x = ",
+)
+LAPTOP: dict[str, Any] = {
+    "model_path": str(MODEL),
+    "device": "cpu",
+    "dtype": "float32",
+    "grammar_backend": "none",
+    "max_total_tokens": 4096,
+    "max_running_requests": 8,
+    "mem_fraction_static": 0.5,
+    "skip_server_warmup": True,
+    "log_level": "error",
+    "cuda_graph_backend_decode": "full",
+    "cuda_graph_bs_decode": [1, 2, 4, 8],
+    "cuda_graph_backend_prefill": "breakable",
+    "cuda_graph_bs_prefill": [16, 32, 64, 128],
+}
+_SECONDS = 240
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """What a run gave.
+
+    Args:
+        tokens: The tokens of each answer.
+        reasons: Why each answer ended.
+        state: What graphpact counted; see `graphpact_sglang.hooks.state`.
+    """
+
+    tokens: list[list[int]]
+    reasons: list[str | None]
+    state: dict[str, Any]
+
+    @property
+    def faults(self) -> list[tuple[str, str, str, str]]:
+        """Rule, owner, field and graph of each fault."""
+        found = self.state["guard"]["faults"] if self.state["guard"] else []
+        return [(each["rule"], each["owner"], each["field"], each["graph"]) for each in found]
+
+    def replays(self, runner: str = "") -> int:
+        """Return how often the graphs of a runner were replayed."""
+        graphs = self.state["steps"]["graphs"].items()
+        return sum(counts["replays"] for name, counts in graphs if name.startswith(runner))
+
+
+def in_child(function: Callable[..., Any], *args: Any, words: str) -> Any:
+    """Return what ``function(*args)`` returns in a forked child with ``GRAPHPACT=words``."""
+    context = multiprocessing.get_context("fork")
+    receiver, sender = context.Pipe(duplex=False)
+
+    def work() -> None:
+        os.environ["GRAPHPACT"] = words
+        try:
+            sender.send((function(*args), None))
+        except BaseException:  # noqa: BLE001  the parent raises it
+            sender.send((None, traceback.format_exc()))
+        finally:
+            sender.close()
+            os._exit(0)
+
+    child = context.Process(target=work)
+    child.start()
+    sender.close()
+    try:
+        if not receiver.poll(_SECONDS):
+            raise TimeoutError(f"the engine took more than {_SECONDS} s")
+        result, error = receiver.recv()
+    finally:
+        child.kill()
+        child.join()
+    if error is not None:
+        raise AssertionError(f"the engine's process raised:\n{error}")
+    return result
+
+
+def requests(
+    prompts: Sequence[str] = PROMPTS, max_new_tokens: int = 16, every: int = 2
+) -> list[PromptRequest]:
+    """Return a request for each prompt, one after every few passes of the event loop."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    return [
+        PromptRequest(token_ids=tokenizer.encode(text), max_new_tokens=max_new_tokens, arrives_in=at * every)
+        for at, text in enumerate(prompts)
+    ]
+
+
+def run_engine(
+    given: Sequence[PromptRequest],
+    arguments: dict[str, Any],
+    plant: Callable[[InProcessEngine], None] | None = None,
+    rounds: int = 1,
+    before: Callable[[], None] | None = None,
+) -> Run:
+    """Start an engine in this process, run ``given``, and return what came.
+
+    Args:
+        given: The requests.
+        arguments: Arguments of SGLang.
+        plant: Changes the engine before the run.
+        rounds: How often all requests run.
+        before: Is called before the engine starts.
+    """
+    from graphpact_sglang.hooks import state
+
+    load_plugins()
+    if before is not None:
+        before()
+    engine = InProcessEngine(**LAPTOP | arguments)
+    if plant is not None:
+        plant(engine)
+    for _ in range(rounds):
+        engine.run(given)
+    return Run(
+        tokens=[request.output_ids for request in given],
+        reasons=[request.finish_reason for request in given],
+        state=state(),
+    )
+
+
+def run_in_child(
+    words: str,
+    given: Sequence[PromptRequest] | None = None,
+    plant: Callable[[InProcessEngine], None] | None = None,
+    rounds: int = 1,
+    before: Callable[[], None] | None = None,
+    **arguments: Any,
+) -> Run:
+    """Run requests in an engine of a child with ``GRAPHPACT=words``."""
+    given = requests() if given is None else given
+    found: Run = in_child(run_engine, given, arguments, plant, rounds, before, words=words)
+    return found

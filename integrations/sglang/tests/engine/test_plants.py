@@ -1,0 +1,63 @@
+"""Faults planted in the real SGLang: the model answers wrong without a message, and the guard names them."""
+
+from collections.abc import Callable
+
+import pytest
+from engines import Run, requests, run_in_child
+from plants import REBOUND, STALE, UNPADDED, BakedBackend, swapped_metadata, use
+
+from graphpact_sglang.in_process import InProcessEngine
+
+WORDS = "tape,guard,contents:1"
+
+
+@pytest.fixture(scope="module")
+def right() -> Run:
+    """The run of the engine without a fault."""
+    return run_in_child(WORDS)
+
+
+def _named(run: Run) -> list[tuple[str, str, str]]:
+    """Return rule, owner and field of the faults of the first replay."""
+    first = run.faults[0][3]
+    return [fault[:3] for fault in run.faults if fault[3] == first]
+
+
+@pytest.mark.parametrize(
+    ("plant", "named"),
+    [
+        (REBOUND, ("GP01", "PagedAttnBackend", "forward_metadata.kv_indices")),
+        (STALE, ("GP02", "PagedAttnBackend", "kv_indices")),
+        (swapped_metadata, ("GP07", "PagedAttnBackend", "forward_metadata.kv_indptr")),
+    ],
+    ids=["rebound", "stale", "dtype"],
+)
+def test_a_backend_with_a_fault_is_named_at_its_first_replay(
+    right: Run, plant: Callable[[InProcessEngine], None], named: tuple[str, str, str]
+) -> None:
+    """The guard names rule, owner and field before the first wrong replay."""
+    run = run_in_child(WORDS, plant=plant)
+    assert named in _named(run)
+    if plant is not swapped_metadata:  # its numbers are right
+        assert run.tokens != right.tokens
+    silent = run_in_child("tape", plant=plant)
+    assert silent.tokens == run.tokens
+    assert silent.state["guard"] is None
+
+
+def test_a_padding_row_that_is_left_is_named() -> None:
+    """The third of the seeds: request rows of padding keep what an earlier replay left (PR 26292)."""
+    given = requests(every=0)
+    for at, request in enumerate(given):
+        request.max_new_tokens = 4 + 3 * at  # batches shrink below their bucket
+    run = run_in_child(WORDS, given, plant=UNPADDED)
+    assert ("GP03", "DecodeInputBuffers", "req_pool_indices") in [fault[:3] for fault in run.faults]
+
+
+def test_a_frozen_number_is_named_and_an_eager_run_differs(right: Run) -> None:
+    """A host number that the capture read and that grows is a breach; verification sees what it does."""
+    run = run_in_child("tape,guard,contents:1,verify:1", plant=None, before=use(BakedBackend))
+    assert run.tokens != right.tokens
+    rules = {fault[:3] for fault in run.faults}
+    assert ("GP08", "BakedBackend", "forward_metadata.max_kv_len") in rules
+    assert ("verify", "outputs", "next_token_logits") in rules
