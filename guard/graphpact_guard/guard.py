@@ -154,6 +154,32 @@ class Guard:
         record.contents += 1
         self.report(*(fault for each in expected if (fault := each.fault(key)) is not None))
 
+    def check_invariants(self, key: GraphKey, owner: str, invariants: Mapping[str, bool]) -> None:
+        """Report the invariants that ``owner`` declares of its plan and that do not hold.
+
+        Args:
+            key: The graph that is replayed.
+            owner: Who declares them.
+            invariants: Whether each holds, by name.
+
+        Raises:
+            GuardError: See `replaying`.
+        """
+        self.report(
+            *(
+                Fault(
+                    rule="GP09",
+                    owner=owner,
+                    field=name,
+                    key=key,
+                    text="this invariant of the plan does not hold",
+                    advice="renew the plan in every replay: the graph runs what it says",
+                )
+                for name, holds in invariants.items()
+                if not holds
+            )
+        )
+
     def is_verify_due(self, key: GraphKey) -> bool:
         """Return whether the last replay of ``key`` is compared eagerly: the first and every N-th."""
         return self._is_due(key, self.settings.verify)

@@ -69,7 +69,8 @@ def _run_launch(tensors: list[torch.Tensor], number: int) -> None:
     def now(value: Any) -> Any:
         return next(given) if isinstance(value, torch.Tensor) else value
 
-    run(executor, *map(now, args), **{name: now(value) for name, value in kwargs.items()})
+    positional = [now(value) for value in args]  # before the keyword arguments, as they were collected
+    run(executor, *positional, **{name: now(value) for name, value in kwargs.items()})
 
 
 _launch = define_kernel("launch(Tensor(a!)[] tensors, int number) -> ()", _run_launch, namespace="peers")

@@ -154,7 +154,7 @@ def _run(words: str, job: Job) -> Result:
     Raises:
         EngineError: It failed; the message has the end of its log.
     """
-    environment = os.environ | {"GRAPHPACT": words}
+    environment = os.environ | {"GRAPHPACT": words, "TRITON_INTERPRET": "1"}
     with tempfile.TemporaryDirectory(prefix="graphpact-sglang-") as folder:
         asked, result = Path(folder, "job.json"), Path(folder, "result.json")
         write_file(asked, json.dumps(asdict(job)))

@@ -18,11 +18,14 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from graphpact_guard import Guard, Settings
+from graphpact_guard import GraphKey, Guard, Settings
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
 from graphpact_sglang.steps import BREAKABLE, FULL, SRT, key_of
 
 _SEGMENTS = f"{SRT}.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph.BreakableCUDAGraphCapture"
+INVARIANTS = "graphpact_invariants"
+"""The attribute by which an attention backend declares invariants of its plan: predicates by name, each a
+function of the backend and of the batch that is replayed. They are checked before every replay."""
 _UNSEEN = "graphs that other code captures by torch.cuda.CUDAGraph, and memory that kernels reach by pointers"
 
 
@@ -39,6 +42,7 @@ class SglangGuard:
     def __init__(self, settings: Settings) -> None:
         self.guard: Guard | None = None
         self._settings = settings
+        self._owners: dict[GraphKey, dict[str, Any]] = {}  # the attention backends of each graph, by name
         self._before: dict[
             str, tuple[Any, Any]
         ] = {}  # by owner: a backend, and its metadata before a preparation
@@ -79,6 +83,7 @@ class SglangGuard:
         owners = dict(_named_backends(runner))
         for name, backend in owners.items():
             self._watch_preparation(name, backend)
+        self._owners[key_of(runner, shape_key)] = owners
         inputs = {type(runner.buffers).__name__: runner.buffers}
         with self.guard.capturing(key_of(runner, shape_key), owners, inputs, in_segments=in_segments):
             return original(graph_backend, shape_key, *args, **kwargs)
@@ -100,6 +105,7 @@ class SglangGuard:
                 self.guard.prepared(name, None if now is before else now)
             self._before.clear()
             self.guard.replaying(key)
+            self._check_invariants(key, batch)
             if isinstance(runner, DecodeCudaGraphRunner) and self.guard.is_contents_due(key):
                 rows, record = DecodeRows.of(runner), self.guard.records[key]
                 self.guard.check_contents(
@@ -123,6 +129,14 @@ class SglangGuard:
         for name, tensor in _outputs(output):  # the eager run may have used the same memory
             tensor.copy_(replayed[name])
         return output
+
+    def _check_invariants(self, key: GraphKey, batch: Any) -> None:
+        assert self.guard is not None  # noqa: S101  the caller has it
+        for owner, backend in self._owners.get(key, {}).items():
+            declared = getattr(backend, INVARIANTS, None)
+            if declared:
+                holds = {text: bool(predicate(backend, batch)) for text, predicate in declared.items()}
+                self.guard.check_invariants(key, owner, holds)
 
     def _watch_preparation(self, name: str, backend: Any) -> None:
         """Note the metadata of ``backend`` before each preparation, so that a replay tells what is new."""
@@ -160,7 +174,11 @@ def _named_backends(runner: Any) -> Iterator[tuple[str, Any]]:
         found.append(backend)
         for value in vars(backend).values():
             inner = value if isinstance(value, (list, tuple)) else [value]
-            waiting += [each for each in inner if hasattr(each, "init_forward_metadata_out_graph")]
+            waiting += [
+                each
+                for each in inner
+                if hasattr(each, "init_forward_metadata_out_graph") and not isinstance(each, type)
+            ]
     classes = [type(backend).__name__ for backend in found]
     for at, (name, backend) in enumerate(zip(classes, found, strict=True)):
         yield (name if classes.count(name) == 1 else f"{name}[{classes[:at].count(name)}]"), backend

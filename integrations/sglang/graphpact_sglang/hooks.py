@@ -61,6 +61,7 @@ def _add_state(result: Any, *args: Any) -> None:
 
 
 def _register_tape() -> None:
+    from graphpact_sglang import fa3  # noqa: PLC0415  it needs the kernels
     from graphpact_sglang.segments import TapedSegments  # noqa: PLC0415  it needs the tape
 
     @register_attention_backend(ATTENTION_BACKEND)
@@ -69,7 +70,12 @@ def _register_tape() -> None:
 
         return PagedAttnBackend(runner)
 
+    @register_attention_backend("fa3")
+    def make_fa3(runner: Any) -> Any:
+        return fa3.make_backend(runner)
+
     add_attention_backend_choices([ATTENTION_BACKEND])
+    HookRegistry.register(fa3.KERNEL, fa3.flash_attn_with_kvcache, HookType.REPLACE)
     HookRegistry.register(f"{_DEFAULTS}.handle_cpu_backends", _choose_attention_backend, HookType.BEFORE)
     HookRegistry.register(f"{_BREAKABLE}.BreakableCUDAGraphCapture", TapedSegments, HookType.REPLACE)
     HookRegistry.register(_CAPTURE, _open_the_gate, HookType.BEFORE)

@@ -17,6 +17,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from graphpact_guard import Settings
 from graphpact_sglang import ATTENTION_BACKEND
+from graphpact_sglang.interpreter import record_launches
 from graphpact_tape import TapeDriver, stand_in_for_cuda_graphs
 
 
@@ -31,7 +32,9 @@ class TapePlatform(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         """Make SGLang's graph backends record on a tape; SGLang calls this once in each worker."""
         strict = Settings.from_environment().tape == "strict"
-        stand_in_for_cuda_graphs(TapeDriver(torch.device("cpu"), strict=strict), torch.cpu)
+        driver = TapeDriver(torch.device("cpu"), strict=strict)
+        stand_in_for_cuda_graphs(driver, torch.cpu)
+        record_launches(lambda: driver.is_capturing)
 
     def get_default_attention_backend(self) -> str:
         """Return the name of the backend that can be recorded on a CPU."""

@@ -41,6 +41,11 @@ def install() -> list[str]:
     return names
 
 
+def is_stand_in(module: types.ModuleType) -> bool:
+    """Return whether ``module`` is a stand-in."""
+    return isinstance(module, _Module)
+
+
 def _find_installed(name: str) -> importlib.machinery.ModuleSpec | None:
     """Return the spec of an installed package, which no stand-in provides."""
     for finder in sys.meta_path:

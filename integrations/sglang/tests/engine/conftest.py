@@ -10,6 +10,7 @@ os.environ["GRAPHPACT"] = "tape"  # read when SGLang chooses its platform; child
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from graphpact_sglang import stand_ins
 

@@ -1,0 +1,63 @@
+"""Triton kernels on a CPU: Triton's interpreter runs them, and a tape records each launch as one node.
+
+SGLang's Triton backend and the metadata kernels of its other backends run unedited. A launch in a captured
+region becomes an operator that holds the kernel, its grid and its numbers by value, and its tensors by
+identity, as a launch in a CUDA graph does.
+
+Triton reads ``TRITON_INTERPRET=1`` when it is imported, so it is set before Python starts.
+
+Does not: run fast; the interpreter takes milliseconds for each program of a grid.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from graphpact_kernels import define_kernel
+
+_captured: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
+"""The launches in captured regions: executor and arguments. Graphs refer to them by index."""
+
+
+def record_launches(is_capturing: Callable[[], bool]) -> None:
+    """Make each launch while ``is_capturing`` one operator; others run as before."""
+    from triton.runtime.interpreter import GridExecutor  # noqa: PLC0415  Triton may be missing
+
+    run = GridExecutor.__call__
+    if getattr(run, "is_recorded", False):
+        return
+
+    @functools.wraps(run)
+    def launch(self: Any, *args: Any, **kwargs: Any) -> None:
+        if not is_capturing():
+            run(self, *args, **kwargs)
+            return
+        known = inspect.getfullargspec(self.fn)
+        kwargs = {k: v for k, v in kwargs.items() if k in known.args or k in known.kwonlyargs}
+        tensors = [each for each in (*args, *kwargs.values()) if isinstance(each, torch.Tensor)]
+        _captured.append((functools.partial(run, self), args, kwargs))
+        _launch(tensors, len(_captured) - 1)
+
+    launch.is_recorded = True  # type: ignore[attr-defined]
+    GridExecutor.__call__ = launch
+
+
+def _run(tensors: list[torch.Tensor], number: int) -> None:
+    launch, args, kwargs = _captured[number]
+    given = iter(tensors)
+
+    def now(value: Any) -> Any:
+        return next(given) if isinstance(value, torch.Tensor) else value
+
+    positional = [
+        now(value) for value in args
+    ]  # first: a call reads ``*map(...)`` after its keyword arguments
+    launch(*positional, **{name: now(value) for name, value in kwargs.items()})
+
+
+_launch = define_kernel(
+    "interpreted_launch(Tensor(a!)[] tensors, int number) -> ()", _run, namespace="graphpact_sglang"
+)
