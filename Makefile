@@ -9,7 +9,7 @@ CPP    := $(wildcard kernels/graphpact_kernels/compiled/*.cpp kernels/graphpact_
 STAMP  := $(VENV)/.installed
 QUIET  := $$(test -t 1 || echo --quiet)  # pip shows its progress on a terminal
 
-.PHONY: help demo break test test-all bench models peers sglang sglang-test check docs format clean
+.PHONY: help demo break test test-all bench models peers sglang sglang-smoke sglang-test check docs format clean
 
 # Times are those of two cores. The first target makes the environment before, about five minutes and 2.5 GB, and
 # the first engine compiles kernels, a minute.
@@ -45,6 +45,9 @@ peers: $(STAMP)       ## check builders of released engines, and write docs/peer
 	PYTHONPATH=tests $(BIN)/python -m peers --results build/peers.json --page
 
 sglang: $(VENV)-sglang/.installed ## make .venv-sglang, in which SGLang runs on a CPU; a minute and 2.5 GB
+
+sglang-smoke: sglang  ## run a few of the tests with the real SGLang; three minutes
+	cd integrations/sglang/tests/engine && $(abspath $(VENV))-sglang/bin/python -m pytest -q -m smoke
 
 sglang-test: sglang   ## run the tests with the real SGLang on a tape; ten minutes
 	cd integrations/sglang/tests/engine && $(abspath $(VENV))-sglang/bin/python -m pytest -q

@@ -33,6 +33,7 @@ from graphpact_conformance.real_bugs import REAL_BUGS
 from graphpact_conformance.results import Finding, Report
 from graphpact_conformance.rules import RULES, Rule, causes_first
 from graphpact_engine.config import config_keys
+from graphpact_guard.settings import WORDS
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -191,12 +192,19 @@ def _draft_lanes(algorithm: str, *lanes: str) -> str:
     return draft_lanes.tables(algorithm, *lanes)
 
 
+def _guard_words(_: str) -> str:
+    """Return a table of the words of ``GRAPHPACT``."""
+    rows = ["| word | asks to |", "|---|---|"]
+    return "\n".join(rows + [f"| `{word.form}` | {word.text} |" for word in WORDS.values()]) + "\n"
+
+
 INCLUDES: Mapping[str, Callable[..., str]] = {
     "source": _source,
     "file": _file,
     "modules": _modules,
     "contracts": _contracts,
     "draft_lanes": _draft_lanes,
+    "guard": _guard_words,
 }
 """The functions that make the text of ``<!-- include KIND ARGUMENTS -->``, by kind."""
 

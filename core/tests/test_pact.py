@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from graphpact.batch import ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot
 from graphpact.errors import Breach, EngineError, PactBreach
-from graphpact.pact import ANY, Pact, bounded, updated, walk
+from graphpact.pact import ANY, Pact, Terms, bounded, updated, walk
 from graphpact.shapes import GraphShape
 from metadata_trees import NUMBERS, PROPERTY, TREES, Kind, Pair, Plan, mutations, replace_leaf
 
@@ -711,3 +711,83 @@ def test_breaches_are_plain_data() -> None:
     (breach,) = Pact.of(SHAPE, None, metadata=[1]).breaches(metadata=[2])
     assert breach == Breach("metadata[0]", "value", "1", "2", None, breach.advice)
     json.dumps(dataclasses.asdict(breach))
+
+
+# -- terms: objects whose classes declare nothing --------------------------------------------------------
+
+
+class _Plain:
+    """An object of another engine."""
+
+    def __init__(self, table: torch.Tensor, **others: Any) -> None:
+        self.table = table
+        self.__dict__ |= others
+
+
+def _pact_of(value: object, **terms: Any) -> Pact[str]:
+    return Pact.of("decode[4]", terms=Terms(**terms), metadata=value)
+
+
+def test_only_chosen_attributes_are_promised() -> None:
+    """With a choice, other attributes may change, come and go; what is chosen may not, down to its items."""
+    value = _Plain(torch.zeros(4), sizes=[1, 2], step=0)
+    pact = _pact_of(value, only={"metadata.table", "metadata.sizes"})
+    assert [p.path for p in pact.promises] == [
+        "metadata",
+        "metadata.table",
+        "metadata.sizes",
+        "metadata.sizes[0]",
+        "metadata.sizes[1]",
+    ]
+    value.step, value.new = 5, torch.ones(1)  # type: ignore[attr-defined]
+    assert pact.keeps({"metadata": value})
+    del value.step  # type: ignore[attr-defined]
+    assert pact.breaches(metadata=value) == ()
+    value.sizes[1] = 3  # type: ignore[attr-defined]
+    assert not pact.keeps({"metadata": value})
+    assert [(b.path, b.rule) for b in pact.breaches(metadata=value)] == [("metadata.sizes[1]", "value")]
+
+
+def test_a_chosen_attribute_that_is_gone_is_a_breach() -> None:
+    """An attribute that the graph reads has to be there."""
+    value = _Plain(torch.zeros(4))
+    pact = _pact_of(value, only={"metadata.table"})
+    del value.table
+    assert not pact.keeps({"metadata": value})
+
+
+@pytest.mark.parametrize(
+    ("view", "rules"),
+    [
+        (lambda memory: memory[:2], []),
+        (lambda memory: memory[:4, :3], []),
+        (lambda memory: memory[1:4], ["address"]),
+        (lambda memory: memory[:5], ["shape"]),
+        (lambda memory: memory[:4].T, ["stride"]),
+        (lambda memory: memory[0], ["shape", "stride"]),
+    ],
+)
+def test_a_shorter_view_of_the_captured_memory_is_allowed(
+    view: Callable[[torch.Tensor], torch.Tensor], rules: list[str]
+) -> None:
+    """A view that begins at the same place with the same strides may be shorter, and in no way longer."""
+    memory = torch.zeros(5, 4)
+    value = _Plain(memory[:4])
+    pact = _pact_of(value, shorter_views=True)
+    value.table = view(memory)
+    found = [breach.rule for breach in pact.breaches(metadata=value)]
+    assert found == rules
+    assert pact.keeps({"metadata": value}) == (not rules)
+
+
+def test_limits_are_named_for_classes_that_declare_none() -> None:
+    """A number under such a name may be smaller; a flag under it is no limit."""
+    value = _Plain(torch.zeros(1), max_len=8, max_flag=True)
+    pact = _pact_of(value, limits={"max_len", "max_flag"})
+    value.max_len = 3  # type: ignore[attr-defined]
+    assert pact.keeps({"metadata": value})
+    value.max_len, value.max_flag = 9, False  # type: ignore[attr-defined]
+    assert [(b.path, b.rule) for b in pact.breaches(metadata=value)] == [
+        ("metadata.max_len", "bound"),
+        ("metadata.max_flag", "value"),
+    ]

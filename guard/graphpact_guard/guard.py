@@ -120,8 +120,11 @@ class Guard:
     # -- replay ----------------------------------------------------------------------------------
 
     def prepared(self, owner: str, metadata: object) -> None:
-        """Note the metadata that ``owner`` made for the next replay, if it made a new object."""
-        self._prepared[owner] = metadata
+        """Note the metadata that ``owner`` made for the next replay, if it made a new object; None if not."""
+        if metadata is not None:
+            self._prepared[owner] = metadata
+        else:
+            self._prepared.pop(owner, None)
 
     def replaying(self, key: GraphKey) -> None:
         """Check the replay of ``key`` that follows.
@@ -134,11 +137,8 @@ class Guard:
         if record is None:  # captured before the guard was there
             return
         record.replays += 1
-        for part in record.parts:
-            self.report(*part.faults(key, part.value))
-            made = prepared.get(part.owner)
-            if part.name and made is not None and made is not part.value:
-                self.report(*part.faults(key, made))
+        for fault in record.faults(prepared):
+            self.report(fault)
 
     def is_contents_due(self, key: GraphKey) -> bool:
         """Return whether contents are checked before the next replay of ``key``: the first and every N-th."""

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from graphpact.pact import Pact, Terms, walk
+from graphpact.pact import Pact, Promise, Terms, walk
 from graphpact_guard.faults import Fault, GraphKey
 
 
@@ -62,8 +62,6 @@ class Part:
 
     def faults(self, key: GraphKey, value: object) -> Iterator[Fault]:
         """Yield the disagreements of ``value``, which a replay has in the place of the captured object."""
-        if self.pact.keeps(**{self.path: value}):
-            return
         now = dict(walk({self.path: value}))
         breaches = self.pact.breaches(**{self.path: value})
         moved = {breach.path for breach in breaches if breach.rule == "address"}
@@ -92,7 +90,7 @@ class Part:
         return torch.equal(captured[tuple(map(slice, now.shape))], now)
 
 
-@dataclass(slots=True)
+@dataclass
 class GraphRecord:
     """One captured graph.
 
@@ -109,6 +107,27 @@ class GraphRecord:
     replays: int = 0
     contents: int = 0
     verified: int = 0
+
+    def __post_init__(self) -> None:
+        roots: dict[str, Promise] = {}
+        for part in self.parts:
+            roots |= part.pact.roots
+        self._pact = Pact(self.key, roots)
+        self._captured = {part.path: part.value for part in self.parts}
+
+    def faults(self, prepared: Mapping[str, object]) -> Iterator[Fault]:
+        """Yield the disagreements of a replay: one compiled comparison, unless it fails.
+
+        Args:
+            prepared: New metadata of the replay by owner, where an owner made a new object.
+        """
+        if not self._pact.keeps(self._captured):
+            for part in self.parts:
+                yield from part.faults(self.key, part.value)
+        for part in self.parts if prepared else ():
+            made = prepared.get(part.owner) if part.name else None
+            if made is not None and made is not part.value and not part.pact.keeps({part.path: made}):
+                yield from part.faults(self.key, made)
 
     def leaves(self) -> dict[tuple[str, str], torch.Tensor]:
         """Return the tensors of metadata that the capture read, by owner and field."""

@@ -44,13 +44,14 @@ class Pact(Generic[K]):
 
     Attributes:
         shape: The shape, or another engine's key of the graph.
+        roots: The promises of each part, by its name.
     """
 
     def __init__(
         self, shape: K, roots: Mapping[str, Promise], registry: CudaGraphBufferRegistry | None = None
     ) -> None:
         self.shape = shape
-        self._roots = roots
+        self.roots = roots
         self._registry = registry
         self._holds = compile_promises(roots)
 
@@ -84,7 +85,7 @@ class Pact(Generic[K]):
     @property
     def promises(self) -> list[Promise]:
         """Every container and every leaf, in the order of the walk."""
-        return [promise for root in self._roots.values() for promise in root]
+        return [promise for root in self.roots.values() for promise in root]
 
     def check(self, **parts: Any) -> None:
         """Check the same named ``parts`` of a replay.
@@ -93,13 +94,13 @@ class Pact(Generic[K]):
             PactBreach: They differ. The error lists every difference with field, both values, owner and
             advice.
         """
-        if self.keeps(**parts):
+        if self.keeps(parts):
             return
         found = self.breaches(**parts)
         if found:
             raise PactBreach(_message(self.shape, found), hint=found[0].advice, breaches=found)
 
-    def keeps(self, **parts: Any) -> bool:
+    def keeps(self, parts: Mapping[str, Any]) -> bool:
         """Return whether the compiled expression holds for the ``parts`` of a replay; see `breaches`."""
         try:
             return self._holds(parts)
@@ -113,11 +114,11 @@ class Pact(Generic[K]):
         equal to NaN there), but never too lax.
         """
         found: list[Breach] = []
-        for name in {**self._roots, **parts}:
-            if name in self._roots and name in parts:
-                found += self._differences(self._roots[name], parts[name], root=True)
+        for name in {**self.roots, **parts}:
+            if name in self.roots and name in parts:
+                found += self._differences(self.roots[name], parts[name], root=True)
             else:
-                lost, new = (name, "none") if name in self._roots else ("none", name)
+                lost, new = (name, "none") if name in self.roots else ("none", name)
                 found.append(
                     Breach(name, "fields", f"missing {lost}", f"new {new}", None, BREACHES["fields"][1])
                 )

@@ -22,7 +22,7 @@ def eager() -> Run:
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
-        ("tape,guard,contents:1,verify:1", {}),
+        pytest.param("tape,guard,contents:1,verify:1", {}, marks=pytest.mark.smoke),
         ("tape:strict,guard,contents:1", {}),
         ("tape,guard,contents:1,verify:1", {"page_size": 16}),
     ],

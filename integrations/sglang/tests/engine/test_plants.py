@@ -26,7 +26,9 @@ def _named(run: Run) -> list[tuple[str, str, str]]:
 @pytest.mark.parametrize(
     ("plant", "named"),
     [
-        (REBOUND, ("GP01", "PagedAttnBackend", "forward_metadata.kv_indices")),
+        pytest.param(
+            REBOUND, ("GP01", "PagedAttnBackend", "forward_metadata.kv_indices"), marks=pytest.mark.smoke
+        ),
         (STALE, ("GP02", "PagedAttnBackend", "kv_indices")),
         (swapped_metadata, ("GP07", "PagedAttnBackend", "forward_metadata.kv_indptr")),
     ],

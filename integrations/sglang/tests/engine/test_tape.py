@@ -21,8 +21,8 @@ def eager() -> Run:
 @pytest.mark.parametrize(
     ("words", "arguments"),
     [
-        ("tape,guard,contents:1,verify:1", {}),
-        ("tape:strict,guard,contents:1", {}),
+        pytest.param("tape,guard,contents:1,verify:1", {}, marks=pytest.mark.smoke),
+        pytest.param("tape:strict,guard,contents:1", {}, marks=pytest.mark.smoke),
         ("tape,guard,contents:1,verify:1", {"page_size": 16}),
         ("tape,guard,contents:1", {"disable_overlap_schedule": True}),
         ("tape,guard,contents:1", {"chunked_prefill_size": 8}),
