@@ -17,6 +17,7 @@ import torch
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.runtime_context import get_parallel
 
 from graphpact_guard import GraphKey, Guard, Settings
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
@@ -218,5 +219,5 @@ def _provenance(runner: Any) -> dict[str, str]:
         "sglang": version("sglang"),
         "model": str(model_runner.server_args.model_path),
         "attention": type(model_runner.attn_backend).__name__,
-        "rank": str(getattr(model_runner, "tp_rank", 0)),
+        "rank": f"{get_parallel().tp_rank} of {get_parallel().tp_size}",
     }

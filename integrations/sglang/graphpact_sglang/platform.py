@@ -32,6 +32,9 @@ class TapePlatform(CpuDeviceMixin, SRTPlatform):
     def init_backend(self) -> None:
         """Make SGLang's graph backends record on a tape; SGLang calls this once in each worker."""
         strict = Settings.from_environment().tape == "strict"
+        torch.compiler.set_stance(
+            "force_eager"
+        )  # SGLang compiles small functions, whose kernels no tape sees
         driver = TapeDriver(torch.device("cpu"), strict=strict)
         stand_in_for_cuda_graphs(driver, torch.cpu)
         record_launches(lambda: driver.is_capturing)

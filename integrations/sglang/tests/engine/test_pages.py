@@ -7,8 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 ROOT = Path(__file__).parents[4]
 PAGE = ROOT / "docs/sglang-laptop.md"
 OURS = ".venv-sglang/bin/graphpact"
@@ -40,11 +38,3 @@ def test_the_first_command_compares_the_engine_with_itself() -> None:
     assert "2 of 2 answers have the eager tokens" in done.stderr
     assert "; 0 faults;" in done.stderr
     assert re.search(r"DecodeCudaGraphRunner\[2\] +\d+ ", done.stderr)
-
-
-@pytest.mark.parametrize("words", ["", "--strict"])
-def test_the_last_command_shows_the_fault_of_sglang(words: str) -> None:
-    """The breakable decode backend of SGLang cannot capture any model, on the tape as on a GPU."""
-    done = _run(f"{_commands()[1]} {words}")
-    assert done.returncode == 3
-    assert "Unsupported BCG output type" in done.stderr

@@ -52,3 +52,9 @@ def test_an_aborted_request_leaves_the_others_alone(eager: Run) -> None:
     others = [at for at in range(len(given)) if at not in (2, 6)]
     assert [run.tokens[at] for at in others] == [eager.tokens[at] for at in others]
     assert run.faults == []
+
+
+def test_the_breakable_decode_backend_cannot_capture() -> None:
+    """SGLang has a fault that the page describes: its breakable decode backend captures no model."""
+    with pytest.raises(AssertionError, match="Unsupported BCG output type"):
+        run_in_child("tape", cuda_graph_backend_decode="breakable")
