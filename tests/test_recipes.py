@@ -54,6 +54,7 @@ from graphpact_conformance.xfails import _entry
 from graphpact_cuda_graph import CudaGraphRunner
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
+from graphpact_guard import Settings
 from graphpact_tape.tape import TapeDriver
 from support import load_reference
 
@@ -498,9 +499,10 @@ def test_every_block_of_python_runs(
 
 
 @pytest.mark.parametrize(("page", "code"), _blocks("toml"))
-def test_every_block_of_toml_is_valid(page: str, code: str) -> None:
-    """A block of TOML is valid: entry points, package data, known failures, or an engine's configuration."""
+def test_every_block_of_toml_is_valid(page: str, code: str, tmp_path: Path) -> None:
+    """A block of TOML is valid: entry points, package data, known failures, or settings."""
     table = tomllib.loads(code)
+    (tmp_path / "guard.toml").write_text(code)
     if set(table) == {"tool"}:
         assert "xfails.toml" in table["tool"]["setuptools"]["package-data"]["acme_attention"]
     elif set(table) == {"project"}:
@@ -509,5 +511,7 @@ def test_every_block_of_toml_is_valid(page: str, code: str) -> None:
     elif set(table) == {"xfail"}:
         for entry in table["xfail"]:
             assert _entry(Path("xfails.toml"), 1, entry, [BACKEND]).name == "my_backend"
+    elif page == "docs/sglang-guard.md":
+        assert Settings.from_environment({"GRAPHPACT_CONFIG": str(tmp_path / "guard.toml")}).ignore
     else:
         EngineConfig.model_validate({"model": {"path": "a"}} | table)

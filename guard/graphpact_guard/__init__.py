@@ -11,19 +11,19 @@ Does not: import an engine; its integration does.
 """
 
 from graphpact_guard.contents import Expected
-from graphpact_guard.faults import Fault, FaultLog, GraphKey
+from graphpact_guard.faults import FaultLog, GraphKey, ReplayFault
 from graphpact_guard.guard import Guard, GuardError
 from graphpact_guard.reads import ReadWatch
 from graphpact_guard.settings import Ignored, Settings
 
 __all__ = [
     "Expected",
-    "Fault",
     "FaultLog",
     "GraphKey",
     "Guard",
     "GuardError",
     "Ignored",
     "ReadWatch",
+    "ReplayFault",
     "Settings",
 ]

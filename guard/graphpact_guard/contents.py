@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from graphpact.tensors import model_tolerance, same
-from graphpact_guard.faults import Fault, GraphKey
+from graphpact_guard.faults import GraphKey, ReplayFault
 
 VERIFY = "verify"
 """The rule of a fault that only an eager run shows: the graph reads something that no other check covers."""
@@ -38,7 +38,7 @@ class Expected:
     expected: torch.Tensor
     live: int
 
-    def fault(self, key: GraphKey) -> Fault | None:
+    def fault(self, key: GraphKey) -> ReplayFault | None:
         """Return the fault of the first row that differs, or None."""
         if torch.equal(self.actual, self.expected):
             return None
@@ -48,7 +48,7 @@ class Expected:
         )
         is_live = row < self.live
         kind = "live" if is_live else "padding"
-        return Fault(
+        return ReplayFault(
             rule="GP02" if is_live else "GP03",
             owner=self.owner,
             field=self.field,
@@ -64,7 +64,7 @@ class Expected:
 
 def compare_outputs(
     key: GraphKey, replayed: Mapping[str, torch.Tensor], eager: Mapping[str, torch.Tensor]
-) -> Iterator[Fault]:
+) -> Iterator[ReplayFault]:
     """Yield a fault for each output of a replay that differs from an eager run by more than rounding."""
     for name, a in replayed.items():
         b = eager[name]
@@ -79,7 +79,7 @@ def compare_outputs(
             if float(gap[row]) <= model_tolerance(b.dtype) * scale:
                 continue
             text = f"row {row} differs from an eager run by {float(gap[row]):.3g} (values up to {scale:.3g})"
-        yield Fault(
+        yield ReplayFault(
             rule=VERIFY,
             owner="outputs",
             field=name,

@@ -1,4 +1,4 @@
-"""`Fault` and `FaultLog`: what the guard found, each fault reported once and then counted.
+"""`ReplayFault` and `FaultLog`: what the guard found, each fault reported once and then counted.
 
 Does not: find faults, or decide what follows one.
 """
@@ -31,7 +31,7 @@ class GraphKey:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fault:
+class ReplayFault:
     """A disagreement between a capture and a replay.
 
     Args:
@@ -69,13 +69,13 @@ class FaultLog:
     """
 
     def __init__(self, ignored: tuple[Ignored, ...], provenance: Mapping[str, str]) -> None:
-        self.faults: dict[tuple[str, str, str, GraphKey], Fault] = {}
+        self.faults: dict[tuple[str, str, str, GraphKey], ReplayFault] = {}
         self.counts: Counter[tuple[str, str, str, GraphKey]] = Counter()
         self.num_ignored = 0
         self._ignored = ignored
         self._provenance = dict(provenance)
 
-    def report(self, fault: Fault) -> bool:
+    def report(self, fault: ReplayFault) -> bool:
         """Count a fault, and write it to the log if it is new; return whether it counts as one."""
         path = f"{fault.owner}.{fault.field}"
         if any(each.covers(fault.rule, path) for each in self._ignored):

@@ -15,9 +15,9 @@ import torch
 
 from graphpact.errors import ContractError
 from graphpact_guard.contents import Expected, compare_outputs
-from graphpact_guard.faults import Fault, FaultLog, GraphKey
+from graphpact_guard.faults import FaultLog, GraphKey, ReplayFault
 from graphpact_guard.reads import ReadWatch
-from graphpact_guard.records import GraphRecord, Part
+from graphpact_guard.records import CapturedPart, GraphRecord
 from graphpact_guard.settings import Settings
 
 logger = logging.getLogger("graphpact.guard")
@@ -95,8 +95,8 @@ class Guard:
 
     def _part(
         self, key: GraphKey, owner: str, name: str, value: object, only: Collection[str] | None
-    ) -> Part:
-        return Part.of(key, owner, name, value, only=only, limits=self._limits)
+    ) -> CapturedPart:
+        return CapturedPart.of(key, owner, name, value, only=only, limits=self._limits)
 
     def watch_reads(self, *, watching: bool) -> None:
         """Begin or stop to note what the current capture reads.
@@ -167,7 +167,7 @@ class Guard:
         """
         self.report(
             *(
-                Fault(
+                ReplayFault(
                     rule="GP09",
                     owner=owner,
                     field=name,
@@ -199,7 +199,7 @@ class Guard:
         record = self.records.get(key)
         return record is not None and every > 0 and (record.replays - 1) % every == 0
 
-    def report(self, *faults: Fault) -> None:
+    def report(self, *faults: ReplayFault) -> None:
         """Report faults, and do what was asked for.
 
         Raises:

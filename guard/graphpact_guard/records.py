@@ -11,11 +11,11 @@ from typing import Any
 import torch
 
 from graphpact.pact import Pact, Promise, Terms, walk
-from graphpact_guard.faults import Fault, GraphKey
+from graphpact_guard.faults import GraphKey, ReplayFault
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class CapturedPart:
     """An object of the engine that the capture of a graph read.
 
     Args:
@@ -42,7 +42,7 @@ class Part:
         *,
         only: Collection[str] | None,
         limits: Collection[str],
-    ) -> "Part":
+    ) -> "CapturedPart":
         """Return the part of the graph ``key`` with the promises for what ``only`` lists; None for all."""
         parts: dict[str, Any] = {f"{owner}.{name}" if name else owner: value}
         pact = Pact.of(key, terms=Terms(only=only, limits=limits, shorter_views=True), **parts)
@@ -60,7 +60,7 @@ class Part:
         """Whether the capture read anything of the object."""
         return len(self.pact.promises) > 1
 
-    def faults(self, key: GraphKey, value: object) -> Iterator[Fault]:
+    def faults(self, key: GraphKey, value: object) -> Iterator[ReplayFault]:
         """Yield the disagreements of ``value``, which a replay has in the place of the captured object."""
         now = dict(walk({self.path: value}))
         breaches = self.pact.breaches(**{self.path: value})
@@ -68,7 +68,7 @@ class Part:
         harmless = {path for path in moved if self._has_the_numbers(path, now.get(path))}
         for breach in breaches:
             if breach.path not in harmless:
-                yield Fault(
+                yield ReplayFault(
                     rule=breach.broken,
                     owner=self.owner,
                     field=breach.path.removeprefix(f"{self.owner}."),
@@ -103,7 +103,7 @@ class GraphRecord:
     """
 
     key: GraphKey
-    parts: list[Part]
+    parts: list[CapturedPart]
     replays: int = 0
     contents: int = 0
     verified: int = 0
@@ -115,7 +115,7 @@ class GraphRecord:
         self._pact = Pact(self.key, roots)
         self._captured = {part.path: part.value for part in self.parts}
 
-    def faults(self, prepared: Mapping[str, object]) -> Iterator[Fault]:
+    def faults(self, prepared: Mapping[str, object]) -> Iterator[ReplayFault]:
         """Yield the disagreements of a replay: one compiled comparison, unless it fails.
 
         Args:

@@ -13,9 +13,12 @@ Does not: import SGLang when it is imported; modules that need it do.
 
 import sys
 from importlib.metadata import version
+from typing import TYPE_CHECKING
 
 from graphpact.errors import ConfigError, GraphpactError
-from graphpact_guard import Settings
+
+if TYPE_CHECKING:
+    from graphpact_guard import Settings
 
 ATTENTION_BACKEND = "graphpact"
 """The name of our attention backend in SGLang: ``--attention-backend graphpact``."""
@@ -40,8 +43,10 @@ def register() -> None:
     hooks.register(settings)
 
 
-def _settings() -> Settings:
+def _settings() -> "Settings":
     """Return the settings; end the process if they are invalid, because SGLang only logs such errors."""
+    from graphpact_guard import Settings  # noqa: PLC0415  it imports torch
+
     try:
         settings = Settings.from_environment()
         if settings.is_active:

@@ -19,7 +19,7 @@ import typer
 from graphpact.errors import ContractError, EngineError, UsageError
 from graphpact.files import read_file, write_file
 from graphpact_cli.console import data, note, print_table, talk
-from graphpact_sglang.job import Answer, Job, Result
+from graphpact_sglang.runs import Answer, Job, Result
 
 sglang = typer.Typer(no_args_is_help=True, help="Run SGLang's engine on a laptop, on a tape.")
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 from sglang.srt.runtime_context import get_parallel
 
@@ -23,6 +24,8 @@ from graphpact_guard import GraphKey, Guard, Settings
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
 from graphpact_sglang.steps import BREAKABLE, FULL, SRT, key_of
 
+_DECODE = f"{SRT}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+_PREFILL = f"{SRT}.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
 _SEGMENTS = f"{SRT}.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph.BreakableCUDAGraphCapture"
 INVARIANTS = "graphpact_invariants"
 """The attribute by which an attention backend declares invariants of its plan: predicates by name, each a
@@ -43,10 +46,10 @@ class SglangGuard:
     def __init__(self, settings: Settings) -> None:
         self.guard: Guard | None = None
         self._settings = settings
-        self._owners: dict[GraphKey, dict[str, Any]] = {}  # the attention backends of each graph, by name
-        self._before: dict[
-            str, tuple[Any, Any]
-        ] = {}  # by owner: a backend, and its metadata before a preparation
+        # The attention backends of each graph, by name.
+        self._owners: dict[GraphKey, dict[str, Any]] = {}
+        # By owner: a backend, and its metadata before a preparation.
+        self._before: dict[str, tuple[Any, Any]] = {}
 
     def register(self) -> None:
         """Register the hooks."""
@@ -57,11 +60,9 @@ class SglangGuard:
             (f"{FULL}.replay", self._replay, HookType.AROUND),
             (f"{BREAKABLE}.capture_one", in_segments, HookType.AROUND),
             (f"{BREAKABLE}.replay", self._replay, HookType.AROUND),
-            (
-                f"{SRT}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
-                self._execute,
-                HookType.AROUND,
-            ),
+            (f"{_DECODE}.execute", self._execute, HookType.AROUND),
+            (f"{_DECODE}.can_run_graph", self._can_run, HookType.AFTER),
+            (f"{_PREFILL}.can_run_graph", self._can_run, HookType.AFTER),
             (f"{_SEGMENTS}._begin_new_segment", self._segment_begun, HookType.AFTER),
             (f"{_SEGMENTS}._end_current_segment", self._segment_ends, HookType.BEFORE),
         ):
@@ -114,6 +115,20 @@ class SglangGuard:
                     [*expected_inputs(runner, batch), *expected_metadata(rows, record.leaves())],
                 )
         return original(graph_backend, shape_key, batch, *args, **kwargs)
+
+    def _can_run(self, result: Any, runner: Any, batch: Any) -> bool | None:
+        """Return False for a batch whose graph the guard refused; None leaves SGLang's answer."""
+        if not result or self.guard is None or not self.guard.refused:
+            return None
+        is_prefill = hasattr(runner, "max_num_tokens")
+        sizes = runner.capture_num_tokens if is_prefill else runner.capture_bs
+        size = len(batch.input_ids) if is_prefill else batch.batch_size
+        graph = key_of(runner, ShapeKey(size=min(each for each in sizes if each >= size)))
+        refused = {(key.runner, key.shape.partition(",")[0]) for key in self.guard.refused}
+        if (graph.runner, graph.shape) not in refused:
+            return None
+        batch.graphpact_refused = True  # for the reason of the eager step
+        return False
 
     def _execute(
         self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any

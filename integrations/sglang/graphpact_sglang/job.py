@@ -9,71 +9,15 @@ Does not: judge; `graphpact_sglang.cli` compares two runs.
 import json
 import os
 import sys
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
-from graphpact.files import read_file, write_file
+from graphpact.files import read_file
 from graphpact_sglang import stand_ins
+from graphpact_sglang.runs import Answer, Job, Result
 
 os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is a folder here
 STOOD_IN = stand_ins.install()
-
-
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """What to run.
-
-    Args:
-        engine: Arguments of SGLang's ``Engine``.
-        prompts: The prompts, which run together.
-        max_new_tokens: The most tokens of an answer.
-    """
-
-    engine: dict[str, Any]
-    prompts: list[str]
-    max_new_tokens: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Answer:
-    """One answer.
-
-    Args:
-        text: Its text.
-        token_ids: Its tokens.
-        logprobs: The logarithm of each token's probability.
-    """
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Result:
-    """What a run gave.
-
-    Args:
-        answers: The answers, in the order of the prompts.
-        states: What graphpact counted, one for each scheduler; None without graphpact.
-        stood_in: Packages that are not installed, and that were stood in for.
-    """
-
-    answers: list[Answer]
-    states: list[dict[str, Any] | None]
-    stood_in: list[str] = field(default_factory=list)
-
-    def save(self, path: Path) -> None:
-        """Write the result to ``path``."""
-        write_file(path, json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: Path) -> "Result":
-        """Read a result that `save` wrote."""
-        values = json.loads(read_file(path))
-        return cls(**values | {"answers": [Answer(**answer) for answer in values["answers"]]})
 
 
 def run(job: Job) -> Result:

@@ -117,6 +117,8 @@ def _eager_reason(runner: Any, batch: Any) -> str:
     )
     if its_runner is None or its_runner is runner:
         return "no graph of this mode is captured"
+    if getattr(batch, "graphpact_refused", False):
+        return "the guard refused the graph after a fault"
     size = len(batch.input_ids) if is_extend else batch.batch_size
     most = its_runner.max_num_tokens if is_extend else its_runner.max_bs
     if size > most:

@@ -8,7 +8,7 @@ import pytest
 
 from graphpact_cli import main
 from graphpact_sglang import cli
-from graphpact_sglang.job import Answer, Job, Result
+from graphpact_sglang.runs import Answer, Job, Result
 
 MODEL = Path(__file__).parents[3] / "examples/models/tiny-llama"
 

@@ -188,9 +188,10 @@ class TapeDriver(RecordingDriver):
             armed = self._armed()
             for _ in range(warmup):
                 fn()
-            with self._recorded_block(armed) as capture:
-                capture.outputs = fn()
-        return capture.graph
+            recorder = self._new_recorder()
+            with self._watching(recorder):
+                recording = self.record(recorder, fn)
+            return self._tape_of(recorder, recording, armed)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator["Capture"]:
@@ -206,8 +207,16 @@ class TapeDriver(RecordingDriver):
             CaptureError: The block does work that a graph cannot record.
         """
         self.refuse_nested_capture()
-        with torch.inference_mode(), self._recorded_block(self._armed()) as capture:
-            yield capture
+        capture = Capture()
+        with torch.inference_mode():
+            armed, recorder = self._armed(), self._new_recorder()
+            with (
+                self._watching(recorder),
+                self.recording_with(recorder),
+                recorder.recording(self, capture),
+            ):
+                yield capture
+            capture.graph = self._tape_of(recorder, capture.recording, armed)
 
     @contextlib.contextmanager
     def eager_section(self) -> Iterator[EagerSection]:
@@ -224,34 +233,31 @@ class TapeDriver(RecordingDriver):
         """Return copies of the workspaces before a warm-up, which a strict capture needs."""
         return [t.clone() for t in self.memory.workspaces] if self.strict else []
 
-    @contextlib.contextmanager
-    def _recorded_block(self, armed: list[torch.Tensor]) -> Iterator["Capture"]:
+    def _new_recorder(self) -> Recorder:
         host = HostMemory(self.memory.host, strict=self.strict)
         guard = HostReadGuard(host, _WHEN, CaptureError)
-        capture = Capture()
-        if self._shared is None:
-            recorder = Recorder(guard, traced=self.traced, work_only=True)
-            recorder.hold = self._hold
-            with self.recording_with(recorder), recorder.recording(self, capture):
-                yield capture
-            fast = Tape(capture.recording)
+        if self._shared is not None:
+            self._shared.order.finish_copies()
+            return StrictRecorder(guard, self._shared, self.memory, traced=self.traced)
+        recorder = Recorder(guard, traced=self.traced, work_only=True)
+        recorder.hold = self._hold
+        return recorder
+
+    def _watching(self, recorder: Recorder) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if self._shared is None else self._shared.watching(recorder.guard)
+
+    def _tape_of(self, recorder: Recorder, recording: Recording, armed: list[torch.Tensor]) -> Graph:
+        """Return the tape of a recording; a strict one is checked, and other replays will poison it."""
+        if self._shared is None or not isinstance(recorder, StrictRecorder):
+            fast = Tape(recording)
             self._tasks.add(fast.tasks)
-            capture.graph = fast
-            return
-        self._shared.order.finish_copies()
-        strict = StrictRecorder(guard, self._shared, self.memory, traced=self.traced)
-        with (
-            self._shared.watching(guard),
-            self.recording_with(strict),
-            strict.recording(self, capture),
-        ):
-            yield capture
-        tape = StrictTape(strict, capture.recording)
+            return fast
+        tape = StrictTape(recorder, recording)
         self._shared.add(tape)
         if self.memory.refreshed:
             check_rearmed(tape, self.memory, armed, self._shared.generator)
         self._shared.tasks.add(tape.tasks)
-        capture.graph = tape
+        return tape
 
     def task(
         self,

@@ -47,6 +47,16 @@ def test_a_backend_with_a_fault_is_named_at_its_first_replay(
     assert silent.state["guard"] is None
 
 
+def test_a_refused_shape_runs_eagerly_from_then_on(right: Run) -> None:
+    """With ``eager``, only the first replay of each graph is wrong; later steps of its shape run eagerly."""
+    run = run_in_child("tape,guard,contents:1,eager", plant=REBOUND, rounds=2)
+    assert run.tokens == right.tokens  # those of the second round
+    replays = [graph["replays"] for graph in run.state["guard"]["graphs"].values()]
+    assert max(replays) == 1
+    reasons = {each["reason"]: each["steps"] for each in run.state["steps"]["eager"]}
+    assert reasons["the guard refused the graph after a fault"] > 20
+
+
 def test_a_padding_row_that_is_left_is_named() -> None:
     """The third of the seeds: request rows of padding keep what an earlier replay left (PR 26292)."""
     given = requests(every=0)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from engines import LAPTOP, PROMPTS, requests, run_in_child
 
-from graphpact_sglang.job import Job, Result
+from graphpact_sglang.runs import Job, Result
 
 
 def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
