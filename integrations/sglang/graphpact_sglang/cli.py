@@ -19,28 +19,12 @@ import typer
 from graphpact.errors import ContractError, EngineError, UsageError
 from graphpact.files import read_file, write_file
 from graphpact_cli.console import data, note, print_table, talk
-from graphpact_sglang.runs import Answer, Job, Result
+from graphpact_sglang.runs import GRAPHS, LAPTOP, Job, Result
 
 sglang = typer.Typer(no_args_is_help=True, help="Run SGLang's engine on a laptop, on a tape.")
 
 _COLUMNS = ("graph", "replays", "rows", "padding", "capture", "nodes", "")
 _NUMBERS = ("replays", "rows", "padding", "capture", "nodes")
-_LAPTOP: dict[str, Any] = {
-    "device": "cpu",
-    "dtype": "float32",
-    "grammar_backend": "none",
-    "max_total_tokens": 4096,
-    "max_running_requests": 8,
-    "mem_fraction_static": 0.5,
-    "skip_server_warmup": True,
-    "log_level": "warning",
-}
-_GRAPHS: dict[str, Any] = {
-    "cuda_graph_backend_decode": "full",
-    "cuda_graph_bs_decode": [1, 2, 4, 8],
-    "cuda_graph_backend_prefill": "breakable",
-    "cuda_graph_bs_prefill": [16, 32, 64, 128],
-}
 _TAIL = 30  # lines of a failed run's log
 
 
@@ -96,7 +80,7 @@ def run(
     if not texts:
         raise UsageError("there is no prompt", hint="write prompts as arguments, or name a file with --file")
     asked = dict(map(_setting, sets or []))
-    arguments = _LAPTOP | {"model_path": str(model.resolve())}
+    arguments = LAPTOP | {"model_path": str(model.resolve())}
     plain = {k: v for k, v in asked.items() if not k.startswith("cuda_graph") and k != "attention_backend"}
     note("running SGLang eagerly")
     eager_arguments = arguments | {"attention_backend": "torch_native"} | plain
@@ -107,7 +91,7 @@ def run(
     note(f"running SGLang on a tape: GRAPHPACT={mode},{words}")
     taped = _run(
         f"{mode},{words}",
-        Job(engine=arguments | _GRAPHS | asked, prompts=texts, max_new_tokens=max_new_tokens),
+        Job(engine=arguments | GRAPHS | asked, prompts=texts, max_new_tokens=max_new_tokens),
     )
     both = {"eager": asdict(eager), "tape": asdict(taped)}
     if report is not None:
@@ -192,7 +176,9 @@ def _judge(eager: Result, taped: Result) -> None:
     guarded = [state["guard"] for state in states if state["guard"] is not None]
     faults = [fault for guard in guarded for fault in guard["faults"]]
     differing = [
-        at for at, pair in enumerate(zip(eager.answers, taped.answers, strict=True)) if _differ(*pair)
+        at
+        for at, (one, other) in enumerate(zip(eager.answers, taped.answers, strict=True))
+        if one.token_ids != other.token_ids
     ]
     count = len(taped.answers)
     note(
@@ -215,10 +201,6 @@ def _judge(eager: Result, taped: Result) -> None:
         )
     if not replays:
         raise ContractError("nothing was replayed", hint="the table says why each step ran eagerly")
-
-
-def _differ(eager: Answer, taped: Answer) -> bool:
-    return eager.token_ids != taped.token_ids
 
 
 def _largest_difference(eager: Result, taped: Result) -> float:

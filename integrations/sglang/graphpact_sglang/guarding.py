@@ -22,11 +22,10 @@ from sglang.srt.runtime_context import get_parallel
 
 from graphpact_guard import GraphKey, Guard, Settings
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
-from graphpact_sglang.steps import BREAKABLE, FULL, SRT, key_of
+from graphpact_sglang.steps import BREAKABLE, FULL, SEGMENTS, SRT, key_of
 
 _DECODE = f"{SRT}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _PREFILL = f"{SRT}.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
-_SEGMENTS = f"{SRT}.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph.BreakableCUDAGraphCapture"
 INVARIANTS = "graphpact_invariants"
 """The attribute by which an attention backend declares invariants of its plan: predicates by name, each a
 function of the backend and of the batch that is replayed. They are checked before every replay."""
@@ -63,8 +62,8 @@ class SglangGuard:
             (f"{_DECODE}.execute", self._execute, HookType.AROUND),
             (f"{_DECODE}.can_run_graph", self._can_run, HookType.AFTER),
             (f"{_PREFILL}.can_run_graph", self._can_run, HookType.AFTER),
-            (f"{_SEGMENTS}._begin_new_segment", self._segment_begun, HookType.AFTER),
-            (f"{_SEGMENTS}._end_current_segment", self._segment_ends, HookType.BEFORE),
+            (f"{SEGMENTS}._begin_new_segment", self._segment_begun, HookType.AFTER),
+            (f"{SEGMENTS}._end_current_segment", self._segment_ends, HookType.BEFORE),
         ):
             HookRegistry.register(target, hook, kind)
 

@@ -15,10 +15,9 @@ from sglang.srt.runtime_context import get_flags
 from graphpact_guard import Settings
 from graphpact_sglang import ATTENTION_BACKEND
 from graphpact_sglang.guarding import SglangGuard
-from graphpact_sglang.steps import StepCounts
+from graphpact_sglang.steps import SEGMENTS, StepCounts
 
 _MODE = "sglang.srt.model_executor.forward_batch_info.ForwardMode"
-_BREAKABLE = "sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph"
 _DEFAULTS = "sglang.srt.arg_groups.platform_hook"
 
 _CAPTURE = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph"
@@ -77,7 +76,7 @@ def _register_tape() -> None:
     add_attention_backend_choices([ATTENTION_BACKEND])
     HookRegistry.register(fa3.KERNEL, fa3.flash_attn_with_kvcache, HookType.REPLACE)
     HookRegistry.register(f"{_DEFAULTS}.handle_cpu_backends", _choose_attention_backend, HookType.BEFORE)
-    HookRegistry.register(f"{_BREAKABLE}.BreakableCUDAGraphCapture", TapedSegments, HookType.REPLACE)
+    HookRegistry.register(SEGMENTS, TapedSegments, HookType.REPLACE)
     HookRegistry.register(_CAPTURE, _open_the_gate, HookType.BEFORE)
     # On a CPU SGLang asks this one, which knows only decode.
     HookRegistry.register(f"{_MODE}.is_cpu_graph", lambda mode: mode.is_cuda_graph(), HookType.REPLACE)

@@ -52,9 +52,8 @@ def _run(tensors: list[torch.Tensor], number: int) -> None:
     def now(value: Any) -> Any:
         return next(given) if isinstance(value, torch.Tensor) else value
 
-    positional = [
-        now(value) for value in args
-    ]  # first: a call reads ``*map(...)`` after its keyword arguments
+    # Before the keyword arguments: a call reads ``*map(...)`` after them.
+    positional = [now(value) for value in args]
     launch(*positional, **{name: now(value) for name, value in kwargs.items()})
 
 

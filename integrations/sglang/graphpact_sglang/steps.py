@@ -20,6 +20,7 @@ _FACTOR = "_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"
 SRT = "sglang.srt.model_executor"
 FULL = f"{SRT}.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
 BREAKABLE = f"{SRT}.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
+SEGMENTS = f"{SRT}.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph.BreakableCUDAGraphCapture"
 
 
 @dataclass(slots=True)

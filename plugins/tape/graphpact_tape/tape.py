@@ -248,15 +248,16 @@ class TapeDriver(RecordingDriver):
 
     def _tape_of(self, recorder: Recorder, recording: Recording, armed: list[torch.Tensor]) -> Graph:
         """Return the tape of a recording; a strict one is checked, and other replays will poison it."""
-        if self._shared is None or not isinstance(recorder, StrictRecorder):
+        if not isinstance(recorder, StrictRecorder):
             fast = Tape(recording)
             self._tasks.add(fast.tasks)
             return fast
         tape = StrictTape(recorder, recording)
-        self._shared.add(tape)
+        shared = recorder.shared
+        shared.add(tape)
         if self.memory.refreshed:
-            check_rearmed(tape, self.memory, armed, self._shared.generator)
-        self._shared.tasks.add(tape.tasks)
+            check_rearmed(tape, self.memory, armed, shared.generator)
+        shared.tasks.add(tape.tasks)
         return tape
 
     def task(

@@ -12,6 +12,7 @@ from sglang.srt.plugins import load_plugins
 from transformers import AutoTokenizer
 
 from graphpact_sglang.in_process import InProcessEngine, PromptRequest
+from graphpact_sglang.runs import GRAPHS, LAPTOP
 
 ROOT = Path(__file__).parents[4]
 MODEL = ROOT / "examples/models/tiny-llama"
@@ -25,21 +26,7 @@ PROMPTS = (
     "import ",
     "x = ",
 )
-LAPTOP: dict[str, Any] = {
-    "model_path": str(MODEL),
-    "device": "cpu",
-    "dtype": "float32",
-    "grammar_backend": "none",
-    "max_total_tokens": 4096,
-    "max_running_requests": 8,
-    "mem_fraction_static": 0.5,
-    "skip_server_warmup": True,
-    "log_level": "error",
-    "cuda_graph_backend_decode": "full",
-    "cuda_graph_bs_decode": [1, 2, 4, 8],
-    "cuda_graph_backend_prefill": "breakable",
-    "cuda_graph_bs_prefill": [16, 32, 64, 128],
-}
+ENGINE: dict[str, Any] = LAPTOP | GRAPHS | {"model_path": str(MODEL), "log_level": "error"}
 _SECONDS = 240
 
 
@@ -131,7 +118,7 @@ def run_engine(
     load_plugins()
     if before is not None:
         before()
-    engine = InProcessEngine(**LAPTOP | arguments)
+    engine = InProcessEngine(**ENGINE | arguments)
     if plant is not None:
         plant(engine)
     for _ in range(rounds):

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from engines import LAPTOP, PROMPTS, requests, run_in_child
+from engines import ENGINE, PROMPTS, requests, run_in_child
 
 from graphpact_sglang.runs import Job, Result
 
@@ -15,7 +15,7 @@ from graphpact_sglang.runs import Job, Result
 def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     """Collectives inside the graphs are replayed; every fourth replay is verified, on both ranks."""
     prompts = list(PROMPTS[:3])
-    job = Job(engine=LAPTOP | {"tp_size": 2, "log_level": "warning"}, prompts=prompts, max_new_tokens=16)
+    job = Job(engine=ENGINE | {"tp_size": 2, "log_level": "warning"}, prompts=prompts, max_new_tokens=16)
     asked, result = tmp_path / "job.json", tmp_path / "result.json"
     asked.write_text(json.dumps(asdict(job)))
     words = {"GRAPHPACT": "tape,guard,contents:1,verify:4", "SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
