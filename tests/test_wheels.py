@@ -38,9 +38,14 @@ for file in sorted((site / sys.argv[2]).rglob("*.py")):
         importlib.import_module(name)
         print(name)
 """
+NEEDS_SGLANG = (  # which its user has, or the extra for the tape
+    *("attention", "cli", "fa3", "guarding", "hooks", "in_process"),
+    *("interpreter", "job", "platform", "segments", "steps"),
+)
 NEEDS_AN_EXTRA = {
     "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client
     "graphpact-kernels": ["graphpact_kernels._triton_indices"],  # triton
+    "graphpact-sglang": [f"graphpact_sglang.{module}" for module in NEEDS_SGLANG],
 }
 COMMAND = """
 import sys
