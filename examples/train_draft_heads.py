@@ -193,6 +193,7 @@ def build_head(kind: str, target: LlamaForCausalLM, intermediate_size: int) -> D
         "num_hidden_layers": 1,
         "intermediate_size": intermediate_size,
         "attn_implementation": ATTENTION_NAME,
+        "tie_word_embeddings": False,  # it has no embedding to tie: SGLang gives it the target's two
     }
     if kind == "mtp":
         changes["target_kv_layer"] = target.config.num_hidden_layers - 1

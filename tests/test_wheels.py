@@ -39,7 +39,7 @@ for file in sorted((site / sys.argv[2]).rglob("*.py")):
         print(name)
 """
 NEEDS_SGLANG = (  # which its user has, or the extra for the tape
-    *("attention", "cli", "fa3", "guarding", "hooks", "in_process"),
+    *("attention", "cli", "contents", "drafts", "fa3", "guarding", "hooks", "in_process"),
     *("interpreter", "job", "platform", "segments", "steps"),
 )
 NEEDS_AN_EXTRA = {

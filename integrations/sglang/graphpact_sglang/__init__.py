@@ -2,6 +2,7 @@
 
     platform       the platform of the tape: graph runners and backends on a CPU
     attention      an attention backend that runs on a CPU and can be recorded
+    drafts         the same for the steps of a draft, and the kernels of its tree
     segments       SGLang's breakable graphs on a tape
     stand_ins      stand-ins for packages that a CPU cannot load
 
@@ -11,9 +12,10 @@ unless ``GRAPHPACT`` asks for something.
 Does not: import SGLang when it is imported; modules that need it do.
 """
 
+import os
 import sys
 from importlib.metadata import version
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 from graphpact.errors import ConfigError, GraphpactError
 
@@ -29,8 +31,16 @@ SUPPORTED = ("0.5.19", "0.5.21", "0.5.23")
 
 def platform_class() -> str | None:
     """Return the class of the tape's platform, or None without a tape: SGLang's ``sglang.srt.platforms``."""
-    settings = _settings()
-    return "graphpact_sglang.platform:TapePlatform" if settings.tape is not None else None
+    if _settings().tape is None:
+        return None
+    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+        _end(
+            ConfigError(
+                "GRAPHPACT asks for a tape, and SGLANG_USE_CPU_ENGINE=1 for SGLang's engine for CPUs",
+                hint="unset SGLANG_USE_CPU_ENGINE: on the tape SGLang goes the ways of a GPU",
+            )
+        )
+    return "graphpact_sglang.platform:TapePlatform"
 
 
 def register() -> None:
@@ -52,9 +62,13 @@ def _settings() -> "Settings":
         if settings.is_active:
             _require_supported()
     except GraphpactError as error:
-        sys.stderr.write(f"graphpact: {error}\n")
-        raise SystemExit(error.code) from error
+        _end(error)
     return settings
+
+
+def _end(error: GraphpactError) -> NoReturn:
+    sys.stderr.write(f"graphpact: {error}\n")
+    raise SystemExit(error.code) from error
 
 
 def _require_supported() -> None:

@@ -1,11 +1,8 @@
 """`PagedAttnBackend`: an attention backend of SGLang whose kernels run on any device, and can be recorded.
 
-It serves prefill, decode, draft decode, verify and draft extend, for MHA, GQA and MLA caches, and for every
-page size: its kernels read a list of KV slots. SGLang's own backends for a CPU have no such metadata, so they
-cannot run in a graph.
-
-    PagedAttnBackend            one backend for all layers of a model
-    PagedMultiStepBackend       one backend for each step of a draft
+It serves prefill, decode, verify and draft extend, and is one step of a draft in `graphpact_sglang.drafts`,
+for MHA, GQA and MLA caches, and for every page size: its kernels read a list of KV slots. SGLang's own
+backends for a CPU have no such metadata, so they cannot run in a graph.
 
 Does not: serve cross attention, or a cache with a separate pool for layers with a window.
 """
@@ -55,19 +52,26 @@ class PagedMetadata:
     mask_indptr: torch.Tensor | None = None
 
 
-@dataclass(frozen=True)
-class _Lengths:
-    """The lengths of a batch.
+@dataclass(frozen=True, kw_only=True)
+class AttentionRows:
+    """The rows of a step: what metadata is made of.
 
     Args:
-        num_q: ``[bs]`` int: queries of each request, or one number for all.
-        kv_lens: ``[bs]`` int64: keys of each request, those of its queries included.
-        max_q_len: The most queries of a request.
+        slots: ``[rows, max_context_len]`` int32: the KV slot of each position.
+        index: ``[bs]`` int64: the row of ``slots`` of each request, or of each branch of a draft.
+        num_q: ``[bs]`` int: queries of each row, or one number for all.
+        kv_lens: ``[bs]`` int64: keys of each row, those of its queries included.
+        max_q_len: The most queries of a row.
+        mask: SGLang's flat tree mask: for each request ``max_q_len`` rows with a column for each of its keys;
+            None if queries are causal.
     """
 
+    slots: torch.Tensor
+    index: torch.Tensor
     num_q: torch.Tensor | int
     kv_lens: torch.Tensor
     max_q_len: int
+    mask: torch.Tensor | None = None
 
 
 class PagedAttnBackend(AttentionBackend):
@@ -115,89 +119,64 @@ class PagedAttnBackend(AttentionBackend):
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:  # noqa: FBT001, FBT002  SGLang's own
         """Fill the graph's tensors for a padded batch, at capture and at replay alike."""
         del in_capture
-        bs = forward_batch.batch_size
-        lengths = self._lengths(forward_batch)
-        has_mask = self._custom_mask(forward_batch) is not None
+        self.fill_graph_metadata(self._rows(forward_batch))
+
+    def init_forward_metadata(self, forward_batch: Any) -> None:
+        """Make the metadata of an eager step, in new memory."""
+        self.make_metadata(self._rows(forward_batch))
+
+    def fill_graph_metadata(self, rows: AttentionRows) -> None:
+        """Fill the graph's tensors for ``rows``."""
+        bs, has_mask = len(rows.kv_lens), rows.mask is not None
         self.forward_metadata = PagedMetadata(
             self.graph_qo_indptr[: bs + 1],
             self.graph_kv_indptr[: bs + 1],
             self.graph_kv_indices,
             self.graph_kv_last_page_len[:bs],
-            lengths.max_q_len,
+            rows.max_q_len,
             self.graph_mask if has_mask else None,
             self.graph_mask_indptr[: bs + 1] if has_mask else None,
         )
-        self._fill(forward_batch, lengths, self.forward_metadata)
+        _fill(rows, self.forward_metadata)
 
-    def init_forward_metadata(self, forward_batch: Any) -> None:
-        """Make the metadata of an eager step, in new memory."""
-        bs = forward_batch.batch_size
-        lengths = self._lengths(forward_batch)
-        total = int(lengths.kv_lens.sum())
+    def make_metadata(self, rows: AttentionRows) -> None:
+        """Make metadata for ``rows`` in new memory."""
+        bs, total = len(rows.kv_lens), int(rows.kv_lens.sum())
+
+        def new(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+            return torch.empty(size, dtype=dtype, device=self.device)
+
         mask = mask_indptr = None
-        if self._custom_mask(forward_batch) is not None:
-            mask = self._new(-(-total * lengths.max_q_len // 8) + bs, torch.uint8)
-            mask_indptr = self._new(bs + 1)
+        if rows.mask is not None:
+            mask, mask_indptr = new(-(-total * rows.max_q_len // 8) + bs, torch.uint8), new(bs + 1)
         self.forward_metadata = PagedMetadata(
-            self._new(bs + 1),
-            self._new(bs + 1),
-            self._new(total),
-            self._new(bs),
-            lengths.max_q_len,
-            mask,
-            mask_indptr,
+            new(bs + 1), new(bs + 1), new(total), new(bs), rows.max_q_len, mask, mask_indptr
         )
-        self._fill(forward_batch, lengths, self.forward_metadata)
+        _fill(rows, self.forward_metadata)
 
-    def _new(self, size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(size, dtype=dtype, device=self.device)
-
-    def _lengths(self, forward_batch: Any) -> _Lengths:
+    def _rows(self, forward_batch: Any) -> AttentionRows:
         mode, bs = forward_batch.forward_mode, forward_batch.batch_size
-        seq_lens = forward_batch.seq_lens[:bs]
-        if mode.is_decode_or_idle():
-            return _Lengths(1, seq_lens, 1)
+        seq_lens = forward_batch.seq_lens[:bs].to(torch.int64)
+        num_q: torch.Tensor | int = 1
+        max_q_len, kv_lens, mask = 1, seq_lens, None
         if mode.is_target_verify():
-            width = forward_batch.spec_info.draft_token_num
-            return _Lengths(width, seq_lens + width, width)
-        if mode.is_draft_extend_v2():
-            width = len(forward_batch.input_ids) // bs if bs else 1
-            return _Lengths(width, seq_lens.clamp(min=width), width)  # the length of a padding row is 1
-        counts = forward_batch.extend_seq_lens_cpu
-        most = int(forward_batch.extend_seq_lens.max()) if counts is None else max(counts)
-        return _Lengths(forward_batch.extend_seq_lens, seq_lens, most)
-
-    @staticmethod
-    def _custom_mask(forward_batch: Any) -> torch.Tensor | None:
-        if not forward_batch.forward_mode.is_target_verify():
-            return None
-        mask: torch.Tensor | None = forward_batch.spec_info.custom_mask
-        return mask
-
-    def _fill(self, forward_batch: Any, lengths: _Lengths, metadata: PagedMetadata) -> None:
-        bs, num_q = forward_batch.batch_size, lengths.num_q
-        counts = num_q if isinstance(num_q, torch.Tensor) else lengths.kv_lens.new_full((bs,), num_q)
-        write_indptr(counts, out=metadata.qo_indptr)
-        fill_paged_indices(
-            self.req_to_token,
-            forward_batch.req_pool_indices[:bs],
-            lengths.kv_lens.to(torch.int64),
+            num_q = max_q_len = forward_batch.spec_info.draft_token_num
+            kv_lens, mask = seq_lens + max_q_len, forward_batch.spec_info.custom_mask
+        elif mode.is_draft_extend_v2():
+            num_q = max_q_len = forward_batch.spec_info.num_tokens_per_req
+            kv_lens = seq_lens.clamp(min=max_q_len)  # the length of a padding row is 1
+        elif not mode.is_decode_or_idle():
+            counts = forward_batch.extend_seq_lens_cpu
+            num_q = forward_batch.extend_seq_lens
+            max_q_len = int(forward_batch.extend_seq_lens.max()) if counts is None else max(counts)
+        return AttentionRows(
+            slots=self.req_to_token,
+            index=forward_batch.req_pool_indices[:bs],
             num_q=num_q,
-            page_size=1,
-            kv_indptr=metadata.kv_indptr,
-            kv_indices=metadata.kv_indices,
-            kv_last_page_len=metadata.kv_last_page_len,
+            kv_lens=kv_lens,
+            max_q_len=max_q_len,
+            mask=mask,
         )
-        mask = self._custom_mask(forward_batch)
-        if mask is not None and metadata.mask is not None and metadata.mask_indptr is not None:
-            pack_tree_mask(
-                _tree_mask(mask, lengths.kv_lens, lengths.max_q_len),
-                seq_lens=lengths.kv_lens - lengths.max_q_len,
-                first_key=torch.zeros_like(lengths.kv_lens),
-                kv_lens=lengths.kv_lens,
-                mask_indptr=metadata.mask_indptr,
-                out=metadata.mask,
-            )
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -260,11 +239,39 @@ class PagedAttnBackend(AttentionBackend):
         return False
 
 
+def _fill(rows: AttentionRows, metadata: PagedMetadata) -> None:
+    """Write the metadata of ``rows``."""
+    kv_lens, num_q = rows.kv_lens, rows.num_q
+    write_indptr(
+        num_q if isinstance(num_q, torch.Tensor) else torch.full_like(kv_lens, num_q), out=metadata.qo_indptr
+    )
+    fill_paged_indices(
+        rows.slots,
+        rows.index,
+        kv_lens,
+        num_q=num_q,
+        page_size=1,
+        kv_indptr=metadata.kv_indptr,
+        kv_indices=metadata.kv_indices,
+        kv_last_page_len=metadata.kv_last_page_len,
+    )
+    if rows.mask is not None and metadata.mask is not None and metadata.mask_indptr is not None:
+        pack_tree_mask(
+            _tree_mask(rows.mask, kv_lens, rows.max_q_len),
+            seq_lens=kv_lens - rows.max_q_len,
+            first_key=torch.zeros_like(kv_lens),
+            kv_lens=kv_lens,
+            mask_indptr=metadata.mask_indptr,
+            out=metadata.mask,
+        )
+
+
 def _tree_mask(mask: torch.Tensor, kv_lens: torch.Tensor, width: int) -> torch.Tensor:
     """Return ``[bs * width, width]`` bool: which drafts each draft token sees.
 
     Args:
-        mask: SGLang's flat mask: for each request, ``width`` rows with a column for each of its keys.
+        mask: SGLang's flat mask: for each live request, ``width`` rows with a column for each of its keys.
+            Padding rows, which it may lack, see all drafts.
         kv_lens: ``[bs]`` int: keys of each request, drafts included.
         width: Draft tokens of a request.
     """
@@ -273,4 +280,5 @@ def _tree_mask(mask: torch.Tensor, kv_lens: torch.Tensor, width: int) -> torch.T
     begins = (ends - kv_lens * width)[:, None, None]
     lens = kv_lens[:, None, None]
     place = begins + row.to(mask.device) * lens + (lens - width) + column.to(mask.device)
-    return mask.flatten()[place.flatten()].view(-1, width).bool()
+    cells = torch.cat([mask.flatten().bool(), mask.new_ones(1, dtype=torch.bool)])
+    return cells[place.flatten().clamp(max=len(cells) - 1)].view(-1, width)

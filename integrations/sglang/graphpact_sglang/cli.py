@@ -69,9 +69,9 @@ def run(
 ) -> None:
     """Continue prompts greedily with SGLang, eagerly and then on a tape, and compare.
 
-    The eager run is SGLang without graphpact. Texts are written to stdout; the table of replays and eager
-    steps is written to stderr. The exit status is 1 if tokens differ, a replay is at fault, or nothing was
-    replayed.
+    The eager run is SGLang without graphpact, graphs and drafts. Texts are written to stdout; the table of
+    replays and eager steps is written to stderr. The exit status is 1 if tokens differ, a replay is at fault,
+    or nothing was replayed.
     """
     _require_sglang()
     if not (model / "config.json").is_file():
@@ -81,7 +81,8 @@ def run(
         raise UsageError("there is no prompt", hint="write prompts as arguments, or name a file with --file")
     asked = dict(map(_setting, sets or []))
     arguments = LAPTOP | {"model_path": str(model.resolve())}
-    plain = {k: v for k, v in asked.items() if not k.startswith("cuda_graph") and k != "attention_backend"}
+    left_out = ("cuda_graph", "attention_backend", "speculative")
+    plain = {key: value for key, value in asked.items() if not key.startswith(left_out)}
     note("running SGLang eagerly")
     eager_arguments = arguments | {"attention_backend": "torch_native"} | plain
     eager = _run("", Job(engine=eager_arguments, prompts=texts, max_new_tokens=max_new_tokens))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from sglang.srt.runtime_context import get_spec
 
 from graphpact_guard import Expected
 
@@ -25,6 +26,7 @@ class DecodeRows:
         raw: Live requests.
         padded: Requests with padding.
         width: Queries of a request: 1, or draft tokens.
+        is_tree: Whether the draft tokens are a tree, not a chain.
         seq_lens: ``[padded]`` int: keys of each request, without draft tokens.
         requests: ``[padded]`` int: its row in ``req_to_token``.
         req_to_token: ``[rows, max_context_len]`` int32: KV slots.
@@ -34,6 +36,7 @@ class DecodeRows:
     raw: int
     padded: int
     width: int
+    is_tree: bool
     seq_lens: torch.Tensor
     requests: torch.Tensor
     req_to_token: torch.Tensor
@@ -47,6 +50,7 @@ class DecodeRows:
             runner.raw_bs,
             runner.bs,
             runner.captured_req_width,
+            runner.captured_req_width > 1 and get_spec().speculative_eagle_topk > 1,
             runner.buffers.seq_lens[: runner.bs],
             runner.buffers.req_pool_indices[: runner.bs],
             pool.req_to_token,
@@ -96,7 +100,9 @@ def _uniform_offsets(rows: DecodeRows, owner: str, field: str, memory: torch.Ten
 
 
 def _lengths(rows: DecodeRows, owner: str, field: str, memory: torch.Tensor) -> Iterator[Expected]:
-    expected = rows.seq_lens + (rows.width if rows.width > 1 else 0)
+    # FlashAttention attends to the drafts of a tree in a second call.
+    num_drafts = rows.width if rows.width > 1 and not rows.is_tree else 0
+    expected = rows.seq_lens + num_drafts
     actual = memory[: rows.padded]
     yield Expected(owner=owner, field=field, actual=actual, expected=expected.to(memory.dtype), live=rows.raw)
 

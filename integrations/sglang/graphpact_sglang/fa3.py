@@ -8,7 +8,6 @@ schedule that was not renewed gives a wrong answer, as on a GPU.
 Does not: run features that the portable kernel lacks (appended keys, descaling, rotary); it names them.
 """
 
-import sys
 from typing import Any
 
 import torch
@@ -18,6 +17,7 @@ from graphpact_kernels import (
     PageTableCall,
     PageTableRows,
     ScoreOptions,
+    merge_states,
     page_table_attention,
     schedule_attention,
     schedule_size,
@@ -120,23 +120,32 @@ def get_scheduler_metadata(
     return schedule
 
 
+def merge_state_v2(
+    out: torch.Tensor, lse: torch.Tensor, other: torch.Tensor, other_lse: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the attention over two sets of keys, and its log-sum-exp; see `merge_states`."""
+    return merge_states(out, lse, other, other_lse), torch.logaddexp(lse, other_lse)
+
+
 def make_backend(runner: Any) -> Any:
     """Return SGLang's backend, whose kernels are the models.
 
     Raises:
         ConfigError: A real ``sgl_kernel`` is installed, in which no model may be put.
     """
-    import sgl_kernel.flash_attn as kernels  # noqa: PLC0415  a stand-in
+    import sgl_kernel  # noqa: PLC0415  a stand-in
+    import sgl_kernel.flash_attn as kernels  # noqa: PLC0415
 
     from graphpact_sglang.stand_ins import is_stand_in  # noqa: PLC0415
 
-    if not is_stand_in(sys.modules["sgl_kernel"]):
+    if not is_stand_in(sgl_kernel):
         raise ConfigError(
             "the attention backend fa3 runs on a CPU only where sgl_kernel is a stand-in",
             hint="uninstall sgl_kernel in this environment, or choose --attention-backend graphpact",
         )
     kernels.flash_attn_with_kvcache = flash_attn_with_kvcache
     kernels.get_scheduler_metadata = get_scheduler_metadata
+    sgl_kernel.merge_state_v2 = merge_state_v2
     from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend  # noqa: PLC0415
 
     return FlashAttentionBackend(runner)

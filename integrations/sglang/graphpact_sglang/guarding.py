@@ -26,6 +26,9 @@ from graphpact_sglang.steps import BREAKABLE, FULL, SEGMENTS, SRT, key_of
 
 _DECODE = f"{SRT}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _PREFILL = f"{SRT}.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
+_DRAFT = "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner"
+_DRAFT_EXTEND = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
+_RUNNERS = (_DECODE, _PREFILL, _DRAFT, _DRAFT_EXTEND)
 INVARIANTS = "graphpact_invariants"
 """The attribute by which an attention backend declares invariants of its plan: predicates by name, each a
 function of the backend and of the batch that is replayed. They are checked before every replay."""
@@ -47,8 +50,8 @@ class SglangGuard:
         self._settings = settings
         # The attention backends of each graph, by name.
         self._owners: dict[GraphKey, dict[str, Any]] = {}
-        # By owner: a backend, and its metadata before a preparation.
-        self._before: dict[str, tuple[Any, Any]] = {}
+        # By id of a backend: its metadata before a preparation.
+        self._before: dict[int, Any] = {}
 
     def register(self) -> None:
         """Register the hooks."""
@@ -60,8 +63,8 @@ class SglangGuard:
             (f"{BREAKABLE}.capture_one", in_segments, HookType.AROUND),
             (f"{BREAKABLE}.replay", self._replay, HookType.AROUND),
             (f"{_DECODE}.execute", self._execute, HookType.AROUND),
-            (f"{_DECODE}.can_run_graph", self._can_run, HookType.AFTER),
-            (f"{_PREFILL}.can_run_graph", self._can_run, HookType.AFTER),
+            (f"{_DRAFT_EXTEND}.execute", self._execute_extend, HookType.AROUND),
+            *((f"{runner}.can_run_graph", self._can_run, HookType.AFTER) for runner in _RUNNERS),
             (f"{SEGMENTS}._begin_new_segment", self._segment_begun, HookType.AFTER),
             (f"{SEGMENTS}._end_current_segment", self._segment_ends, HookType.BEFORE),
         ):
@@ -82,8 +85,8 @@ class SglangGuard:
                 self._settings, _provenance(runner), metadata=("forward_metadata",), unseen=_UNSEEN
             )
         owners = dict(_named_backends(runner))
-        for name, backend in owners.items():
-            self._watch_preparation(name, backend)
+        for backend in owners.values():
+            self._watch_preparation(backend, [*owners.values()])
         self._owners[key_of(runner, shape_key)] = owners
         inputs = {type(runner.buffers).__name__: runner.buffers}
         with self.guard.capturing(key_of(runner, shape_key), owners, inputs, in_segments=in_segments):
@@ -101,13 +104,14 @@ class SglangGuard:
         runner = graph_backend._cuda_graph_runner  # noqa: SLF001
         if self.guard is not None:
             key = key_of(runner, shape_key)
-            for name, (backend, before) in self._before.items():
-                now = backend.forward_metadata
-                self.guard.prepared(name, None if now is before else now)
+            for name, backend in self._owners.get(key, {}).items():
+                if id(backend) in self._before:
+                    now = _metadata(backend)
+                    self.guard.prepared(name, None if now is self._before[id(backend)] else now)
             self._before.clear()
             self.guard.replaying(key)
             self._check_invariants(key, batch)
-            if isinstance(runner, DecodeCudaGraphRunner) and self.guard.is_contents_due(key):
+            if type(runner) is DecodeCudaGraphRunner and self.guard.is_contents_due(key):
                 rows, record = DecodeRows.of(runner), self.guard.records[key]
                 self.guard.check_contents(
                     key,
@@ -133,17 +137,40 @@ class SglangGuard:
         self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         output = original(runner, batch, *args, **kwargs)
-        if self.guard is None:
-            return output
-        key = key_of(runner, runner._replay_graph_key)  # noqa: SLF001
-        if not self.guard.is_verify_due(key) or _has_recurrent_state(runner):
-            return output
-        replayed = {name: tensor.clone() for name, tensor in _outputs(output)}
-        eager = dict(_outputs(_eager_run(runner, batch, *args, **kwargs)))
-        self.guard.verify(key, replayed, eager)
-        for name, tensor in _outputs(output):  # the eager run may have used the same memory
-            tensor.copy_(replayed[name])
+        run = runner.model_runner.eager_runner.execute
+        self._verify(runner, output, lambda: _outputs(_run_again(runner, run, batch, *args, **kwargs)))
         return output
+
+    def _execute_extend(
+        self, original: Callable[..., Any], runner: Any, batch: Any, select_index: torch.Tensor
+    ) -> Any:
+        output = original(runner, batch, select_index)
+
+        def eager() -> Iterator[tuple[str, torch.Tensor]]:
+            """Yield the outputs of the selected rows: only a graph selects them before the last layer."""
+            again = _run_again(runner, runner.model_runner.forward, batch)
+            for name, tensor in _outputs(again.logits_output):
+                yield name, tensor[select_index]
+
+        self._verify(runner, output, eager)
+        return output
+
+    def _verify(
+        self, runner: Any, output: Any, eager: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    ) -> None:
+        """Compare the outputs of a replay with those of an eager run, if that is due."""
+        if self.guard is None:
+            return
+        key = key_of(runner, getattr(runner, "_replay_graph_key", None) or ShapeKey(size=runner.bs))
+        if not self.guard.is_verify_due(key) or _has_recurrent_state(runner):
+            return
+        replayed = {name: tensor.clone() for name, tensor in _outputs(output)}
+        expected = dict(eager())
+        # Some eager runs return no hidden states, because nothing reads them.
+        self.guard.verify(key, {name: replayed[name] for name in expected}, expected)
+        with torch.inference_mode():  # the model's tensors are inference tensors
+            for name, tensor in _outputs(output):  # the eager run may have used the same memory
+                tensor.copy_(replayed[name])
 
     def _check_invariants(self, key: GraphKey, batch: Any) -> None:
         assert self.guard is not None  # noqa: S101  the caller has it
@@ -153,15 +180,16 @@ class SglangGuard:
                 holds = {text: bool(predicate(backend, batch)) for text, predicate in declared.items()}
                 self.guard.check_invariants(key, owner, holds)
 
-    def _watch_preparation(self, name: str, backend: Any) -> None:
-        """Note the metadata of ``backend`` before each preparation, so that a replay tells what is new."""
+    def _watch_preparation(self, backend: Any, owners: list[Any]) -> None:
+        """Note the metadata of all ``owners`` before each preparation by ``backend``, one of them."""
         original = backend.init_forward_metadata_out_graph
         if getattr(original, "is_watched", False):
             return
 
         @functools.wraps(original)
         def watched(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
-            self._before[name] = backend, getattr(backend, "forward_metadata", None)
+            for owner in owners:
+                self._before.setdefault(id(owner), _metadata(owner))
             return original(forward_batch, *args, **kwargs)
 
         watched.is_watched = True  # type: ignore[attr-defined]
@@ -199,6 +227,11 @@ def _named_backends(runner: Any) -> Iterator[tuple[str, Any]]:
         yield (name if classes.count(name) == 1 else f"{name}[{classes[:at].count(name)}]"), backend
 
 
+def _metadata(backend: Any) -> Any:
+    """Return the metadata of a step that a backend holds; None if it holds none, as one of many backends."""
+    return getattr(backend, "forward_metadata", None)
+
+
 def _outputs(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the outputs that are compared, by name."""
     for name in ("next_token_logits", "hidden_states"):
@@ -207,15 +240,15 @@ def _outputs(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
             yield name, tensor
 
 
-def _eager_run(runner: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a batch again by SGLang's eager runner, with metadata of its own; keys are written alike."""
+def _run_again(runner: Any, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a batch again by ``run``, which is eager, with metadata of its own; keys are written alike."""
     backends = [backend for _, backend in _named_backends(runner)]
-    before = [getattr(backend, "forward_metadata", None) for backend in backends]
+    before = [_metadata(backend) for backend in backends]
     again = copy.copy(batch)
     again.forward_metadata_ready = False
     again.graphpact_verifies = True  # no step of the engine: see `StepCounts`
     try:
-        return runner.model_runner.eager_runner.execute(again, *args, **kwargs)
+        return run(again, *args, **kwargs)
     finally:
         for backend, metadata in zip(backends, before, strict=True):
             backend.forward_metadata = metadata

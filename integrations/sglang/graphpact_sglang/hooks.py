@@ -60,7 +60,7 @@ def _add_state(result: Any, *args: Any) -> None:
 
 
 def _register_tape() -> None:
-    from graphpact_sglang import fa3  # noqa: PLC0415  it needs the kernels
+    from graphpact_sglang import drafts, fa3  # noqa: PLC0415  they need the kernels
     from graphpact_sglang.segments import TapedSegments  # noqa: PLC0415  it needs the tape
 
     @register_attention_backend(ATTENTION_BACKEND)
@@ -75,6 +75,16 @@ def _register_tape() -> None:
 
     add_attention_backend_choices([ATTENTION_BACKEND])
     HookRegistry.register(fa3.KERNEL, fa3.flash_attn_with_kvcache, HookType.REPLACE)
+    HookRegistry.register(
+        f"{drafts.FACTORY}.create_decode_backend", drafts.make_step_backends, HookType.AROUND
+    )
+    HookRegistry.register(
+        f"{drafts.FACTORY}.create_draft_extend_backend", drafts.make_extend_backend, HookType.AROUND
+    )
+    HookRegistry.register(
+        f"{drafts.TREE}.build_tree_kernel_efficient_func", drafts.build_tree, HookType.REPLACE
+    )
+    HookRegistry.register(f"{drafts.TREE}.verify_tree_greedy_func", drafts.verify_tree, HookType.REPLACE)
     HookRegistry.register(f"{_DEFAULTS}.handle_cpu_backends", _choose_attention_backend, HookType.BEFORE)
     HookRegistry.register(SEGMENTS, TapedSegments, HookType.REPLACE)
     HookRegistry.register(_CAPTURE, _open_the_gate, HookType.BEFORE)

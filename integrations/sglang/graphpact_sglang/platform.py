@@ -20,6 +20,9 @@ from graphpact_sglang import ATTENTION_BACKEND
 from graphpact_sglang.interpreter import record_launches
 from graphpact_tape import TapeDriver, stand_in_for_cuda_graphs
 
+DRAFTS = ("EAGLE", "EAGLE3", "STANDALONE")
+"""The algorithms whose drafts run on the tape; SGLang refuses the others by name."""
+
 
 class TapePlatform(CpuDeviceMixin, SRTPlatform):
     """A CPU with graph capture."""
@@ -51,6 +54,28 @@ class TapePlatform(CpuDeviceMixin, SRTPlatform):
         # The gate was passed, see `hooks`. A tape records what torch dispatches, so nothing may be compiled.
         get_flags().capture.enable_torch_compile = False
         return DecodeCudaGraphRunner
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        """Return whether drafts of ``algorithm`` run on a CPU."""
+        return algorithm in DRAFTS
+
+    def get_speculative_cache_locs_fn(self) -> Any:
+        """Return the function that finds the KV slots of drafts."""
+        from graphpact_sglang.drafts import extend_slots  # noqa: PLC0415  it imports SGLang
+
+        return extend_slots
+
+    def get_speculative_graph_runner_cls(self, algorithm: str, phase: str) -> Any:
+        """Return the runner of GPUs for a phase of drafting: ``draft_decode`` or ``draft_extend``."""
+        from sglang.srt.speculative import (  # noqa: PLC0415  it asks for a platform
+            eagle_draft_cuda_graph_runner,
+            eagle_draft_extend_cuda_graph_runner,
+        )
+
+        del algorithm
+        if phase == "draft_decode":
+            return eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner
+        return eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner
 
     def is_pin_memory_available(self, device: Any = None) -> bool:
         """Return False: there is no device to pin memory for."""

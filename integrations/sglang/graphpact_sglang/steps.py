@@ -48,7 +48,7 @@ class StepCounts:
     def __init__(self) -> None:
         self.graphs: dict[GraphKey, GraphCounts] = {}
         self.eager: Counter[tuple[str, str]] = Counter()
-        self._begun = 0.0
+        self._begun: float | None = None  # when the current capture began
 
     def register(self) -> None:
         """Register the hooks that count."""
@@ -71,23 +71,25 @@ class StepCounts:
 
     def _captured(self, result: None, graph_backend: Any, shape_key: Any, *args: Any, **kwargs: Any) -> None:
         del result, args, kwargs
-        seconds = time.perf_counter() - self._begun
+        assert self._begun is not None  # noqa: S101  the hook before set it
+        seconds, self._begun = time.perf_counter() - self._begun, None
         counts = GraphCounts(seconds, _nodes_of(graph_backend._graphs[shape_key]))  # noqa: SLF001
         self.graphs[key_of(graph_backend._cuda_graph_runner, shape_key)] = counts  # noqa: SLF001
 
-    def _replay(self, graph_backend: Any, shape_key: Any, batch: Any, **kwargs: Any) -> None:
-        del kwargs
+    def _replay(self, graph_backend: Any, shape_key: Any, *args: Any, **kwargs: Any) -> None:
+        del args, kwargs
         runner = graph_backend._cuda_graph_runner  # noqa: SLF001
         counts = self.graphs.get(key_of(runner, shape_key))
         if counts is None:  # captured before the hooks were there
             return
         counts.replays += 1
-        counts.raw += getattr(runner, "raw_num_tokens", None) or batch.batch_size
+        counts.raw += getattr(runner, "raw_num_tokens", None) or runner.raw_bs
         counts.padded += shape_key.size
 
     def _run(self, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
-        if getattr(batch, "graphpact_verifies", False):
+        # A draft's graph is captured through the eager runner, and an eager run verifies.
+        if self._begun is not None or getattr(batch, "graphpact_verifies", False):
             return
         self.eager[batch.forward_mode.name.lower(), _eager_reason(runner, batch)] += 1
 

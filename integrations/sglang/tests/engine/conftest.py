@@ -7,7 +7,6 @@ and children fork. `make sglang-test` runs these tests, in the environment that 
 import os
 
 os.environ["GRAPHPACT"] = "tape"  # read when SGLang chooses its platform; children choose their own words
-os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("TRITON_INTERPRET", "1")

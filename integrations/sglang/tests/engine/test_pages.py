@@ -14,7 +14,8 @@ OURS = ".venv-sglang/bin/graphpact"
 
 def _commands() -> list[str]:
     """Return the commands of the page that run our command."""
-    blocks = re.findall(r"^```\n(.*?)^```", PAGE.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE)
+    page = PAGE.read_text(encoding="utf-8").replace("\\\n", "")
+    blocks = re.findall(r"^```\n(.*?)^```", page, re.DOTALL | re.MULTILINE)
     return [line for block in blocks for line in block.splitlines() if line.startswith(OURS)]
 
 
@@ -25,9 +26,9 @@ def _run(command: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(words, check=False, capture_output=True, text=True, cwd=ROOT, env=environment)
 
 
-def test_the_page_has_two_commands() -> None:
-    """The page shows the job of a laptop and the reproduction of SGLang's own fault."""
-    assert len(_commands()) == 2
+def test_the_page_has_three_commands() -> None:
+    """The page shows the job of a laptop, drafts, and the reproduction of SGLang's own fault."""
+    assert len(_commands()) == 3
 
 
 def test_the_first_command_compares_the_engine_with_itself() -> None:

@@ -1,0 +1,68 @@
+"""Drafts of the real SGLang on a tape: no wrong token is accepted."""
+
+from typing import Any
+
+import pytest
+from engines import MODEL, Run, requests, run_in_child
+
+DRAFTS: dict[str, Any] = {
+    "speculative_algorithm": "EAGLE",
+    "speculative_draft_model_path": str(MODEL.with_name("tiny-llama-eagle")),
+    "speculative_num_steps": 3,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": 4,
+}
+TREE = DRAFTS | {"speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
+STANDALONE = DRAFTS | {"speculative_algorithm": "STANDALONE", "speculative_draft_model_path": str(MODEL)}
+FA3 = {"attention_backend": "fa3", "cuda_graph_backend_prefill": "disabled"}
+RUNNERS = (
+    "DecodeCudaGraphRunner",
+    "draft EAGLEDraftCudaGraphRunner",
+    "draft EAGLEDraftExtendCudaGraphRunner",
+)
+VERIFIED = "tape,guard,contents:1,verify:1"
+
+
+@pytest.fixture(scope="module")
+def plain() -> Run:
+    """The eager run without drafts."""
+    off = {"cuda_graph_backend_decode": "disabled", "cuda_graph_backend_prefill": "disabled"}
+    return run_in_child("tape", requests(every=0), **off, attention_backend="torch_native")
+
+
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        pytest.param(VERIFIED, DRAFTS, marks=pytest.mark.smoke),
+        ("tape:strict,guard,contents:1", DRAFTS),
+        (VERIFIED, TREE),
+        ("tape:strict,guard,contents:1", TREE),
+        (VERIFIED, DRAFTS | {"page_size": 16}),
+        (VERIFIED, STANDALONE),
+        (VERIFIED, DRAFTS | FA3),
+        (VERIFIED, TREE | FA3 | {"page_size": 16}),
+    ],
+    ids=["chain", "strict", "tree", "strict tree", "pages", "standalone", "fa3", "fa3 tree with pages"],
+)
+def test_drafted_answers_are_those_without_drafts(plain: Run, words: str, arguments: dict[str, Any]) -> None:
+    """In batches of 1 to 8, the tokens are the plain ones, without a fault.
+
+    The second round finds every prompt in the prefix cache.
+    """
+    run = run_in_child(words, rounds=2, **arguments)
+    assert run.tokens == plain.tokens
+    assert run.faults == []
+    for runner in RUNNERS:
+        assert run.replays(runner) > 20
+    if "verify" in words:  # the draft's own graph is held to its pact; only tokens come out of it
+        graphs = run.state["guard"]["graphs"].items()
+        verified = {name.partition("[")[0] for name, counts in graphs if counts["verified"]}
+        assert verified == {RUNNERS[0], RUNNERS[2]}
+
+
+def test_drafts_are_accepted() -> None:
+    """A verification gives more than two tokens of a request: the drafts are those of the head, not noise."""
+    one = requests(["Return the number of"], max_new_tokens=32)
+    run = run_in_child("tape", one, **DRAFTS)
+    assert len(run.tokens[0]) == 32
+    assert run.replays("DecodeCudaGraphRunner") <= 15
