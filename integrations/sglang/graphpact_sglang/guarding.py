@@ -84,7 +84,7 @@ class SglangGuard:
             self.guard = Guard(
                 self._settings, _provenance(runner), metadata=("forward_metadata",), unseen=_UNSEEN
             )
-        owners = dict(_named_backends(runner))
+        owners = dict(named_backends(runner))
         for backend in owners.values():
             self._watch_preparation(backend, [*owners.values()])
         self._owners[key_of(runner, shape_key)] = owners
@@ -206,7 +206,7 @@ class SglangGuard:
             self.guard.watch_reads(watching=False)
 
 
-def _named_backends(runner: Any) -> Iterator[tuple[str, Any]]:
+def named_backends(runner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attention backends of a runner by name, those inside of others too."""
     found: list[Any] = []
     waiting = [getattr(runner, "attn_backend", None) or runner.model_runner.attn_backend]
@@ -242,7 +242,7 @@ def _outputs(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _run_again(runner: Any, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a batch again by ``run``, which is eager, with metadata of its own; keys are written alike."""
-    backends = [backend for _, backend in _named_backends(runner)]
+    backends = [backend for _, backend in named_backends(runner)]
     before = [_metadata(backend) for backend in backends]
     again = copy.copy(batch)
     again.forward_metadata_ready = False

@@ -15,4 +15,17 @@ from graphpact_sglang import stand_ins
 
 stand_ins.install()
 
+import pytest  # noqa: E402
 import sglang.srt.managers.scheduler  # noqa: E402, F401  after the stand-ins
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Let a run take more steps."""
+    parser.addoption("--steps", type=int, default=100, help="Replays of each right backend.")
+
+
+@pytest.fixture
+def steps(request: pytest.FixtureRequest) -> int:
+    """How many replays each right backend makes."""
+    found: int = request.config.getoption("--steps")
+    return found
