@@ -27,7 +27,7 @@ def _bind(metadata: list[tuple[Any, Any]]) -> None:
 
 
 def compare_every_replay() -> None:
-    """After every replay, run what was captured again, eagerly on the same memory, and compare the outputs."""
+    """After every replay, run what was captured again, eagerly on its memory, and compare the outputs."""
     capture, replay = FullCudaGraphBackend.capture_one, FullCudaGraphBackend.replay
     captured: dict[Any, Any] = {}
 
