@@ -4,6 +4,7 @@
     attention      an attention backend that runs on a CPU and can be recorded
     drafts         the same for the steps of a draft, and the kernels of its tree
     segments       SGLang's breakable graphs on a tape
+    hooking        hooks that are applied, or end the start
     stand_ins      stand-ins for packages that a CPU cannot load
 
 SGLang calls `platform_class` and `register` by its entry points, in each of its processes. Both do nothing
@@ -12,10 +13,13 @@ unless ``GRAPHPACT`` asks for something.
 Does not: import SGLang when it is imported; modules that need it do.
 """
 
+import contextlib
 import os
 import sys
+import traceback
+from collections.abc import Iterator
 from importlib.metadata import version
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
 
 from graphpact.errors import ConfigError, GraphpactError
 
@@ -33,13 +37,12 @@ def platform_class() -> str | None:
     """Return the class of the tape's platform, or None without a tape: SGLang's ``sglang.srt.platforms``."""
     if _settings().tape is None:
         return None
-    if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
-        _end(
-            ConfigError(
+    with _or_exit():
+        if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
+            raise ConfigError(
                 "GRAPHPACT asks for a tape, and SGLANG_USE_CPU_ENGINE=1 for SGLang's engine for CPUs",
                 hint="unset SGLANG_USE_CPU_ENGINE: on the tape SGLang goes the ways of a GPU",
             )
-        )
     return "graphpact_sglang.platform:TapePlatform"
 
 
@@ -48,27 +51,38 @@ def register() -> None:
     settings = _settings()
     if not settings.is_active:
         return
-    from graphpact_sglang import hooks  # noqa: PLC0415  it imports SGLang
+    with _or_exit():
+        from graphpact_sglang import hooks  # noqa: PLC0415  it imports SGLang
 
-    hooks.register(settings)
+        hooks.register(settings)
 
 
 def _settings() -> "Settings":
-    """Return the settings; end the process if they are invalid, because SGLang only logs such errors."""
-    from graphpact_guard import Settings  # noqa: PLC0415  it imports torch
+    """Return the settings."""
+    with _or_exit():
+        from graphpact_guard import Settings  # noqa: PLC0415  it imports torch
 
-    try:
         settings = Settings.from_environment()
         if settings.is_active:
             _require_supported()
-    except GraphpactError as error:
-        _end(error)
     return settings
 
 
-def _end(error: GraphpactError) -> NoReturn:
-    sys.stderr.write(f"graphpact: {error}\n")
-    raise SystemExit(error.code) from error
+@contextlib.contextmanager
+def _or_exit() -> Iterator[None]:
+    """End the process at an error. SGLang would log it, and start without what was asked for."""
+    try:
+        yield
+    except GraphpactError as error:
+        sys.stderr.write(f"graphpact: {error}\n")
+        raise SystemExit(error.code) from error
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.write(
+            f"graphpact: GRAPHPACT is set and cannot be served: {type(error).__name__}: {error}\n"
+            '  help: install what is missing (the tape needs "graphpact-sglang[tape]"), or unset GRAPHPACT\n'
+        )
+        raise SystemExit(GraphpactError.code) from error
 
 
 def _require_supported() -> None:

@@ -17,11 +17,12 @@ import torch
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 
 from graphpact_guard import GraphKey, Guard, Settings
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
+from graphpact_sglang.hooking import register_hook
 from graphpact_sglang.steps import BREAKABLE, FULL, SEGMENTS, SRT, key_of
 
 _DECODE = f"{SRT}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
@@ -68,7 +69,7 @@ class SglangGuard:
             (f"{SEGMENTS}._begin_new_segment", self._segment_begun, HookType.AFTER),
             (f"{SEGMENTS}._end_current_segment", self._segment_ends, HookType.BEFORE),
         ):
-            HookRegistry.register(target, hook, kind)
+            register_hook(target, hook, kind)
 
     def _capture_one(
         self,

@@ -9,12 +9,13 @@ from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_flags
 
 from graphpact_guard import Settings
 from graphpact_sglang import ATTENTION_BACKEND
 from graphpact_sglang.guarding import SglangGuard
+from graphpact_sglang.hooking import register_hook
 from graphpact_sglang.steps import SEGMENTS, StepCounts
 
 _MODE = "sglang.srt.model_executor.forward_batch_info.ForwardMode"
@@ -39,7 +40,7 @@ class InProcess:
 def register(settings: Settings) -> None:
     """Register what ``settings`` ask for."""
     InProcess.counts.register()
-    HookRegistry.register(_STATE, _add_state, HookType.AFTER)
+    register_hook(_STATE, _add_state, HookType.AFTER)
     if settings.tape is not None:
         _register_tape()
     if settings.guard:
@@ -74,22 +75,18 @@ def _register_tape() -> None:
         return fa3.make_backend(runner)
 
     add_attention_backend_choices([ATTENTION_BACKEND])
-    HookRegistry.register(fa3.KERNEL, fa3.flash_attn_with_kvcache, HookType.REPLACE)
-    HookRegistry.register(
-        f"{drafts.FACTORY}.create_decode_backend", drafts.make_step_backends, HookType.AROUND
-    )
-    HookRegistry.register(
+    register_hook(fa3.KERNEL, fa3.flash_attn_with_kvcache, HookType.REPLACE)
+    register_hook(f"{drafts.FACTORY}.create_decode_backend", drafts.make_step_backends, HookType.AROUND)
+    register_hook(
         f"{drafts.FACTORY}.create_draft_extend_backend", drafts.make_extend_backend, HookType.AROUND
     )
-    HookRegistry.register(
-        f"{drafts.TREE}.build_tree_kernel_efficient_func", drafts.build_tree, HookType.REPLACE
-    )
-    HookRegistry.register(f"{drafts.TREE}.verify_tree_greedy_func", drafts.verify_tree, HookType.REPLACE)
-    HookRegistry.register(f"{_DEFAULTS}.handle_cpu_backends", _choose_attention_backend, HookType.BEFORE)
-    HookRegistry.register(SEGMENTS, TapedSegments, HookType.REPLACE)
-    HookRegistry.register(_CAPTURE, _open_the_gate, HookType.BEFORE)
+    register_hook(f"{drafts.TREE}.build_tree_kernel_efficient_func", drafts.build_tree, HookType.REPLACE)
+    register_hook(f"{drafts.TREE}.verify_tree_greedy_func", drafts.verify_tree, HookType.REPLACE)
+    register_hook(f"{_DEFAULTS}.handle_cpu_backends", _choose_attention_backend, HookType.BEFORE)
+    register_hook(SEGMENTS, TapedSegments, HookType.REPLACE)
+    register_hook(_CAPTURE, _open_the_gate, HookType.BEFORE)
     # On a CPU SGLang asks this one, which knows only decode.
-    HookRegistry.register(f"{_MODE}.is_cpu_graph", lambda mode: mode.is_cuda_graph(), HookType.REPLACE)
+    register_hook(f"{_MODE}.is_cpu_graph", lambda mode: mode.is_cuda_graph(), HookType.REPLACE)
 
 
 def _open_the_gate(**kwargs: Any) -> None:
@@ -101,5 +98,10 @@ def _open_the_gate(**kwargs: Any) -> None:
 
 def _choose_attention_backend(server_args: Any) -> None:
     """Choose a backend that can be recorded, if the user chose none; SGLang would choose its own for CPUs."""
-    if resolving_view(server_args).attention_backend is None:
+    from graphpact_sglang import interpreter  # noqa: PLC0415  it needs the kernels
+
+    view = resolving_view(server_args)
+    if view.attention_backend is None:
         declare_resolution(server_args, "graphpact", attention_backend=ATTENTION_BACKEND)
+    if "triton" in (view.attention_backend, view.prefill_attention_backend, view.decode_attention_backend):
+        interpreter.require_interpreter("the attention backend 'triton'")

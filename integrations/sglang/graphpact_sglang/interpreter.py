@@ -4,7 +4,8 @@ SGLang's Triton backend and the metadata kernels of its other backends run unedi
 region becomes an operator that holds the kernel, its grid and its numbers by value, and its tensors by
 identity, as a launch in a CUDA graph does.
 
-Triton reads ``TRITON_INTERPRET=1`` when it is imported, so it is set before Python starts.
+Triton reads ``TRITON_INTERPRET=1`` when it is imported, so it is set before Python starts. Without it, a tape
+refuses launches: a compiled kernel needs a GPU, and no tape sees it.
 
 Does not: run fast; the interpreter takes milliseconds for each program of a grid.
 """
@@ -16,6 +17,7 @@ from typing import Any
 
 import torch
 
+from graphpact.errors import ConfigError
 from graphpact_kernels import define_kernel
 
 _captured: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
@@ -23,9 +25,14 @@ _captured: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 
 
 def record_launches(is_capturing: Callable[[], bool]) -> None:
-    """Make each launch while ``is_capturing`` one operator; others run as before."""
-    from triton.runtime.interpreter import GridExecutor  # noqa: PLC0415  Triton may be missing
+    """Make each launch while ``is_capturing`` one operator; others run as before.
 
+    From then on, a launch of a compiled kernel raises `ConfigError`.
+    """
+    from triton.runtime.interpreter import GridExecutor  # noqa: PLC0415  Triton may be missing
+    from triton.runtime.jit import JITFunction  # noqa: PLC0415
+
+    JITFunction.run = _refuse_launch
     run = GridExecutor.__call__
     if getattr(run, "is_recorded", False):
         return
@@ -43,6 +50,33 @@ def record_launches(is_capturing: Callable[[], bool]) -> None:
 
     launch.is_recorded = True  # type: ignore[attr-defined]
     GridExecutor.__call__ = launch
+
+
+def require_interpreter(what: str) -> None:
+    """Require that Triton's interpreter runs kernels.
+
+    Args:
+        what: What launches them, for the message.
+
+    Raises:
+        ConfigError: It does not.
+    """
+    from triton import knobs  # noqa: PLC0415
+
+    if not knobs.runtime.interpret:
+        raise _not_interpreted(what)
+
+
+def _refuse_launch(kernel: Any, *args: Any, **kwargs: Any) -> None:
+    del args, kwargs
+    raise _not_interpreted(f"the kernel {kernel.__name__}")
+
+
+def _not_interpreted(what: str) -> ConfigError:
+    return ConfigError(
+        f"a tape runs on a CPU, and {what} needs Triton, which was started without its interpreter",
+        hint="set TRITON_INTERPRET=1 before Python starts, or choose another attention backend",
+    )
 
 
 def _run(tensors: list[torch.Tensor], number: int) -> None:

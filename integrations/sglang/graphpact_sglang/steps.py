@@ -12,9 +12,10 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang.srt.model_executor.runner import prefill_cuda_graph_runner
-from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+from sglang.srt.plugins.hook_registry import HookType
 
 from graphpact_guard import GraphKey
+from graphpact_sglang.hooking import register_hook
 
 _FACTOR = "_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"
 SRT = "sglang.srt.model_executor"
@@ -53,10 +54,10 @@ class StepCounts:
     def register(self) -> None:
         """Register the hooks that count."""
         for backend in (FULL, BREAKABLE):
-            HookRegistry.register(f"{backend}.capture_one", self._capture_begins, HookType.BEFORE)
-            HookRegistry.register(f"{backend}.capture_one", self._captured, HookType.AFTER)
-            HookRegistry.register(f"{backend}.replay", self._replay, HookType.BEFORE)
-        HookRegistry.register(f"{SRT}.runner.eager_runner.EagerRunner.execute", self._run, HookType.BEFORE)
+            register_hook(f"{backend}.capture_one", self._capture_begins, HookType.BEFORE)
+            register_hook(f"{backend}.capture_one", self._captured, HookType.AFTER)
+            register_hook(f"{backend}.replay", self._replay, HookType.BEFORE)
+        register_hook(f"{SRT}.runner.eager_runner.EagerRunner.execute", self._run, HookType.BEFORE)
 
     def summary(self) -> dict[str, Any]:
         """Return the counts, ready for JSON."""
