@@ -6,10 +6,13 @@
     reads        which attributes a captured region reads
     contents     what must be in the memory that a graph reads, and what a replay gives
     faults       faults, each reported once
+    closing      what a guard has seen, when its process ends
+    metrics      the same for Prometheus, with the extra ``metrics``
 
 Does not: import an engine; its integration does.
 """
 
+from graphpact_guard.closing import log_at_exit
 from graphpact_guard.contents import Expected
 from graphpact_guard.faults import FaultLog, GraphKey, ReplayFault
 from graphpact_guard.guard import Guard, GuardError
@@ -26,4 +29,5 @@ __all__ = [
     "ReadWatch",
     "ReplayFault",
     "Settings",
+    "log_at_exit",
 ]

@@ -20,7 +20,7 @@ from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 
-from graphpact_guard import GraphKey, Guard, Settings
+from graphpact_guard import GraphKey, Guard, Settings, log_at_exit
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
 from graphpact_sglang.hooking import register_hook
 from graphpact_sglang.steps import BREAKABLE, FULL, SEGMENTS, SRT, key_of
@@ -34,6 +34,9 @@ INVARIANTS = "graphpact_invariants"
 """The attribute by which an attention backend declares invariants of its plan: predicates by name, each a
 function of the backend and of the batch that is replayed. They are checked before every replay."""
 _UNSEEN = "graphs that other code captures by torch.cuda.CUDAGraph, and memory that kernels reach by pointers"
+
+_METRICS_SECONDS = 5.0
+"""How often metrics are written."""
 
 
 class SglangGuard:
@@ -82,9 +85,7 @@ class SglangGuard:
     ) -> Any:
         runner = graph_backend._cuda_graph_runner  # noqa: SLF001  both backends have it
         if self.guard is None:
-            self.guard = Guard(
-                self._settings, _provenance(runner), metadata=("forward_metadata",), unseen=_UNSEEN
-            )
+            self.guard = self._make_guard(runner)
         owners = dict(named_backends(runner))
         for backend in owners.values():
             self._watch_preparation(backend, [*owners.values()])
@@ -92,6 +93,19 @@ class SglangGuard:
         inputs = {type(runner.buffers).__name__: runner.buffers}
         with self.guard.capturing(key_of(runner, shape_key), owners, inputs, in_segments=in_segments):
             return original(graph_backend, shape_key, *args, **kwargs)
+
+    def _make_guard(self, runner: Any) -> Guard:
+        """Make the guard of this process, and let it report to SGLang's metrics and to the log at the end."""
+        guard = Guard(self._settings, _provenance(runner), metadata=("forward_metadata",), unseen=_UNSEEN)
+        if not runner.model_runner.server_args.enable_metrics:
+            log_at_exit(guard)
+            return guard
+        from graphpact_guard.metrics import GuardMetrics  # noqa: PLC0415  only now SGLang has chosen the mode
+
+        metrics = GuardMetrics(guard, _ranks())
+        metrics.update_every(_METRICS_SECONDS)
+        log_at_exit(guard, before=metrics.update)
+        return guard
 
     def _replay(
         self,
@@ -258,6 +272,12 @@ def _run_again(runner: Any, run: Callable[..., Any], batch: Any, *args: Any, **k
 def _has_recurrent_state(runner: Any) -> bool:
     """Return whether an eager run would advance a state a second time."""
     return isinstance(runner.model_runner.req_to_token_pool, HybridReqToTokenPool)
+
+
+def _ranks() -> dict[str, str]:
+    """Return the labels of this process, by the names that SGLang's own metrics have."""
+    names = ("tp_rank", "pp_rank", "dp_rank")
+    return {name: str(getattr(get_parallel(), name, None) or 0) for name in names}
 
 
 def _provenance(runner: Any) -> dict[str, str]:
