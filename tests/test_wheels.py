@@ -39,11 +39,12 @@ for file in sorted((site / sys.argv[2]).rglob("*.py")):
         print(name)
 """
 NEEDS_SGLANG = (  # which its user has, or the extra for the tape
-    *("attention", "cli", "contents", "drafts", "fa3", "guarding", "hooks", "in_process"),
-    *("interpreter", "job", "platform", "segments", "steps"),
+    *("attention", "cli", "contents", "drafts", "fa3", "guarding", "hooking", "hooks", "in_process"),
+    *("interpreter", "job", "platform", "segments", "start", "steps"),
 )
 NEEDS_AN_EXTRA = {
     "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client
+    "graphpact-guard": ["graphpact_guard.metrics"],  # prometheus-client
     "graphpact-kernels": ["graphpact_kernels._triton_indices"],  # triton
     "graphpact-sglang": [f"graphpact_sglang.{module}" for module in NEEDS_SGLANG],
 }

@@ -39,6 +39,8 @@ def closing_line(guard: Guard) -> str:
         f"contents checked in {sum(record.contents for record in records):,}",
         f"{sum(record.verified for record in records):,} verified",
     ]
+    if started := sum(record.started for record in records):
+        parts.append(f"{started:,} synthetic steps verified before serving")
     rules: Counter[str] = Counter()
     for (rule, *_), count in guard.log.counts.items():
         rules[rule] += count

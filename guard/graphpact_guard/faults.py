@@ -66,12 +66,17 @@ class FaultLog:
         ignored: Faults that are not reported, but counted.
         provenance: What runs here, such as the versions of engine and model, by name. It is a part of each
             report.
+
+    Attributes:
+        is_starting: Whether faults are those of synthetic steps, before the engine serves.
     """
 
     def __init__(self, ignored: tuple[Ignored, ...], provenance: Mapping[str, str]) -> None:
         self.faults: dict[tuple[str, str, str, GraphKey], ReplayFault] = {}
         self.counts: Counter[tuple[str, str, str, GraphKey]] = Counter()
         self.num_ignored = 0
+        self.is_starting = False
+        self._of_start: set[tuple[str, str, str, GraphKey]] = set()
         self._ignored = ignored
         self._provenance = dict(provenance)
 
@@ -85,6 +90,9 @@ class FaultLog:
         if self.counts[fault.identity] == 1:
             self.faults[fault.identity] = fault
             where = ", ".join(f"{name} {value}" for name, value in self._provenance.items())
+            if self.is_starting:
+                self._of_start.add(fault.identity)
+                where += ", before serving"
             logger.error("graphpact guard: %s\n  (%s)", fault, where)
         return True
 
@@ -101,6 +109,7 @@ class FaultLog:
                     "graph": str(fault.key),
                     "text": fault.text,
                     "count": self.counts[identity],
+                    "at_start": identity in self._of_start,
                 }
                 for identity, fault in self.faults.items()
             ],

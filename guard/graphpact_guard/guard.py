@@ -110,12 +110,27 @@ class Guard:
     def _announce(self) -> None:
         asked = [f"contents in every {self.settings.contents}th replay"] if self.settings.contents else []
         asked += [f"an eager run of every {self.settings.verify}th replay"] if self.settings.verify else []
+        asked += [f"{self.settings.start} steps of each shape before serving"] if self.settings.start else []
         unseen = f"; not seen: {self._unseen}" if self._unseen else ""
         logger.warning(
             "graphpact guard: on; every replay is held to its pact%s%s",
             "".join(f", {text}" for text in asked),
             unseen,
         )
+
+    @contextlib.contextmanager
+    def starting(self) -> Iterator[None]:
+        """Verify every replay in the context: synthetic steps, before the engine serves.
+
+        Contents are checked too, unless they are never checked. Counts begin anew after the context.
+        """
+        self.log.is_starting = True
+        try:
+            yield
+        finally:
+            self.log.is_starting = False
+            for record in self.records.values():
+                record.end_start()
 
     # -- replay ----------------------------------------------------------------------------------
 
@@ -142,7 +157,8 @@ class Guard:
 
     def is_contents_due(self, key: GraphKey) -> bool:
         """Return whether contents are checked before the next replay of ``key``: the first and every N-th."""
-        return self._is_due(key, self.settings.contents)
+        every = self.settings.contents
+        return self._is_due(key, min(every, 1) if self.log.is_starting else every)
 
     def check_contents(self, key: GraphKey, expected: Iterable[Expected]) -> None:
         """Check what the graph reads.
@@ -182,7 +198,7 @@ class Guard:
 
     def is_verify_due(self, key: GraphKey) -> bool:
         """Return whether the last replay of ``key`` is compared eagerly: the first and every N-th."""
-        return self._is_due(key, self.settings.verify)
+        return self._is_due(key, 1 if self.log.is_starting else self.settings.verify)
 
     def verify(
         self, key: GraphKey, replayed: Mapping[str, torch.Tensor], eager: Mapping[str, torch.Tensor]
@@ -220,7 +236,12 @@ class Guard:
     def summary(self) -> dict[str, Any]:
         """Return the state of the guard, ready for JSON."""
         graphs = {
-            str(key): {"replays": r.replays, "contents": r.contents, "verified": r.verified}
+            str(key): {
+                "replays": r.replays,
+                "contents": r.contents,
+                "verified": r.verified,
+                "started": r.started,
+            }
             for key, r in self.records.items()
         }
         return {"graphs": graphs, "refused": sorted(map(str, self.refused)), **self.log.summary()}

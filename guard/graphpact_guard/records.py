@@ -100,6 +100,8 @@ class GraphRecord:
         replays: How often it was replayed.
         contents: In how many replays contents were checked.
         verified: How many replays were compared with an eager run.
+        started: How many synthetic steps were compared with an eager run before the engine served; the other
+            counts are without them.
     """
 
     key: GraphKey
@@ -107,6 +109,7 @@ class GraphRecord:
     replays: int = 0
     contents: int = 0
     verified: int = 0
+    started: int = 0
 
     def __post_init__(self) -> None:
         roots: dict[str, Promise] = {}
@@ -128,6 +131,11 @@ class GraphRecord:
             made = prepared.get(part.owner) if part.name else None
             if made is not None and made is not part.value and not part.pact.keeps({part.path: made}):
                 yield from part.faults(self.key, made)
+
+    def end_start(self) -> None:
+        """Count the verified replays until now as synthetic steps, and begin the other counts anew."""
+        self.started += self.verified
+        self.replays = self.contents = self.verified = 0
 
     def leaves(self) -> dict[tuple[str, str], torch.Tensor]:
         """Return the tensors of metadata that the capture read, by owner and field."""

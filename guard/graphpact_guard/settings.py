@@ -62,6 +62,8 @@ class Settings:
             the shape runs eagerly from then on.
         contents: The contents of padding rows and live rows are checked in every N-th replay; 0 for never.
         verify: Every N-th replay is compared with an eager run of the same batch; 0 for never.
+        start: So many synthetic steps of each captured shape are compared with eager runs before the engine
+            serves; 0 for none.
         ignore: Faults that are not reported.
     """
 
@@ -70,6 +72,7 @@ class Settings:
     on_fault: FaultAction = "log"
     contents: int = 64
     verify: int = 0
+    start: int = 0
     ignore: tuple[Ignored, ...] = ()
 
     @classmethod
@@ -84,7 +87,7 @@ class Settings:
         for word in environment.get(WORDS_VARIABLE, "").split(","):
             if word.strip():
                 values |= _values_of_word(word.strip())
-        if any(values.get(name) for name in ("verify", "contents")):
+        if any(values.get(name) for name in ("verify", "contents", "start")):
             values["guard"] = True
         return cls(**values)
 
@@ -131,6 +134,13 @@ WORDS: dict[str, Word] = {
     "tape": Word("tape, tape:strict", "run on a tape instead of a GPU", "tape", _tape_mode, "fast"),
     "verify": Word("verify:N", "compare every N-th replay with an eager run", "verify", _count),
     "contents": Word("contents:N", "check padding and live rows in every N-th replay", "contents", _count),
+    "start": Word(
+        "start, start:N",
+        "compare N synthetic steps of each shape (3 without a number) with eager runs before serving",
+        "start",
+        _count,
+        3,
+    ),
     "log": Word("log", "write faults to the log", "on_fault", alone="log"),
     "raise": Word("raise", "end the step at a fault", "on_fault", alone="raise"),
     "eager": Word("eager", "run a shape eagerly after a fault", "on_fault", alone="eager"),

@@ -78,6 +78,32 @@ def test_the_first_and_every_nth_replay_is_due() -> None:
     assert not never.is_contents_due(key)
 
 
+def test_every_synthetic_step_is_due_and_counted_apart() -> None:
+    """Before serving, every replay is due; counts begin anew after it, and a fault says when it was found."""
+    guard = Guard(Settings(guard=True, contents=3, start=2), {})
+    engine = SmallEngine(Backend(4), guard)
+    key = engine.key(2)
+    with guard.starting():
+        for value in (1.0, 2.0):
+            engine.step(torch.ones(2), torch.ones(2, dtype=torch.int64))
+            assert guard.is_contents_due(key)
+            assert guard.is_verify_due(key)
+            guard.verify(key, {"out": torch.ones(1, 1)}, {"out": torch.full((1, 1), value)})
+    assert guard.summary()["graphs"]["Runner[2]"] == {
+        "replays": 0,
+        "contents": 0,
+        "verified": 0,
+        "started": 2,
+    }
+    engine.step(torch.ones(2), torch.ones(2, dtype=torch.int64))
+    assert not guard.is_verify_due(key)
+    guard.check_contents(key, [_expected([1, 9], [1, 0], live=1)])
+    assert [(each["rule"], each["at_start"]) for each in guard.summary()["faults"]] == [
+        ("verify", True),
+        ("GP03", False),
+    ]
+
+
 def test_checks_are_counted_by_graph() -> None:
     """The summary says how often contents and outputs of each graph were checked: none is silently absent."""
     guard = Guard(Settings(guard=True), {})
@@ -86,6 +112,6 @@ def test_checks_are_counted_by_graph() -> None:
     guard.check_contents(engine.key(2), [_expected([1, 9], [1, 0], live=1)])
     guard.verify(engine.key(2), {"out": torch.ones(1)}, {"out": torch.ones(1)})
     summary = guard.summary()
-    assert summary["graphs"]["Runner[2]"] == {"replays": 1, "contents": 1, "verified": 1}
-    assert summary["graphs"]["Runner[4]"] == {"replays": 0, "contents": 0, "verified": 0}
+    assert summary["graphs"]["Runner[2]"] == {"replays": 1, "contents": 1, "verified": 1, "started": 0}
+    assert summary["graphs"]["Runner[4]"] == {"replays": 0, "contents": 0, "verified": 0, "started": 0}
     assert [fault["rule"] for fault in summary["faults"]] == ["GP03"]

@@ -28,6 +28,8 @@ def test_nothing_is_asked_for_without_the_variables() -> None:
         ("tape", {"tape": "fast", "guard": False}),
         ("tape:strict, guard", {"tape": "strict", "guard": True}),
         ("verify:8", {"guard": True, "verify": 8}),
+        ("start", {"guard": True, "start": 3}),
+        ("tape,start:5", {"guard": True, "start": 5}),
         ("contents:0,guard,raise", {"guard": True, "contents": 0, "on_fault": "raise"}),
         ("guard,eager", {"on_fault": "eager"}),
         ("guard,raise,log", {"on_fault": "log"}),

@@ -9,13 +9,15 @@ graph.
 
 import copy
 import functools
+import logging
+import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
-from sglang.srt.model_executor.runner import DecodeCudaGraphRunner
+from sglang.srt.model_executor.runner import DecodeCudaGraphRunner, PrefillCudaGraphRunner
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
@@ -23,9 +25,12 @@ from sglang.srt.runtime_context import get_parallel
 from graphpact_guard import GraphKey, Guard, Settings, log_at_exit
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
 from graphpact_sglang.hooking import register_hook
-from graphpact_sglang.steps import BREAKABLE, FULL, SEGMENTS, SRT, key_of
+from graphpact_sglang.steps import BREAKABLE, FULL, SEGMENTS, SRT, StepCounts, key_of
+
+logger = logging.getLogger("graphpact.guard")
 
 _DECODE = f"{SRT}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+_MODEL_RUNNER = f"{SRT}.model_runner.ModelRunner"
 _PREFILL = f"{SRT}.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
 _DRAFT = "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner"
 _DRAFT_EXTEND = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
@@ -44,14 +49,17 @@ class SglangGuard:
 
     Args:
         settings: What is asked for.
+        counts: The counts of steps, which leave out the synthetic ones.
 
     Attributes:
         guard: The guard; None before the first capture.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: Settings, counts: StepCounts) -> None:
         self.guard: Guard | None = None
-        self._settings = settings
+        self._settings, self._counts = settings, counts
+        # The graph of the last replay.
+        self._replayed: GraphKey | None = None
         # The attention backends of each graph, by name.
         self._owners: dict[GraphKey, dict[str, Any]] = {}
         # By id of a backend: its metadata before a preparation.
@@ -73,6 +81,9 @@ class SglangGuard:
             (f"{SEGMENTS}._end_current_segment", self._segment_ends, HookType.BEFORE),
         ):
             register_hook(target, hook, kind)
+        if self._settings.start:
+            register_hook(f"{_PREFILL}.execute", self._execute, HookType.AROUND)
+            register_hook(f"{_MODEL_RUNNER}.init_cuda_graphs", self._start, HookType.AFTER)
 
     def _capture_one(
         self,
@@ -118,7 +129,7 @@ class SglangGuard:
     ) -> Any:
         runner = graph_backend._cuda_graph_runner  # noqa: SLF001
         if self.guard is not None:
-            key = key_of(runner, shape_key)
+            key = self._replayed = key_of(runner, shape_key)
             for name, backend in self._owners.get(key, {}).items():
                 if id(backend) in self._before:
                     now = _metadata(backend)
@@ -136,7 +147,7 @@ class SglangGuard:
 
     def _can_run(self, result: Any, runner: Any, batch: Any) -> bool | None:
         """Return False for a batch whose graph the guard refused; None leaves SGLang's answer."""
-        if not result or self.guard is None or not self.guard.refused:
+        if not result or self.guard is None or not self.guard.refused or self.guard.log.is_starting:
             return None
         is_prefill = hasattr(runner, "max_num_tokens")
         sizes = runner.capture_num_tokens if is_prefill else runner.capture_bs
@@ -151,6 +162,7 @@ class SglangGuard:
     def _execute(
         self, original: Callable[..., Any], runner: Any, batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
+        self._take_replayed()  # that of another runner
         output = original(runner, batch, *args, **kwargs)
         run = runner.model_runner.eager_runner.execute
         self._verify(runner, output, lambda: _outputs(_run_again(runner, run, batch, *args, **kwargs)))
@@ -159,6 +171,7 @@ class SglangGuard:
     def _execute_extend(
         self, original: Callable[..., Any], runner: Any, batch: Any, select_index: torch.Tensor
     ) -> Any:
+        self._take_replayed()
         output = original(runner, batch, select_index)
 
         def eager() -> Iterator[tuple[str, torch.Tensor]]:
@@ -174,10 +187,12 @@ class SglangGuard:
         self, runner: Any, output: Any, eager: Callable[[], Iterator[tuple[str, torch.Tensor]]]
     ) -> None:
         """Compare the outputs of a replay with those of an eager run, if that is due."""
-        if self.guard is None:
+        key = self._take_replayed()
+        if self.guard is None or key is None:
             return
-        key = key_of(runner, getattr(runner, "_replay_graph_key", None) or ShapeKey(size=runner.bs))
         if not self.guard.is_verify_due(key) or _has_recurrent_state(runner):
+            return
+        if isinstance(runner, PrefillCudaGraphRunner) and not self.guard.log.is_starting:
             return
         replayed = {name: tensor.clone() for name, tensor in _outputs(output)}
         expected = dict(eager())
@@ -186,6 +201,34 @@ class SglangGuard:
         with torch.inference_mode():  # the model's tensors are inference tensors
             for name, tensor in _outputs(output):  # the eager run may have used the same memory
                 tensor.copy_(replayed[name])
+
+    def _take_replayed(self) -> GraphKey | None:
+        key, self._replayed = self._replayed, None
+        return key
+
+    def _start(self, result: None, model_runner: Any, *args: Any, **kwargs: Any) -> None:
+        """Verify synthetic steps of each captured shape; all ranks refuse what one refuses."""
+        del result, args, kwargs
+        if self.guard is None or model_runner.is_draft_worker:
+            return
+        from graphpact_sglang.start import run_start  # noqa: PLC0415  it imports SGLang's scheduler
+
+        begun = time.perf_counter()
+        self._counts.is_paused = True
+        try:
+            with self.guard.starting():
+                shapes = run_start(model_runner, self._settings.start)
+        finally:
+            self._counts.is_paused = False
+        self.guard.refused = _on_any_rank(self.guard.refused)
+        logger.warning(
+            "graphpact guard: %d steps of %d shapes before serving: %d faults, %d graphs refused, %.1f s",
+            self._settings.start,
+            shapes,
+            len(self.guard.log.faults),
+            len(self.guard.refused),
+            time.perf_counter() - begun,
+        )
 
     def _check_invariants(self, key: GraphKey, batch: Any) -> None:
         assert self.guard is not None  # noqa: S101  the caller has it
@@ -272,6 +315,16 @@ def _run_again(runner: Any, run: Callable[..., Any], batch: Any, *args: Any, **k
 def _has_recurrent_state(runner: Any) -> bool:
     """Return whether an eager run would advance a state a second time."""
     return isinstance(runner.model_runner.req_to_token_pool, HybridReqToTokenPool)
+
+
+def _on_any_rank(refused: set[GraphKey]) -> set[GraphKey]:
+    """Return the graphs that a rank refused: ranks that take different paths wait for each other forever."""
+    group = get_parallel().tp_group
+    if group.world_size == 1:
+        return refused
+    gathered: list[set[GraphKey]] = [set() for _ in range(group.world_size)]
+    torch.distributed.all_gather_object(gathered, refused, group=group.cpu_group)
+    return set().union(*gathered)
 
 
 def _ranks() -> dict[str, str]:

@@ -44,7 +44,7 @@ def register(settings: Settings) -> None:
     if settings.tape is not None:
         _register_tape()
     if settings.guard:
-        InProcess.guard = SglangGuard(settings)
+        InProcess.guard = SglangGuard(settings, InProcess.counts)
         InProcess.guard.register()
 
 

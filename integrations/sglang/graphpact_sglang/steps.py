@@ -44,11 +44,16 @@ class GraphCounts:
 
 
 class StepCounts:
-    """The counts of one process."""
+    """The counts of one process.
+
+    Attributes:
+        is_paused: Whether steps are not counted now, because they are none of the engine's.
+    """
 
     def __init__(self) -> None:
         self.graphs: dict[GraphKey, GraphCounts] = {}
         self.eager: Counter[tuple[str, str]] = Counter()
+        self.is_paused = False
         self._begun: float | None = None  # when the current capture began
 
     def register(self) -> None:
@@ -81,7 +86,7 @@ class StepCounts:
         del args, kwargs
         runner = graph_backend._cuda_graph_runner  # noqa: SLF001
         counts = self.graphs.get(key_of(runner, shape_key))
-        if counts is None:  # captured before the hooks were there
+        if counts is None or self.is_paused:  # None: it was captured before the hooks were there
             return
         counts.replays += 1
         counts.raw += getattr(runner, "raw_num_tokens", None) or runner.raw_bs
@@ -90,7 +95,8 @@ class StepCounts:
     def _run(self, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
         # A draft's graph is captured through the eager runner, and an eager run verifies.
-        if self._begun is not None or getattr(batch, "graphpact_verifies", False):
+        is_capture = self._begun is not None
+        if is_capture or self.is_paused or getattr(batch, "graphpact_verifies", False):
             return
         self.eager[batch.forward_mode.name.lower(), _eager_reason(runner, batch)] += 1
 

@@ -86,6 +86,17 @@ class BakedBackend(PagedAttnBackend):
     forward_decode = forward_extend
 
 
+class StaleBackend(PagedAttnBackend):
+    """Leaves the table of KV slots of its graphs as the capture made it."""
+
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:  # noqa: FBT001, FBT002
+        """Prepare a capture, or all but the table for a replay."""
+        before = self.graph_kv_indices.clone()
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)
+        if not in_capture:
+            self.graph_kv_indices.copy_(before)
+
+
 def use(backend: type[PagedAttnBackend]) -> Callable[[], None]:
     """Return a function that makes ``backend`` the one that SGLang makes by our name."""
 

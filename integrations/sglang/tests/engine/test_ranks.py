@@ -9,39 +9,40 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engines import ENGINE, requests, run_in_child
-from engines import PROMPTS as ALL_PROMPTS
+from engines import ENGINE, PROMPTS, requests, run_in_child
 
 from graphpact_sglang.runs import Job, Result
 
-PROMPTS = [*ALL_PROMPTS[:3]]
+ASKED = PROMPTS[:3]
 FAULTY = """
+from dataclasses import replace
 from typing import Any
 
-from graphpact_sglang.attention import AttentionRows, PagedAttnBackend
+from graphpact_sglang.attention import PagedAttnBackend
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.runtime_context import get_parallel
 
 
 class FaultyBackend(PagedAttnBackend):
-    def fill_graph_metadata(self, rows: AttentionRows) -> None:
-        if get_parallel().tp_rank == 1 and self.forward_metadata is not None:
-            self.graph_kv_indices = self.graph_kv_indices.clone()
-        super().fill_graph_metadata(rows)
+    def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)
+        metadata = self.forward_metadata
+        if not in_capture and get_parallel().tp_rank == 1:
+            self.forward_metadata = replace(metadata, kv_indptr=metadata.kv_indptr.long())
 
 
 def register() -> None:
     register_attention_backend("faulty")(FaultyBackend)
     add_attention_backend_choices(["faulty"])
 """
+"""A third party's plugin of SGLang, whose backend binds metadata of another dtype on the second rank."""
 
 
 def _run(folder: Path, words: str, **arguments: Any) -> tuple[Result, str]:
-    """Run two ranks; return the result, and what they logged."""
-    job = Job(
-        engine=ENGINE | {"tp_size": 2, "log_level": "warning"} | arguments, prompts=PROMPTS, max_new_tokens=16
-    )
+    """Run two ranks in SGLang's own processes; return the result, and what they logged."""
+    engine = ENGINE | {"tp_size": 2, "log_level": "warning"} | arguments
+    job = Job(engine=engine, prompts=list(ASKED), max_new_tokens=16)
     asked, result = folder / "job.json", folder / "result.json"
     asked.write_text(json.dumps(asdict(job)))
     variables = {
@@ -55,39 +56,50 @@ def _run(folder: Path, words: str, **arguments: Any) -> tuple[Result, str]:
         env=os.environ | variables,
         capture_output=True,
         text=True,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return Result.load(result), done.stderr
 
 
-def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
-    """Collectives inside the graphs are replayed; every fourth replay is verified, on both ranks."""
-    two, log = _run(tmp_path, "tape,guard,contents:1,verify:4")
-    one = run_in_child("tape", requests(PROMPTS, max_new_tokens=16, every=0))
+def _require_the_tokens_of_one(two: Result) -> None:
+    one = run_in_child("tape", requests(ASKED, max_new_tokens=16, every=0))
     for answer, tokens in zip(two.answers, one.tokens, strict=True):
         assert answer.token_ids == tokens[: len(answer.token_ids)]  # an end token ends the engine's answer
         assert len(answer.token_ids) > 8
+
+
+def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
+    """Collectives inside the graphs are replayed; both ranks verify steps before serving and after."""
+    two, log = _run(tmp_path, "tape,guard,contents:1,verify:4,start")
+    _require_the_tokens_of_one(two)
     (state,) = two.states
     assert state is not None
     assert state["guard"]["faults"] == []
     assert state["guard"]["provenance"]["rank"] == "0 of 2"
     replayed = [graph for graph in state["guard"]["graphs"].values() if graph["replays"]]
     assert sum(graph["verified"] for graph in replayed) > 2
-    announced = [line for line in log.splitlines() if "graphpact guard: on" in line]
-    assert len(announced) == 2  # one for each rank
+    assert log.count("graphpact guard: on") == 2  # one for each rank
+    assert log.count("3 steps of 8 shapes before serving: 0 faults, 0 graphs refused") == 2
 
 
 def test_a_fault_on_one_rank_is_reported_with_the_rank(tmp_path: Path) -> None:
-    """A third party's backend, found by SGLang's own entry points, is at fault on rank 1 alone."""
+    """What the second rank alone finds has its rank, and both refuse the graph: their collectives must meet.
+
+    The backend is a third party's, found by SGLang's own entry points.
+    """
     (tmp_path / "faulty.py").write_text(FAULTY)
     folder = tmp_path / "faulty-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaulty = faulty:register\n")
-    two, log = _run(tmp_path, "tape,guard", attention_backend="faulty", cuda_graph_backend_prefill="disabled")
+    arguments = {"attention_backend": "faulty", "cuda_graph_backend_prefill": "disabled"}
+    two, log = _run(tmp_path, "tape,start:1,eager", **arguments)
+    _require_the_tokens_of_one(two)
     (state,) = two.states
     assert state is not None
-    assert state["guard"]["faults"] == []  # those of rank 0
+    assert state["guard"]["faults"] == []  # those of the first rank
+    assert len(state["guard"]["refused"]) == 4
     reports = re.findall(r"graphpact guard: (GP\d\d \S+) in .*\n.*\n +\(.*rank (.*)\)", log)
-    assert ("GP01 FaultyBackend.forward_metadata.kv_indices", "1 of 2") in reports
-    assert {rank for _, rank in reports} == {"1 of 2"}
+    assert ("GP07 FaultyBackend.forward_metadata.kv_indptr", "1 of 2, before serving") in reports
+    assert {rank.partition(",")[0] for _, rank in reports} == {"1 of 2"}
