@@ -32,6 +32,9 @@ ATTENTION_BACKEND = "graphpact"
 SUPPORTED = ("0.5.19", "0.5.21", "0.5.23")
 """The releases of SGLang whose seams were compared."""
 
+WITH_START = ("0.5.23",)
+"""The releases whose requests and batches the word ``start`` makes; older ones make them otherwise."""
+
 
 def platform_class() -> str | None:
     """Return the class of the tape's platform, or None without a tape: SGLang's ``sglang.srt.platforms``."""
@@ -64,7 +67,7 @@ def _settings() -> "Settings":
 
         settings = Settings.from_environment()
         if settings.is_active:
-            _require_supported()
+            _require_supported(settings)
     return settings
 
 
@@ -85,10 +88,15 @@ def _or_exit() -> Iterator[None]:
         raise SystemExit(GraphpactError.code) from error
 
 
-def _require_supported() -> None:
+def _require_supported(settings: "Settings") -> None:
     installed = version("sglang")
     if installed not in SUPPORTED:
         raise ConfigError(
             f"GRAPHPACT is set, and SGLang {installed} is installed, whose seams were not compared",
             hint=f"install one of {', '.join(SUPPORTED)}, or a newer graphpact-sglang, or unset GRAPHPACT",
+        )
+    if settings.start and installed not in WITH_START:
+        raise ConfigError(
+            f"GRAPHPACT asks for start, which SGLang {installed} does not serve",
+            hint=f"install {', '.join(WITH_START)}, or write verify:N: it compares steps of the real load",
         )

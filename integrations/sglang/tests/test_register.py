@@ -11,10 +11,11 @@ import graphpact_sglang
     ("words", "installed", "status", "message"),
     [
         ("guard", "0.5.22", 2, "SGLang 0.5.22 is installed, whose seams were not compared"),
+        ("guard,start", "0.5.21", 2, "asks for start, which SGLang 0.5.21 does not serve"),
         ("gaurd", "0.5.23", 2, "did you mean 'guard'?"),
         ("guard", "0.5.23", 3, "GRAPHPACT is set and cannot be served: ModuleNotFoundError"),
     ],
-    ids=["release", "word", "import"],
+    ids=["release", "start", "word", "import"],
 )
 def test_an_error_ends_the_process(
     monkeypatch: pytest.MonkeyPatch,
