@@ -33,7 +33,7 @@ FIRST_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     "graphpact-museum": {"command": ("museum",)},
     "graphpact-adapters": {"adapter": ("sglang", "vllm")},
     "graphpact-guard": {},
-    "graphpact-sglang": {"command": ("sglang",)},
+    "graphpact-sglang": {"command": ("sglang",), "engine": ("sglang",)},
     "graphpact-bench": {"command": ("bench",)},
 }
 """The distributions of this repository, and the plugins of each by kind."""

@@ -114,6 +114,8 @@ def describe_plugin(plugin: Plugin) -> dict[str, Any]:
         about["lanes"] = {name: role.runner for name, role in cls.lanes.items()}
     if plugin.info.kind == "graph_driver":
         about["unavailable"] = _by_device(cls.unavailable)
+    if plugin.info.kind == "engine":
+        about["unavailable"] = {cls.name: why_unavailable(lambda offer: offer.unavailable(), cls())}
     if plugin.info.kind == "attention_backend" and cls.providers:  # the best provider comes first
         about["providers"] = {each.name: _by_device(each.unavailable) for each in cls.providers}
     return about

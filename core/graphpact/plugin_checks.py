@@ -12,6 +12,7 @@ import pluggy
 
 from graphpact import hookspecs
 from graphpact.attention import AttentionBackend, KernelProvider
+from graphpact.engines import EngineOffer
 from graphpact.errors import did_you_mean
 from graphpact.graphs import GraphDriver
 from graphpact.runners import GraphRunner
@@ -22,6 +23,7 @@ _BASES: dict[str, type[Any]] = {
     "runner": GraphRunner,
     "graph_driver": GraphDriver,
     "speculation": SpeculationAlgorithm,
+    "engine": EngineOffer,
 }
 """The base class of each kind of plugin that has one."""
 
@@ -101,7 +103,7 @@ def observer_fault(cls: type[Any]) -> str | None:
 
 def _argument_fault(cls: type[Any], kind: str) -> str | None:
     """Return why ``cls`` cannot be built with the arguments of its kind, or None."""
-    given = {"observer": (), "graph_driver": ("device",)}.get(kind, ("context",))
+    given = {"observer": (), "engine": (), "graph_driver": ("device",)}.get(kind, ("context",))
     try:
         with suppress(ValueError):  # a class in C may have no signature
             inspect.signature(cls).bind(*given)

@@ -35,13 +35,16 @@ from graphpact.plugin_calls import call, describe_error
 
 if TYPE_CHECKING:  # these import torch, but a scan only reads metadata
     from graphpact.attention import AttentionBackend
+    from graphpact.engines import EngineOffer
     from graphpact.graphs import GraphDriver
     from graphpact.runners import GraphRunner
     from graphpact.speculation import SpeculationAlgorithm
 
-Kind = Literal["attention_backend", "runner", "graph_driver", "speculation", "observer", "adapter", "command"]
-"""The kinds of plugins. Each kind has an entry-point group. The first four have a base class. An observer is
-a class of hook wrappers, an adapter has ``lanes`` for the suite, and a command is a function or a
+Kind = Literal[
+    "attention_backend", "runner", "graph_driver", "speculation", "observer", "adapter", "engine", "command"
+]
+"""The kinds of plugins. Each kind has an entry-point group. The first four and engines have a base class. An
+observer is a class of hook wrappers, an adapter has ``lanes`` for the suite, and a command is a function or a
 `typer.Typer`.
 """
 
@@ -60,6 +63,7 @@ GROUPS: dict[str, Kind] = {
     "graphpact.speculation": "speculation",
     "graphpact.observers": "observer",
     "graphpact.adapters": "adapter",
+    "graphpact.engines": "engine",
     "graphpact.commands": "command",
 }
 """The kind of the plugins in each entry-point group."""
@@ -166,6 +170,8 @@ class PluginCatalog:
     def select(self, kind: Literal["graph_driver"], name: str) -> "type[GraphDriver]": ...
     @overload
     def select(self, kind: Literal["speculation"], name: str) -> "type[SpeculationAlgorithm]": ...
+    @overload
+    def select(self, kind: Literal["engine"], name: str) -> "type[EngineOffer]": ...
     @overload
     def select(self, kind: Literal["observer", "adapter", "command"], name: str) -> Any: ...
     def select(self, kind: Kind, name: str) -> Any:

@@ -4,28 +4,25 @@ Does not: import SGLang; each run is a process of its own.
 """
 
 import json
-import os
-import subprocess
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
-from graphpact.errors import ContractError, EngineError, UsageError
+from graphpact.engines import EngineJob, EngineResult
+from graphpact.errors import ContractError, UsageError
 from graphpact.files import read_file, write_file
 from graphpact_cli.console import data, note, print_table, talk
-from graphpact_sglang.runs import GRAPHS, LAPTOP, Job, Result
+from graphpact_sglang.offer import SglangOffer
+from graphpact_sglang.runs import GRAPHS, LAPTOP
 
 sglang = typer.Typer(no_args_is_help=True, help="Run SGLang's engine on a laptop, on a tape.")
 
 _COLUMNS = ("graph", "replays", "rows", "padding", "capture", "nodes", "")
 _NUMBERS = ("replays", "rows", "padding", "capture", "nodes")
-_TAIL = 30  # lines of a failed run's log
+_OFFER = SglangOffer()
 
 
 @sglang.command("run")
@@ -85,14 +82,14 @@ def run(
     plain = {key: value for key, value in asked.items() if not key.startswith(left_out)}
     note("running SGLang eagerly")
     eager_arguments = arguments | {"attention_backend": "torch_native"} | plain
-    eager = _run("", Job(engine=eager_arguments, prompts=texts, max_new_tokens=max_new_tokens))
+    eager = _OFFER.run("", EngineJob(engine=eager_arguments, prompts=texts, max_new_tokens=max_new_tokens))
     if eager.stood_in:
         note(f"not installed, and stood in for: {', '.join(eager.stood_in)}")
     mode = "tape:strict" if strict else "tape"
     note(f"running SGLang on a tape: GRAPHPACT={mode},{words}")
-    taped = _run(
+    taped = _OFFER.run(
         f"{mode},{words}",
-        Job(engine=arguments | GRAPHS | asked, prompts=texts, max_new_tokens=max_new_tokens),
+        EngineJob(engine=arguments | GRAPHS | asked, prompts=texts, max_new_tokens=max_new_tokens),
     )
     both = {"eager": asdict(eager), "tape": asdict(taped)}
     if report is not None:
@@ -106,11 +103,9 @@ def run(
 
 
 def _require_sglang() -> None:
-    if find_spec("sglang") is None:
-        raise UsageError(
-            "SGLang is not installed in this environment",
-            hint="`make sglang` makes an environment for it: .venv-sglang/bin/graphpact sglang run ...",
-        )
+    reason = _OFFER.unavailable()
+    if reason is not None:
+        raise UsageError(reason, hint="`make sglang`, and then .venv-sglang/bin/graphpact sglang run ...")
 
 
 def _lines(file: Path | None) -> list[str]:
@@ -133,38 +128,7 @@ def _setting(text: str) -> tuple[str, Any]:
         return key, value
 
 
-def _run(words: str, job: Job) -> Result:
-    """Run a job in a process of its own.
-
-    Raises:
-        EngineError: It failed; the message has the end of its log.
-    """
-    environment = os.environ | {"GRAPHPACT": words, "TRITON_INTERPRET": "1"}
-    with tempfile.TemporaryDirectory(prefix="graphpact-sglang-") as folder:
-        asked, result = Path(folder, "job.json"), Path(folder, "result.json")
-        write_file(asked, json.dumps(asdict(job)))
-        done = subprocess.run(
-            [sys.executable, "-m", "graphpact_sglang.job", str(asked), str(result)],
-            check=False,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-        )
-        lines = done.stdout.decode(errors="replace").splitlines()
-        for line in lines:
-            if "graphpact guard: GP" in line:
-                note(line)
-        if done.returncode or not result.exists():
-            tail = "\n".join(lines[-_TAIL:])
-            raise EngineError(
-                f"SGLang ended with status {done.returncode}:\n{tail}",
-                hint="the first error in this log is SGLang's own, or names what graphpact refused",
-            )
-        return Result.load(result)
-
-
-def _judge(eager: Result, taped: Result) -> None:
+def _judge(eager: EngineResult, taped: EngineResult) -> None:
     """Print what the run on the tape did.
 
     Raises:
@@ -204,7 +168,7 @@ def _judge(eager: Result, taped: Result) -> None:
         raise ContractError("nothing was replayed", hint="the table says why each step ran eagerly")
 
 
-def _largest_difference(eager: Result, taped: Result) -> float:
+def _largest_difference(eager: EngineResult, taped: EngineResult) -> float:
     pairs = [
         (a, b)
         for one, other in zip(eager.answers, taped.answers, strict=True)

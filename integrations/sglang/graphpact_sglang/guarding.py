@@ -69,7 +69,7 @@ class SglangGuard:
         """Register the hooks."""
         full = functools.partial(self._capture_one, in_segments=False)
         in_segments = functools.partial(self._capture_one, in_segments=True)
-        for target, hook, kind in (
+        hooks: list[tuple[str, Callable[..., Any], HookType]] = [
             (f"{FULL}.capture_one", full, HookType.AROUND),
             (f"{FULL}.replay", self._replay, HookType.AROUND),
             (f"{BREAKABLE}.capture_one", in_segments, HookType.AROUND),
@@ -79,11 +79,14 @@ class SglangGuard:
             *((f"{runner}.can_run_graph", self._can_run, HookType.AFTER) for runner in _RUNNERS),
             (f"{SEGMENTS}._begin_new_segment", self._segment_begun, HookType.AFTER),
             (f"{SEGMENTS}._end_current_segment", self._segment_ends, HookType.BEFORE),
-        ):
-            register_hook(target, hook, kind)
+        ]
         if self._settings.start:
-            register_hook(f"{_PREFILL}.execute", self._execute, HookType.AROUND)
-            register_hook(f"{_MODEL_RUNNER}.init_cuda_graphs", self._start, HookType.AFTER)
+            hooks += [
+                (f"{_PREFILL}.execute", self._execute, HookType.AROUND),
+                (f"{_MODEL_RUNNER}.init_cuda_graphs", self._start, HookType.AFTER),
+            ]
+        for target, hook, kind in hooks:
+            register_hook(target, hook, kind)
 
     def _capture_one(
         self,

@@ -11,9 +11,9 @@ import os
 import sys
 from pathlib import Path
 
+from graphpact.engines import EngineAnswer, EngineJob, EngineResult
 from graphpact.files import read_file
 from graphpact_sglang import stand_ins
-from graphpact_sglang.runs import Answer, Job, Result
 
 if not os.environ.get("GRAPHPACT"):  # the tape is a platform of its own
     os.environ.setdefault("SGLANG_USE_CPU_ENGINE", "1")
@@ -21,7 +21,7 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")  # a model is a folder here
 STOOD_IN = stand_ins.install()
 
 
-def run(job: Job) -> Result:
+def run(job: EngineJob) -> EngineResult:
     """Start SGLang's engine, answer the prompts greedily, and stop it."""
     import sglang  # noqa: PLC0415  after the stand-ins
 
@@ -36,7 +36,7 @@ def run(job: Job) -> Result:
     finally:
         engine.shutdown()
     answers = [
-        Answer(
+        EngineAnswer(
             text=output["text"],
             token_ids=output["output_ids"],
             logprobs=[value for value, *_ in output["meta_info"]["output_token_logprobs"]],
@@ -44,9 +44,9 @@ def run(job: Job) -> Result:
         for output in outputs
     ]
     states = [state.get("graphpact") for state in info["internal_states"]]
-    return Result(answers=answers, states=states, stood_in=STOOD_IN)
+    return EngineResult(answers=answers, states=states, stood_in=STOOD_IN)
 
 
 if __name__ == "__main__":
     asked = json.loads(read_file(Path(sys.argv[1])))
-    run(Job(**asked)).save(Path(sys.argv[2]))
+    run(EngineJob(**asked)).save(Path(sys.argv[2]))

@@ -1,21 +1,23 @@
 """``graphpact sglang run``: the comparison of two runs, and what it refuses. No engine starts here."""
 
 import json
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from graphpact.engines import EngineAnswer, EngineJob, EngineResult
 from graphpact_cli import main
-from graphpact_sglang import cli
-from graphpact_sglang.runs import Answer, Job, Result
+from graphpact_sglang import offer
+from graphpact_sglang.offer import SglangOffer
 
 MODEL = Path(__file__).parents[3] / "examples/models/tiny-llama"
 
 
-def _result(*token_ids: list[int], states: list[dict[str, Any] | None] | None = None) -> Result:
-    answers = [Answer(text=f" {ids}", token_ids=ids, logprobs=[-0.5] * len(ids)) for ids in token_ids]
-    return Result(answers=answers, states=states or [None])
+def _result(*token_ids: list[int], states: list[dict[str, Any] | None] | None = None) -> EngineResult:
+    answers = [EngineAnswer(text=f" {ids}", token_ids=ids, logprobs=[-0.5] * len(ids)) for ids in token_ids]
+    return EngineResult(answers=answers, states=states or [None])
 
 
 def _state(replays: int = 3, faults: tuple[dict[str, Any], ...] = ()) -> dict[str, Any]:
@@ -43,27 +45,30 @@ FAULT = {
 
 
 @pytest.fixture
-def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, Job]]:
+def jobs(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, EngineJob]]:
     """The jobs that were run; the results are those of `results`."""
-    asked: list[tuple[str, Job]] = []
-    monkeypatch.setattr(cli, "find_spec", lambda name: name)
+    asked: list[tuple[str, EngineJob]] = []
+    monkeypatch.setattr(SglangOffer, "unavailable", lambda offer: None)
     return asked
 
 
 def _run(
-    monkeypatch: pytest.MonkeyPatch, jobs: list[tuple[str, Job]], results: list[Result], *options: str
+    monkeypatch: pytest.MonkeyPatch,
+    jobs: list[tuple[str, EngineJob]],
+    results: list[EngineResult],
+    *options: str,
 ) -> int:
-    def run(words: str, job: Job) -> Result:
+    def run(offer: SglangOffer, words: str, job: EngineJob) -> EngineResult:
         jobs.append((words, job))
         return results[len(jobs) - 1]
 
-    monkeypatch.setattr(cli, "_run", run)
+    monkeypatch.setattr(SglangOffer, "run", run)
     return main(["sglang", "run", "--model", str(MODEL), *options])
 
 
 def test_two_equal_runs_pass(
     monkeypatch: pytest.MonkeyPatch,
-    jobs: list[tuple[str, Job]],
+    jobs: list[tuple[str, EngineJob]],
     capsys: pytest.CaptureFixture[str],
     tmp_path: Path,
 ) -> None:
@@ -102,9 +107,9 @@ def test_two_equal_runs_pass(
 )
 def test_a_difference_a_fault_or_no_replay_fails(
     monkeypatch: pytest.MonkeyPatch,
-    jobs: list[tuple[str, Job]],
+    jobs: list[tuple[str, EngineJob]],
     capsys: pytest.CaptureFixture[str],
-    taped: Result,
+    taped: EngineResult,
     message: str,
 ) -> None:
     """Each gives exit status 1 and says what it is, after the texts and the table."""
@@ -126,7 +131,7 @@ def test_a_difference_a_fault_or_no_replay_fails(
 )
 def test_wrong_options_are_refused(
     monkeypatch: pytest.MonkeyPatch,
-    jobs: list[tuple[str, Job]],
+    jobs: list[tuple[str, EngineJob]],
     capsys: pytest.CaptureFixture[str],
     options: tuple[str, ...],
     message: str,
@@ -137,17 +142,21 @@ def test_wrong_options_are_refused(
     assert jobs == []
 
 
+def _missing(name: str) -> str:
+    raise PackageNotFoundError(name)
+
+
 def test_without_sglang_the_command_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In an environment without SGLang the command names the target that makes one."""
-    monkeypatch.setattr(cli, "find_spec", lambda name: None)
+    monkeypatch.setattr(offer, "version", _missing)
     assert main(["sglang", "run", "--model", str(MODEL), "x"]) == 2
     assert "make sglang" in capsys.readouterr().err
 
 
 def test_prompts_come_from_a_file_too(
-    monkeypatch: pytest.MonkeyPatch, jobs: list[tuple[str, Job]], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, jobs: list[tuple[str, EngineJob]], tmp_path: Path
 ) -> None:
     """Each non-blank line of the file is a prompt, after those of the arguments."""
     file = tmp_path / "prompts.txt"
@@ -161,4 +170,4 @@ def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
     """A result that a run's process saves is the one that the command loads."""
     result = _result([1, 2], [3], states=[_state(), None])
     result.save(tmp_path / "result.json")
-    assert Result.load(tmp_path / "result.json") == result
+    assert EngineResult.load(tmp_path / "result.json") == result

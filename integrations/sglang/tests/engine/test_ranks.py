@@ -11,7 +11,7 @@ from typing import Any
 
 from engines import ENGINE, PROMPTS, requests, run_in_child
 
-from graphpact_sglang.runs import Job, Result
+from graphpact.engines import EngineJob, EngineResult
 
 ASKED = PROMPTS[:3]
 FAULTY = """
@@ -39,10 +39,10 @@ def register() -> None:
 """A third party's plugin of SGLang, whose backend binds metadata of another dtype on the second rank."""
 
 
-def _run(folder: Path, words: str, **arguments: Any) -> tuple[Result, str]:
+def _run(folder: Path, words: str, **arguments: Any) -> tuple[EngineResult, str]:
     """Run two ranks in SGLang's own processes; return the result, and what they logged."""
     engine = ENGINE | {"tp_size": 2, "log_level": "warning"} | arguments
-    job = Job(engine=engine, prompts=list(ASKED), max_new_tokens=16)
+    job = EngineJob(engine=engine, prompts=list(ASKED), max_new_tokens=16)
     asked, result = folder / "job.json", folder / "result.json"
     asked.write_text(json.dumps(asdict(job)))
     variables = {
@@ -59,10 +59,10 @@ def _run(folder: Path, words: str, **arguments: Any) -> tuple[Result, str]:
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    return Result.load(result), done.stderr
+    return EngineResult.load(result), done.stderr
 
 
-def _require_the_tokens_of_one(two: Result) -> None:
+def _require_the_tokens_of_one(two: EngineResult) -> None:
     one = run_in_child("tape", requests(ASKED, max_new_tokens=16, every=0))
     for answer, tokens in zip(two.answers, one.tokens, strict=True):
         assert answer.token_ids == tokens[: len(answer.token_ids)]  # an end token ends the engine's answer
