@@ -39,8 +39,9 @@ for file in sorted((site / sys.argv[2]).rglob("*.py")):
         print(name)
 """
 NEEDS_SGLANG = (  # which its user has, or the extra for the tape
-    *("attention", "cli", "contents", "drafts", "fa3", "guarding", "hooking", "hooks", "in_process"),
-    *("interpreter", "job", "platform", "segments", "start", "steps"),
+    *("attention", "cli", "contents", "drafts", "experts", "fa3", "guarding", "hooking", "hooks"),
+    *("in_process", "interpreter", "job", "live_tokens", "platform", "prefill_contents"),
+    *("segments", "start", "steps"),
 )
 NEEDS_AN_EXTRA = {
     "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client

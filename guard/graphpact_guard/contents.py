@@ -19,6 +19,14 @@ from graphpact_guard.faults import GraphKey, ReplayFault
 VERIFY = "verify"
 """The rule of a fault that only an eager run shows: the graph reads something that no other check covers."""
 
+_ADVICE = {
+    "GP02": "write it in every replay: the graph reads what an earlier step left",
+    "GP03": "reset padding rows in every replay: the graph reads them too",
+    "GP05": "let offsets end at the number of rows that the kernel gets, or give it no padding rows",
+    "GP07": "lay it out at replay as at capture",
+    "GP11": "write at capture what a replay of a full batch writes: the graph is recorded with it",
+}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
@@ -30,6 +38,7 @@ class Expected:
         actual: What the graph reads, ``[rows, ...]``.
         expected: What it must be, of the same shape.
         live: How many rows belong to live requests or tokens; the rest is padding.
+        rule: The rule that a difference breaks; None for GP02 in a live row and GP03 in a padding row.
     """
 
     owner: str
@@ -37,6 +46,7 @@ class Expected:
     actual: torch.Tensor
     expected: torch.Tensor
     live: int
+    rule: str | None = None
 
     def fault(self, key: GraphKey) -> ReplayFault | None:
         """Return the fault of the first row that differs, or None."""
@@ -48,17 +58,14 @@ class Expected:
         )
         is_live = row < self.live
         kind = "live" if is_live else "padding"
+        rule = self.rule or ("GP02" if is_live else "GP03")
         return ReplayFault(
-            rule="GP02" if is_live else "GP03",
+            rule=rule,
             owner=self.owner,
             field=self.field,
             key=key,
             text=f"row {row} ({kind}) has {_show(self.actual[row])}, expected {_show(self.expected[row])}",
-            advice=(
-                "write it in every replay: the graph reads what an earlier step left"
-                if is_live
-                else "reset padding rows in every replay: the graph reads them too"
-            ),
+            advice=_ADVICE[rule],
         )
 
 

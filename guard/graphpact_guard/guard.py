@@ -134,12 +134,19 @@ class Guard:
 
     # -- replay ----------------------------------------------------------------------------------
 
-    def prepared(self, owner: str, metadata: object) -> None:
-        """Note the metadata that ``owner`` made for the next replay, if it made a new object; None if not."""
+    def prepared(self, owner: str, metadata: object, name: str | None = None) -> None:
+        """Note the metadata that ``owner`` made for the next replay, if it made a new object; None if not.
+
+        Args:
+            owner: Whose metadata it is.
+            metadata: The new object, or None.
+            name: Its attribute, which an owner with several of them needs.
+        """
+        path = owner if name is None else f"{owner}.{name}"
         if metadata is not None:
-            self._prepared[owner] = metadata
+            self._prepared[path] = metadata
         else:
-            self._prepared.pop(owner, None)
+            self._prepared.pop(path, None)
 
     def replaying(self, key: GraphKey) -> None:
         """Check the replay of ``key`` that follows.
@@ -155,10 +162,15 @@ class Guard:
         for fault in record.faults(prepared):
             self.report(fault)
 
-    def is_contents_due(self, key: GraphKey) -> bool:
-        """Return whether contents are checked before the next replay of ``key``: the first and every N-th."""
+    def is_contents_due(self, key: GraphKey, *, ahead: bool = False) -> bool:
+        """Return whether contents are checked before a replay of ``key``: the first and every N-th.
+
+        Args:
+            key: The graph.
+            ahead: Whether the replay is the one of the next call of `replaying`, instead of the last.
+        """
         every = self.settings.contents
-        return self._is_due(key, min(every, 1) if self.log.is_starting else every)
+        return self._is_due(key, min(every, 1) if self.log.is_starting else every, ahead=ahead)
 
     def check_contents(self, key: GraphKey, expected: Iterable[Expected]) -> None:
         """Check what the graph reads.
@@ -211,9 +223,9 @@ class Guard:
         self.records[key].verified += 1
         self.report(*compare_outputs(key, replayed, eager))
 
-    def _is_due(self, key: GraphKey, every: int) -> bool:
+    def _is_due(self, key: GraphKey, every: int, *, ahead: bool = False) -> bool:
         record = self.records.get(key)
-        return record is not None and every > 0 and (record.replays - 1) % every == 0
+        return record is not None and every > 0 and (record.replays - 1 + ahead) % every == 0
 
     def report(self, *faults: ReplayFault) -> None:
         """Report faults, and do what was asked for.

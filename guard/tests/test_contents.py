@@ -1,5 +1,6 @@
 """Contents: what must be in the memory that a graph reads, and what a replay gives."""
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -37,6 +38,13 @@ def test_the_first_wrong_row_is_named(actual: list[int], rule: str | None, text:
     assert fault is None or fault.text == text
 
 
+def test_a_difference_may_break_a_rule_of_its_own() -> None:
+    """Where rows are not stale but laid out otherwise, the rule is given."""
+    found = dataclasses.replace(_expected([0, 3, 5], [0, 4, 8], live=3), rule="GP07").fault(KEY)
+    assert found is not None
+    assert (found.rule, found.text) == ("GP07", "row 1 (live) has 3, expected 4")
+
+
 def test_rows_of_a_table_are_compared_as_a_whole() -> None:
     """Of a table, the row is named and shown, cut after eight numbers."""
     actual = torch.zeros(2, 12, dtype=torch.int32)
@@ -70,10 +78,12 @@ def test_the_first_and_every_nth_replay_is_due() -> None:
     engine = SmallEngine(Backend(4), guard)
     key, due = engine.key(2), []
     for _ in range(9):
+        ahead = guard.is_contents_due(key, ahead=True)
         engine.step(torch.ones(2), torch.ones(2, dtype=torch.int64))
-        due.append((guard.is_contents_due(key), guard.is_verify_due(key)))
-    assert [contents for contents, _ in due] == [at % 3 == 0 for at in range(9)]
-    assert [verify for _, verify in due] == [at % 4 == 0 for at in range(9)]
+        due.append((guard.is_contents_due(key), guard.is_verify_due(key), ahead))
+    assert [contents for contents, _, _ in due] == [at % 3 == 0 for at in range(9)]
+    assert [verify for _, verify, _ in due] == [at % 4 == 0 for at in range(9)]
+    assert all(contents == ahead for contents, _, ahead in due)
     never = Guard(Settings(guard=True, contents=0), {})
     assert not never.is_contents_due(key)
 

@@ -373,3 +373,18 @@ def test_objects_are_as_before_after_a_capture() -> None:
         backend.keys.sum() / (1 // 0)
     assert type(backend) is Backend
     assert type(backend.captured[4]) is Metadata
+
+
+def test_an_owner_may_have_several_metadata() -> None:
+    """New metadata is held to what was captured of the same attribute."""
+    guard = Guard(Settings(guard=True), {}, metadata=("forward_metadata", "draft_metadata"))
+    backend, key = Backend(2), SmallEngine.key(2)
+    backend.forward_metadata = backend.make(2)
+    backend.draft_metadata = Metadata(torch.ones(2), torch.ones(1))  # type: ignore[attr-defined]
+    with guard.capturing(key, {"Backend": backend}, {}):
+        assert backend.forward_metadata.lengths is not backend.draft_metadata.lengths  # type: ignore[attr-defined]
+    guard.prepared("Backend", backend.make(2), "forward_metadata")
+    guard.prepared("Backend", Metadata(torch.zeros(2), torch.ones(1)), "draft_metadata")
+    guard.replaying(key)
+    (fault,) = guard.log.faults.values()
+    assert (fault.rule, fault.field) == ("GP01", "draft_metadata.lengths")

@@ -103,6 +103,8 @@ class PagedAttnBackend(AttentionBackend):
         """Return the length of a padding row."""
         return 1
 
+    get_cpu_graph_seq_len_fill_value = get_cuda_graph_seq_len_fill_value  # SGLang pads eager batches with it
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate what graphs read."""
 

@@ -16,6 +16,7 @@ import torch
 from sglang.srt.runtime_context import get_spec
 
 from graphpact_guard import Expected
+from graphpact_sglang.live_tokens import expected_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,6 +84,9 @@ def expected_inputs(runner: Any, batch: Any) -> Iterator[Expected]:
             expected=expected,
             live=raw * each,
         )
+    count = getattr(batch, "global_num_token_non_padded", None)
+    if count is not None:
+        yield from expected_count(runner, int(count), padded * width)
 
 
 def expected_metadata(rows: DecodeRows, leaves: Mapping[tuple[str, str], torch.Tensor]) -> Iterator[Expected]:
@@ -96,7 +100,7 @@ def expected_metadata(rows: DecodeRows, leaves: Mapping[tuple[str, str], torch.T
 def _uniform_offsets(rows: DecodeRows, owner: str, field: str, memory: torch.Tensor) -> Iterator[Expected]:
     actual = memory[: rows.padded + 1]
     expected = torch.arange(rows.padded + 1, dtype=memory.dtype, device=memory.device) * rows.width
-    yield Expected(owner=owner, field=field, actual=actual, expected=expected, live=rows.raw + 1)
+    yield Expected(owner=owner, field=field, actual=actual, expected=expected, live=rows.raw + 1, rule="GP07")
 
 
 def _lengths(rows: DecodeRows, owner: str, field: str, memory: torch.Tensor) -> Iterator[Expected]:

@@ -25,7 +25,9 @@ from sglang.srt.runtime_context import get_parallel
 from graphpact_guard import GraphKey, Guard, Settings, log_at_exit
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
 from graphpact_sglang.hooking import register_hook
-from graphpact_sglang.steps import BREAKABLE, FULL, SEGMENTS, SRT, StepCounts, key_of
+from graphpact_sglang.live_tokens import expected_count_of_capture
+from graphpact_sglang.prefill_contents import PER_REQUEST, expected_prefill_inputs, expected_prefill_metadata
+from graphpact_sglang.steps import BREAKABLE, FULL, SEGMENTS, SRT, StepCounts, counts_tokens, key_of
 
 logger = logging.getLogger("graphpact.guard")
 
@@ -35,6 +37,10 @@ _PREFILL = f"{SRT}.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
 _DRAFT = "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner"
 _DRAFT_EXTEND = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
 _RUNNERS = (_DECODE, _PREFILL, _DRAFT, _DRAFT_EXTEND)
+_LIMITS = ("max_seq_len_q", "max_seq_len_k")
+"""Numbers of metadata that only bound a kernel. Full prefill graphs of all sizes share the smallest one's."""
+METADATA = ("forward_metadata", "forward_decode_metadata")
+"""Attributes of attention backends that hold the metadata of a step. TensorRT-LLM's use the second."""
 INVARIANTS = "graphpact_invariants"
 """The attribute by which an attention backend declares invariants of its plan: predicates by name, each a
 function of the backend and of the batch that is replayed. They are checked before every replay."""
@@ -62,8 +68,8 @@ class SglangGuard:
         self._replayed: GraphKey | None = None
         # The attention backends of each graph, by name.
         self._owners: dict[GraphKey, dict[str, Any]] = {}
-        # By id of a backend: its metadata before a preparation.
-        self._before: dict[int, Any] = {}
+        # By id of a backend: its metadata by attribute before a preparation.
+        self._before: dict[int, dict[str, Any]] = {}
 
     def register(self) -> None:
         """Register the hooks."""
@@ -77,6 +83,7 @@ class SglangGuard:
             (f"{_DECODE}.execute", self._execute, HookType.AROUND),
             (f"{_DRAFT_EXTEND}.execute", self._execute_extend, HookType.AROUND),
             *((f"{runner}.can_run_graph", self._can_run, HookType.AFTER) for runner in _RUNNERS),
+            (f"{_PREFILL}.load_batch", self._load_prefill, HookType.AROUND),
             (f"{SEGMENTS}._begin_new_segment", self._segment_begun, HookType.AFTER),
             (f"{SEGMENTS}._end_current_segment", self._segment_ends, HookType.BEFORE),
         ]
@@ -103,14 +110,18 @@ class SglangGuard:
         owners = dict(named_backends(runner))
         for backend in owners.values():
             self._watch_preparation(backend, [*owners.values()])
-        self._owners[key_of(runner, shape_key)] = owners
-        inputs = {type(runner.buffers).__name__: runner.buffers}
-        with self.guard.capturing(key_of(runner, shape_key), owners, inputs, in_segments=in_segments):
-            return original(graph_backend, shape_key, *args, **kwargs)
+        key = key_of(runner, shape_key)
+        self._owners[key] = owners
+        inputs = dict(_static_inputs(runner))
+        with self.guard.capturing(key, owners, inputs, in_segments=in_segments):
+            result = original(graph_backend, shape_key, *args, **kwargs)
+        counts = expected_count_of_capture(runner, shape_key.size)
+        self.guard.report(*(fault for each in counts if (fault := each.fault(key)) is not None))
+        return result
 
     def _make_guard(self, runner: Any) -> Guard:
         """Make the guard of this process, and let it report to SGLang's metrics and to the log at the end."""
-        guard = Guard(self._settings, _provenance(runner), metadata=("forward_metadata",), unseen=_UNSEEN)
+        guard = Guard(self._settings, _provenance(runner), metadata=METADATA, limits=_LIMITS, unseen=_UNSEEN)
         if not runner.model_runner.server_args.enable_metrics:
             log_at_exit(guard)
             return guard
@@ -133,10 +144,10 @@ class SglangGuard:
         runner = graph_backend._cuda_graph_runner  # noqa: SLF001
         if self.guard is not None:
             key = self._replayed = key_of(runner, shape_key)
-            for name, backend in self._owners.get(key, {}).items():
-                if id(backend) in self._before:
-                    now = _metadata(backend)
-                    self.guard.prepared(name, None if now is self._before[id(backend)] else now)
+            for owner, backend in self._owners.get(key, {}).items():
+                for name, before in self._before.get(id(backend), {}).items():
+                    now = getattr(backend, name)
+                    self.guard.prepared(owner, None if now is before else now, name)
             self._before.clear()
             self.guard.replaying(key)
             self._check_invariants(key, batch)
@@ -148,11 +159,29 @@ class SglangGuard:
                 )
         return original(graph_backend, shape_key, batch, *args, **kwargs)
 
+    def _load_prefill(self, original: Callable[..., Any], runner: Any, batch: Any, **kwargs: Any) -> Any:
+        """Check what a prefill runner has loaded; later the model may write its static inputs."""
+        before = _step_metadata(runner)
+        loaded = original(runner, batch, **kwargs)
+        static = loaded[0] if isinstance(loaded, tuple) else loaded
+        key = key_of(runner, runner._shape_key(len(static.input_ids), batch))  # noqa: SLF001
+        if self.guard is not None and self.guard.is_contents_due(key, ahead=True):
+            now = _step_metadata(runner)
+            made = {name: metadata for name, metadata in now.items() if metadata is not before[name]}
+            self.guard.check_contents(
+                key,
+                [
+                    *expected_prefill_inputs(runner, batch, static),
+                    *expected_prefill_metadata(runner, batch, static, self.guard.records[key].leaves(), made),
+                ],
+            )
+        return loaded
+
     def _can_run(self, result: Any, runner: Any, batch: Any) -> bool | None:
         """Return False for a batch whose graph the guard refused; None leaves SGLang's answer."""
         if not result or self.guard is None or not self.guard.refused or self.guard.log.is_starting:
             return None
-        is_prefill = hasattr(runner, "max_num_tokens")
+        is_prefill = counts_tokens(runner)
         sizes = runner.capture_num_tokens if is_prefill else runner.capture_bs
         size = len(batch.input_ids) if is_prefill else batch.batch_size
         graph = key_of(runner, ShapeKey(size=min(each for each in sizes if each >= size)))
@@ -267,6 +296,19 @@ class SglangGuard:
             self.guard.watch_reads(watching=False)
 
 
+def _step_metadata(runner: Any) -> dict[str, Any]:
+    """Return the metadata of a step that each backend of a runner has now, by the backend's name."""
+    return {name: getattr(backend, METADATA[0], None) for name, backend in named_backends(runner)}
+
+
+def _static_inputs(runner: Any) -> Iterator[tuple[str, object]]:
+    """Yield the objects with static inputs of a runner, by name."""
+    yield type(runner.buffers).__name__, runner.buffers
+    per_request = getattr(runner, PER_REQUEST, None)
+    if per_request:
+        yield f"{type(runner).__name__}.{PER_REQUEST}", per_request
+
+
 def named_backends(runner: Any) -> Iterator[tuple[str, Any]]:
     """Yield the attention backends of a runner by name, those inside of others too."""
     found: list[Any] = []
@@ -288,9 +330,9 @@ def named_backends(runner: Any) -> Iterator[tuple[str, Any]]:
         yield (name if classes.count(name) == 1 else f"{name}[{classes[:at].count(name)}]"), backend
 
 
-def _metadata(backend: Any) -> Any:
-    """Return the metadata of a step that a backend holds; None if it holds none, as one of many backends."""
-    return getattr(backend, "forward_metadata", None)
+def _metadata(backend: Any) -> dict[str, Any]:
+    """Return the metadata of a step that a backend holds, by attribute; it may hold none."""
+    return {name: getattr(backend, name) for name in METADATA if hasattr(backend, name)}
 
 
 def _outputs(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
@@ -303,16 +345,16 @@ def _outputs(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _run_again(runner: Any, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a batch again by ``run``, which is eager, with metadata of its own; keys are written alike."""
-    backends = [backend for _, backend in named_backends(runner)]
-    before = [_metadata(backend) for backend in backends]
+    before = [(backend, _metadata(backend)) for _, backend in named_backends(runner)]
     again = copy.copy(batch)
     again.forward_metadata_ready = False
     again.graphpact_verifies = True  # no step of the engine: see `StepCounts`
     try:
         return run(again, *args, **kwargs)
     finally:
-        for backend, metadata in zip(backends, before, strict=True):
-            backend.forward_metadata = metadata
+        for backend, metadata in before:
+            for name, its in metadata.items():
+                setattr(backend, name, its)
 
 
 def _has_recurrent_state(runner: Any) -> bool:

@@ -61,7 +61,7 @@ def _add_state(result: Any, *args: Any) -> None:
 
 
 def _register_tape() -> None:
-    from graphpact_sglang import drafts, fa3  # noqa: PLC0415  they need the kernels
+    from graphpact_sglang import drafts, experts, fa3  # noqa: PLC0415  they need the kernels
     from graphpact_sglang.segments import TapedSegments  # noqa: PLC0415  it needs the tape
 
     @register_attention_backend(ATTENTION_BACKEND)
@@ -76,6 +76,7 @@ def _register_tape() -> None:
 
     add_attention_backend_choices([ATTENTION_BACKEND])
     register_hook(fa3.KERNEL, fa3.flash_attn_with_kvcache, HookType.REPLACE)
+    register_hook(experts.KERNEL, experts.moe_forward_native, HookType.REPLACE)
     register_hook(f"{drafts.FACTORY}.create_decode_backend", drafts.make_step_backends, HookType.AROUND)
     register_hook(
         f"{drafts.FACTORY}.create_draft_extend_backend", drafts.make_extend_backend, HookType.AROUND

@@ -42,10 +42,11 @@ class InProcessEngine:
     """SGLang's scheduler and model in this process.
 
     Args:
-        arguments: Arguments of SGLang's ``ServerArgs``.
+        rank: The rank of this process. The engines of all ranks run the same requests, each in a process.
+        arguments: Arguments of SGLang's ``ServerArgs``; several ranks need one ``nccl_port``.
     """
 
-    def __init__(self, **arguments: Any) -> None:
+    def __init__(self, *, rank: int = 0, **arguments: Any) -> None:
         load_plugins()
         from sglang.srt.managers import scheduler  # noqa: PLC0415  after the plugins
         from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: PLC0415
@@ -55,7 +56,7 @@ class InProcessEngine:
         server_args.resolve_once()
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             os.environ.pop(name, None)
-        ranks = scheduler.SpawnRanks(world_rank=0, dp_rank=None, gpu_id=0)
+        ranks = scheduler.SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank)
         scheduler.publish(server_args, role="scheduler", ranks=ranks)
         configure_logger(server_args)
         self.scheduler: Any = scheduler.Scheduler(server_args, PortArgs.init_new(server_args))

@@ -111,6 +111,11 @@ def key_of(runner: Any, shape_key: Any) -> GraphKey:
     )
 
 
+def counts_tokens(runner: Any) -> bool:
+    """Return whether the sizes of a runner's graphs count tokens, as prefill's do, instead of requests."""
+    return hasattr(runner, "max_num_tokens")
+
+
 def _nodes_of(graph: Any) -> int:
     """Return how many operations a graph on a tape has; -1 on a GPU."""
     segments = getattr(graph, "_segments", [graph])
