@@ -2,8 +2,10 @@
 
 import multiprocessing
 import os
+import socket
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,11 @@ def run_engine(
     from graphpact_sglang.hooks import state
 
     load_plugins()
+    if (ranks := arguments.get("tp_size", 1)) > 1:
+        cores = os.sched_getaffinity(0)
+        os.environ["SGLANG_CPU_OMP_THREADS_BIND"] = "|".join(
+            str(sorted(cores)[rank % len(cores)]) for rank in range(ranks)
+        )
     if before is not None:
         before()
     engine = InProcessEngine(**ENGINE | arguments)
@@ -142,3 +149,25 @@ def run_in_child(
     given = requests() if given is None else given
     found: Run = in_child(run_engine, given, arguments, plant, rounds, before, words=words)
     return found
+
+
+def run_ranks(
+    words: str,
+    ranks: int,
+    given: Sequence[PromptRequest],
+    plant: Callable[[InProcessEngine], None] | None = None,
+    rounds: int = 1,
+    before: Callable[[], None] | None = None,
+    **arguments: Any,
+) -> list[Run]:
+    """Run requests in an engine for each rank of tensor parallelism, each in a child."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    shared = {"tp_size": ranks, "nccl_port": port} | arguments if ranks > 1 else arguments
+    with ThreadPoolExecutor(ranks) as pool:
+        runs = [
+            pool.submit(run_in_child, words, given, plant, rounds, before, **shared | {"rank": rank})
+            for rank in range(ranks)
+        ]
+        return [run.result() for run in runs]

@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from sglang.srt.model_executor.cuda_graph_buffer_registry import PaddingPolicy
 
 from graphpact_sglang.attention import PagedAttnBackend, PagedMetadata
 from graphpact_sglang.in_process import InProcessEngine
@@ -41,12 +40,6 @@ def _stale(backend: Any, batch: Any, prepare: Any) -> None:
     before = backend.graph_kv_indices.clone()
     prepare(batch)
     backend.graph_kv_indices.copy_(before)
-
-
-def _unpadded(engine: InProcessEngine) -> None:
-    """Leave the request rows of padding as they are."""
-    slot = engine.model_runner.decode_cuda_graph_runner.buffer_registry.get_slot("req_pool_indices")
-    slot.padding_policy = PaddingPolicy.KEEP_PAD
 
 
 @dataclass
@@ -109,7 +102,6 @@ def use(backend: type[PagedAttnBackend]) -> Callable[[], None]:
 
 
 REBOUND, STALE = _replays(_rebound), _replays(_stale)
-UNPADDED = _unpadded
 
 
 def swapped_metadata(engine: InProcessEngine) -> None:

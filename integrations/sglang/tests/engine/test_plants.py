@@ -3,8 +3,8 @@
 from collections.abc import Callable
 
 import pytest
-from engines import Run, requests, run_in_child
-from plants import REBOUND, STALE, UNPADDED, BakedBackend, swapped_metadata, use
+from engines import Run, run_in_child
+from plants import REBOUND, STALE, BakedBackend, swapped_metadata, use
 
 from graphpact_sglang.in_process import InProcessEngine
 
@@ -55,15 +55,6 @@ def test_a_refused_shape_runs_eagerly_from_then_on(right: Run) -> None:
     assert max(graph["replays"] for name, graph in graphs if name.startswith("Decode")) == 1
     reasons = {each["reason"]: each["steps"] for each in run.state["steps"]["eager"]}
     assert reasons["the guard refused the graph after a fault"] > 20
-
-
-def test_a_padding_row_that_is_left_is_named() -> None:
-    """The third of the seeds: request rows of padding keep what an earlier replay left (PR 26292)."""
-    given = requests(every=0)
-    for at, request in enumerate(given):
-        request.max_new_tokens = 4 + 3 * at  # batches shrink below their bucket
-    run = run_in_child(WORDS, given, plant=UNPADDED)
-    assert ("GP03", "DecodeInputBuffers", "req_pool_indices") in [fault[:3] for fault in run.faults]
 
 
 def test_a_frozen_number_is_named_and_an_eager_run_differs(right: Run) -> None:
