@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from engines import MODEL, Run, run_ranks
+from draft_extend import PacksAccepted, PadsByMetadata, Result
+from draft_extend import run as run_draft_extends
+from engines import MODEL, Run, in_child, run_ranks
 from seeds import (
     SEEDS,
     Seed,
@@ -92,3 +94,26 @@ def test_a_fix_that_is_taken_out_is_named(name: str, experts: str, capfd: pytest
     wrong = _run(seed, WORDS, experts, without_fix=True)
     assert all(seed.named in [fault[:3] for fault in run.faults] for run in wrong)
     assert all((run.tokens == right[0].tokens) == (seed.answers == "right") for run in wrong)
+
+
+@pytest.mark.parametrize("change", [None, PadsByMetadata], ids=["as released", "pads by its metadata"])
+def test_a_draft_extend_with_one_stride_is_right(change: type | None) -> None:
+    """The released TensorRT-LLM backend gives its eager numbers; its forward reads no offsets of queries."""
+    found = in_child(run_draft_extends, change, words="tape")
+    assert found.faults == set()
+    assert ("cu_seqlens_q" in found.read) == (change is PadsByMetadata)
+    assert max(_gaps(found)) < 1e-5
+
+
+def test_a_draft_extend_by_accepted_lengths_is_named() -> None:
+    """Offsets of accepted tokens, where the capture had one stride (PR 21987), are wrong rows, and named."""
+    found = in_child(run_draft_extends, PacksAccepted, words="tape")
+    assert ("GP07", "TRTLLMMLABackend", "cu_seqlens_q") in found.faults
+    assert ("GP08", "TRTLLMMLABackend", "forward_decode_metadata.sum_seq_lens_q") in found.faults
+    assert min(_gaps(found)) > 0.1
+
+
+def _gaps(found: Result) -> list[float]:
+    """Return for each batch how far its replay is from an eager run."""
+    pairs = zip(found.replayed, found.eager, strict=True)
+    return [float((torch.tensor(replayed) - torch.tensor(eager)).abs().max()) for replayed, eager in pairs]
