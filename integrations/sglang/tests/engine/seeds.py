@@ -1,7 +1,7 @@
 """The pull requests of SGLang from which graphpact began: the fix of each, taken out of the released engine.
 
 Fixes are taken out by changes of running objects, each in a child process. What a fix became in SGLang 0.5.23
-is said at its exhibits. The draft extend of TensorRT-LLM (PR 21987) is in `draft_extend_seed`.
+is said at its exhibits. The draft extend of TensorRT-LLM (PR 21987) is in `draft_extend`.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,6 +33,7 @@ class Seed:
             arguments.
         requests: Makes the requests of a run.
         arguments: Arguments of the engine.
+        rounds: How often the requests run: in the second round all prompts are in the prefix cache.
         ranks: Ranks of tensor parallelism, whose engines run each in a process.
         always: Changes the engine with and without the fix.
         before: Takes the fix out before the engine starts.
@@ -44,6 +45,7 @@ class Seed:
     answers: Answers
     requests: Callable[[], Sequence[PromptRequest]]
     arguments: dict[str, Any] = field(default_factory=dict)
+    rounds: int = 1
     ranks: int = 1
     always: Plant | None = None
     before: Callable[[], None] | None = None
@@ -227,14 +229,14 @@ SEEDS: dict[str, Seed] = {
         pull_request=21452,
         named=("GP05", "PagedAttnBackend", f"{_OFFSETS}.qo_indptr"),
         answers="refused",
-        requests=staggered,
+        requests=shrinking,
         before=padding_tokens_reach_attention,
     ),
     "padding-tokens-reach-fa3": Seed(
         pull_request=21452,
         named=("GP05", "FlashAttentionBackend", f"{_OFFSETS}.cu_seqlens_q"),
         answers="right",
-        requests=staggered,
+        requests=shrinking,
         arguments=FA3,
         before=padding_tokens_reach_attention,
     ),
@@ -279,6 +281,7 @@ SEEDS: dict[str, Seed] = {
         named=("GP03", "PrefillInputBuffers", "out_cache_loc"),
         answers="wrong",
         requests=staggered,
+        rounds=2,
         arguments=FULL,
         plant=keeps_padding("prefill", "out_cache_loc"),
     ),
@@ -293,7 +296,7 @@ SEEDS: dict[str, Seed] = {
         pull_request=26742,
         named=("GP01", "DecodeInputBuffers", "input_ids"),
         answers="wrong",
-        requests=staggered,
+        requests=shrinking,
         always=registered_again,
         before=shared_by_name,
     ),

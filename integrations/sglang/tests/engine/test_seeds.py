@@ -61,7 +61,9 @@ def _run(seed: Seed, words: str, experts: str, *, without_fix: bool) -> list[Run
 
     arguments = dict(seed.arguments) | ({"model_path": experts} if seed.ranks > 1 else {})
     before = seed.before if without_fix else None
-    return run_ranks(words, seed.ranks, seed.requests(), plant, rounds=2, before=before, **arguments)
+    return run_ranks(
+        words, seed.ranks, seed.requests(), plant, rounds=seed.rounds, before=before, **arguments
+    )
 
 
 @functools.cache
@@ -75,7 +77,7 @@ def _right(name: str, experts: str) -> list[Run]:
 
 
 def _engine_of(seed: Seed) -> tuple[Any, ...]:
-    return seed.ranks, seed.arguments, seed.requests, seed.always
+    return seed.ranks, seed.rounds, seed.arguments, seed.requests, seed.always
 
 
 @pytest.mark.parametrize("name", SEEDS)
