@@ -1,11 +1,17 @@
 """graphpact inside SGLang: its real engine on a tape, and a guard of its replays.
 
+    hooks          what is registered in SGLang
+    hooking        hooks that are applied, or end the start
+    guarding       the guard's hooks around captures and replays
+    start          synthetic steps before SGLang serves
+
+    taping         the tape's hooks and attention backends
     platform       the platform of the tape: graph runners and backends on a CPU
     attention      an attention backend that runs on a CPU and can be recorded
     drafts         the same for the steps of a draft, and the kernels of its tree
     segments       SGLang's breakable graphs on a tape
-    hooking        hooks that are applied, or end the start
     stand_ins      stand-ins for packages that a CPU cannot load
+    offer          SGLang for commands that start an engine
 
 SGLang calls `platform_class` and `register` by its entry points, in each of its processes. Both do nothing
 unless ``GRAPHPACT`` asks for something.
@@ -32,8 +38,8 @@ ATTENTION_BACKEND = "graphpact"
 SUPPORTED = ("0.5.19", "0.5.21", "0.5.23")
 """The releases of SGLang whose seams were compared."""
 
-WITH_START = ("0.5.23",)
-"""The releases whose requests and batches the word ``start`` makes; older ones make them otherwise."""
+RUN = ("0.5.23",)
+"""Those that were run. The tape and the word ``start`` need one: others lack seams or make other batches."""
 
 
 def platform_class() -> str | None:
@@ -95,8 +101,13 @@ def _require_supported(settings: "Settings") -> None:
             f"GRAPHPACT is set, and SGLang {installed} is installed, whose seams were not compared",
             hint=f"install one of {', '.join(SUPPORTED)}, or a newer graphpact-sglang, or unset GRAPHPACT",
         )
-    if settings.start and installed not in WITH_START:
+    if settings.start and installed not in RUN:
         raise ConfigError(
             f"GRAPHPACT asks for start, which SGLang {installed} does not serve",
-            hint=f"install {', '.join(WITH_START)}, or write verify:N: it compares steps of the real load",
+            hint=f"install {', '.join(RUN)}, or write verify:N: it compares steps of the real load",
+        )
+    if settings.tape is not None and installed not in RUN:
+        raise ConfigError(
+            f"GRAPHPACT asks for a tape, on which SGLang {installed} does not run",
+            hint=f"install {', '.join(RUN)}; the guard works with {', '.join(SUPPORTED)}",
         )

@@ -29,6 +29,8 @@ GUARD = (
     f"{SRT}.plugins.hook_registry.HookRegistry.register",
     f"{SRT}.plugins.hook_registry.HookRegistry.apply_hooks",
     f"{SRT}.managers.scheduler.Scheduler.get_internal_state",
+    f"{SRT}.model_executor.model_runner.ModelRunner.__init__",
+    f"{SRT}.model_executor.model_runner.ModelRunner.init_cuda_graphs",
     f"{SRT}.runtime_context.get_parallel",
     f"{SRT}.runtime_context.get_spec",
     f"{_BACKEND}.full_cuda_graph_backend.FullCudaGraphBackend.capture_one",
@@ -40,6 +42,8 @@ GUARD = (
     f"{_RUNNER}.decode_cuda_graph_runner.DecodeCudaGraphRunner.execute",
     f"{_RUNNER}.decode_cuda_graph_runner.DecodeCudaGraphRunner.can_run_graph",
     f"{_RUNNER}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.can_run_graph",
+    f"{_RUNNER}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.execute",
+    f"{_RUNNER}.prefill_cuda_graph_runner.PrefillCudaGraphRunner.load_batch",
     f"{_RUNNER}.eager_runner.EagerRunner.execute",
     f"{_RUNNER}.shape_key.ShapeKey",
     f"{_DRAFT}.can_run_graph",
@@ -49,6 +53,7 @@ GUARD = (
     f"{SRT}.mem_cache.memory_pool.HybridReqToTokenPool",
 )
 TAPE = (
+    f"{SRT}.layers.moe.fused_moe_native.moe_forward_native",
     f"{_SEGMENTS}.BreakableCUDAGraphCapture",
     f"{_SEGMENTS}.BreakableCUDAGraphCapture.__init__",
     f"{_PLATFORM}.get_default_attention_backend",

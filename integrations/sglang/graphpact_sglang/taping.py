@@ -1,0 +1,69 @@
+"""`register_tape`: the attention backends and the hooks of the tape, by SGLang's own registries.
+
+The platform does the rest, see `graphpact_sglang.platform`.
+
+Does not: run without the tape and the kernels, or in a release of SGLang that lacks one of these seams.
+"""
+
+from typing import Any
+
+from sglang.srt.arg_groups.choices import add_attention_backend_choices
+from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
+from sglang.srt.layers.attention.attention_registry import register_attention_backend
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cuda_graph_backend
+from sglang.srt.plugins.hook_registry import HookType
+from sglang.srt.runtime_context import get_flags
+
+from graphpact_sglang import ATTENTION_BACKEND, drafts, experts, fa3, interpreter
+from graphpact_sglang.hooking import register_hook
+from graphpact_sglang.segments import TapedSegments
+from graphpact_sglang.steps import SEGMENTS
+
+_MODE = "sglang.srt.model_executor.forward_batch_info.ForwardMode"
+_DEFAULTS = "sglang.srt.arg_groups.platform_hook"
+_CAPTURE = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph"
+
+
+def register_tape() -> None:
+    """Register the attention backends and the hooks of the tape."""
+
+    @register_attention_backend(ATTENTION_BACKEND)
+    def make(runner: Any) -> Any:
+        from graphpact_sglang.attention import PagedAttnBackend  # noqa: PLC0415  it imports SGLang's layers
+
+        return PagedAttnBackend(runner)
+
+    @register_attention_backend("fa3")
+    def make_fa3(runner: Any) -> Any:
+        return fa3.make_backend(runner)
+
+    add_attention_backend_choices([ATTENTION_BACKEND])
+    register_hook(fa3.KERNEL, fa3.flash_attn_with_kvcache, HookType.REPLACE)
+    register_hook(experts.KERNEL, experts.moe_forward_native, HookType.REPLACE)
+    register_hook(f"{drafts.FACTORY}.create_decode_backend", drafts.make_step_backends, HookType.AROUND)
+    register_hook(
+        f"{drafts.FACTORY}.create_draft_extend_backend", drafts.make_extend_backend, HookType.AROUND
+    )
+    register_hook(f"{drafts.TREE}.build_tree_kernel_efficient_func", drafts.build_tree, HookType.REPLACE)
+    register_hook(f"{drafts.TREE}.verify_tree_greedy_func", drafts.verify_tree, HookType.REPLACE)
+    register_hook(f"{_DEFAULTS}.handle_cpu_backends", _choose_attention_backend, HookType.BEFORE)
+    register_hook(SEGMENTS, TapedSegments, HookType.REPLACE)
+    register_hook(_CAPTURE, _open_the_gate, HookType.BEFORE)
+    # On a CPU SGLang asks this one, which knows only decode.
+    register_hook(f"{_MODE}.is_cpu_graph", lambda mode: mode.is_cuda_graph(), HookType.REPLACE)
+
+
+def _open_the_gate(**kwargs: Any) -> None:
+    """Let decode graphs be captured unless they are disabled. On a CPU, SGLang wants ``torch.compile``."""
+    del kwargs
+    is_disabled = check_cuda_graph_backend(Phase.DECODE, Backend.DISABLED)
+    get_flags().capture.enable_torch_compile = not is_disabled
+
+
+def _choose_attention_backend(server_args: Any) -> None:
+    """Choose a backend that can be recorded, if the user chose none; SGLang would choose its own for CPUs."""
+    view = resolving_view(server_args)
+    if view.attention_backend is None:
+        declare_resolution(server_args, "graphpact", attention_backend=ATTENTION_BACKEND)
+    if "triton" in (view.attention_backend, view.prefill_attention_backend, view.decode_attention_backend):
+        interpreter.require_interpreter("the attention backend 'triton'")
