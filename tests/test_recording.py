@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from graphpact.batch import ForwardMode
-from graphpact.errors import GraphpactError, UsageError
+from graphpact.errors import UsageError
 from graphpact_conformance.draws.scenario import RecordedLane, read
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.lane.reference_backend import ReferenceBackend
@@ -129,16 +129,3 @@ def test_a_run_without_steps_leaves_no_file(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError), StepRecorder(tmp_path / "steps.jsonl"):
         raise ZeroDivisionError
     assert not [*tmp_path.iterdir()]
-
-
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="the system has no /dev/full")
-def test_a_full_disk_ends_a_recording(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Recording to a full disk is an error that names the file."""
-    full = Path("/dev/full")
-    usual = Path.open
-    monkeypatch.setattr(Path, "open", lambda self, *_, **more: usual(full, "w", **more))
-    with (
-        pytest.raises(GraphpactError, match="cannot be written"),
-        StepRecorder(tmp_path / "steps.jsonl") as it,
-    ):
-        it._write({"x": "y" * 10**6})

@@ -17,7 +17,8 @@ from graphpact import ForwardBatch, GraphShape
 from graphpact.attention import Buffers, Limits
 from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.errors import UsageError
-from graphpact_conformance.draws.scenario import MOST_STEPS, read
+from graphpact.recording import MOST_STEPS
+from graphpact_conformance.draws.scenario import read
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.lane.reference_backend import ReferenceBackend, ReferenceMetadata
 from graphpact_conformance.lane.reference_runner import ReferenceRunner

@@ -38,8 +38,8 @@ from graphpact.batch import ForwardBatch
 from graphpact.errors import GraphpactError
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane, PreparedStep
+from graphpact.output_file import OutputFile
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_engine.output_file import OutputFile
 from graphpact_engine.phases import Around, HookObserver, Phase
 from graphpact_engine.scheduled import ScheduledBatch
 

@@ -1,8 +1,7 @@
 """Recorded scenarios: the steps of a real engine, as batches of the suite.
 
-`graphpact generate --record FILE` writes them; `graphpact_engine.recording` describes the format. `read`
-returns one `RecordedLane` for each lane of the file that has steps. A recording contains no token ids and no
-contents of the KV cache; the suite draws these.
+`graphpact.recording` has the format, and reads a file. `read` returns one `RecordedLane` for each lane of the
+file that has steps. A recording contains no token ids and no contents of the KV cache; the suite draws these.
 
 Does not: run a step, or choose the experiments of recorded lanes (see `graphpact_conformance.suite`).
 """
@@ -12,69 +11,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from graphpact import Capabilities, ForwardMode, GraphShape
 from graphpact.attention import DraftLimits
-from graphpact.errors import UsageError
-from graphpact.files import read_file
+from graphpact.recording import LaneLine, RequestLine, StepLine, read_recording
 from graphpact_conformance.draws.batches import Declines, Drawn, draw
 from graphpact_conformance.draws.cases import Case
 from graphpact_conformance.draws.choice import allows, configs_of
 from graphpact_conformance.draws.lanes import VOCAB, Config
 from graphpact_conformance.draws.problems import Problem, ProblemRequest, Token
-
-MOST_BYTES, MOST_STEPS, MOST_LANES = 2**26, 1000, 32
-MOST_CONTEXT, MOST_SLOTS, MOST_ROWS, MOST_TOKENS = 2**13, 2**18, 2**10, 2**12
-"""Limits of a recording: tokens of a sequence, KV slots, request rows, and tokens of a step."""
-
-_Count = Annotated[int, Field(ge=1, le=MOST_TOKENS)]
-_Id = Annotated[int, Field(ge=0, lt=MOST_SLOTS)]
-
-
-# -- lines -------------------------------------------------------------------------------------------
-
-
-class _Line(BaseModel):
-    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
-
-
-class _First(_Line):
-    graphpact: Literal["recording"]
-    version: Literal[1]
-
-
-class _LaneLine(_Line):
-    lane: Annotated[str, Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
-    mode: Annotated[ForwardMode, Field(strict=False)]
-    page_size: Annotated[int, Field(ge=1, le=MOST_SLOTS)]
-    context: Annotated[int, Field(ge=1, le=MOST_CONTEXT)]
-    slots: Annotated[int, Field(ge=2, le=MOST_SLOTS)]
-    rows: Annotated[int, Field(ge=2, le=MOST_ROWS)]
-    shapes: Annotated[list[Annotated[list[_Count], Field(min_length=2, max_length=2)]], Field(max_length=256)]
-    draft: Annotated[list[Annotated[int, Field(ge=1, le=64)]], Field(min_length=3, max_length=3)]
-    frozen: bool
-
-
-class _RequestLine(_Line):
-    row: Annotated[int, Field(ge=1, lt=MOST_ROWS)]
-    cached: Annotated[int, Field(ge=0, le=MOST_CONTEXT)]
-    pages: Annotated[list[_Id], Field(max_length=MOST_CONTEXT)]
-    slots: Annotated[
-        list[Annotated[list[_Id], Field(max_length=64)]], Field(min_length=1, max_length=MOST_TOKENS)
-    ]
-    parents: Annotated[list[int | None], Field(max_length=MOST_TOKENS)] | None = None
-    accepted: Annotated[int, Field(ge=0, le=64)] | None = None
-
-
-class _StepLine(_Line):
-    step: str
-    mode: Annotated[ForwardMode, Field(strict=False)]
-    requests: Annotated[list[_RequestLine], Field(max_length=MOST_ROWS)]
-
 
 # -- lanes -------------------------------------------------------------------------------------------
 
@@ -156,7 +103,7 @@ class RecordedLane:
         steps: Its batches, in the recorded order.
     """
 
-    line: _LaneLine
+    line: LaneLine
     steps: tuple[Problem, ...]
 
     @property
@@ -210,12 +157,11 @@ class RecordedLane:
         return [_cast(config, own, self.steps[i * each : (i + 1) * each]) for i, own in enumerate(drawn)]
 
 
-def _case_of(line: _LaneLine) -> Case:
-    steps, topk, tokens = line.draft
-    limits = DraftLimits(steps, topk, tokens)
+def _case_of(line: LaneLine) -> Case:
+    limits = line.draft_limits
     drafts = line.mode is ForwardMode.DRAFT_DECODE or line.frozen
-    tree = line.mode is ForwardMode.TARGET_VERIFY and topk > 1
-    return RecordedCase(line.mode, tree=tree, topk=topk if drafts else 1, frozen=line.frozen, recorded=limits)
+    topk = limits.topk if drafts else 1
+    return RecordedCase(line.mode, tree=line.is_tree, topk=topk, frozen=line.frozen, recorded=limits)
 
 
 def _plain(case: Case) -> Case:
@@ -254,133 +200,29 @@ def read(path: Path) -> list[RecordedLane]:
     Raises:
         UsageError: The file cannot be read, is not a recording, or contains an invalid line.
     """
-    lanes: dict[str, _LaneLine] = {}
-    steps: dict[str, list[Problem]] = {}
-    for number, line in enumerate(_lines(path), 1):
-        try:
-            if number == 1:
-                _parsed(_First, line)
-            elif line.startswith(b'{"lane"'):
-                lane = _parsed(_LaneLine, line)
-                _require(lane.lane not in lanes, f"a second lane {lane.lane!r}")
-                _require(len(lanes) < MOST_LANES, f"more than {MOST_LANES} lanes")
-                _require_lane(lane)
-                lanes[lane.lane], steps[lane.lane] = lane, []
-            else:
-                step = _parsed(_StepLine, line)
-                _require(step.step in lanes, f"a step of lane {step.step!r}, which no earlier line describes")
-                own = steps[step.step]
-                _require(len(own) < MOST_STEPS, f"more than {MOST_STEPS} steps of lane {step.step!r}")
-                own.append(_problem(lanes[step.step], step, seed=number))
-        except _LineError as error:
-            hint = "record again: graphpact generate --record FILE"
-            raise UsageError(f"{path}, line {number}: {error}", hint=hint) from error
-    if not any(steps.values()):
-        raise UsageError(f"{path} has no step", hint="record with graphpact generate --record FILE")
-    return [RecordedLane(lane, tuple(steps[name])) for name, lane in lanes.items() if steps[name]]
+    return [
+        RecordedLane(lane.line, tuple(_problem(lane.line, step, seed=at) for at, step in lane.steps.items()))
+        for lane in read_recording(path)
+    ]
 
 
-def _lines(path: Path) -> list[bytes]:
-    try:
-        data = read_file(path, MOST_BYTES + 1)
-    except OSError as error:
-        hint = "pass a file that graphpact generate --record has written"
-        raise UsageError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from error
-    if len(data) > MOST_BYTES:
-        raise UsageError(f"{path} has more than {MOST_BYTES} bytes", hint="record fewer prompts or tokens")
-    return data.splitlines()
-
-
-class _LineError(Exception):
-    """An invalid line. The message says what is wrong with it."""
-
-
-_Model = TypeVar("_Model", bound=_Line)
-
-
-def _parsed(model: type[_Model], line: bytes) -> _Model:
-    try:
-        return model.model_validate_json(line)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        at = ".".join(map(str, first["loc"]))
-        raise _LineError(f"{at}: {first['msg']}" if at else first["msg"]) from error
-
-
-def _require(holds: Any, fault: str) -> None:
-    if not holds:
-        raise _LineError(fault)
-
-
-def _require_lane(lane: _LaneLine) -> None:
-    size, width = lane.page_size, _case_of(lane).tokens_per_request
-    _require(lane.slots % size == 0 and lane.slots > size, f"{lane.slots} KV slots in pages of {size}")
-    _require(lane.mode is not ForwardMode.IDLE, "a lane with the mode idle; only steps may be idle")
-    for bs, tokens in lane.shapes:
-        each = _case_of(lane).rows_per_request
-        fits = tokens >= bs if width is None else tokens == bs // each * width and bs % each == 0
-        _require(fits, f"a shape of {bs} requests and {tokens} tokens in a lane of {lane.mode.value}")
-
-
-def _problem(lane: _LaneLine, step: _StepLine, seed: int) -> Problem:
+def _problem(lane: LaneLine, step: StepLine, seed: int) -> Problem:
     """Return the batch of a step. Token ids and the contents of the cache are drawn from ``seed``."""
-    _require(
-        step.mode is lane.mode or (step.mode is ForwardMode.IDLE and not step.requests),
-        f"a step of mode {step.mode.value} in a lane of {lane.mode.value}",
-    )
-    rows = [request.row for request in step.requests]
-    _require(len({*rows}) == len(rows), "two requests with the same row")
-    _require(max(rows, default=0) < lane.rows, f"a request row beyond the {lane.rows} rows of the lane")
-    total = sum(len(request.slots) for request in step.requests)
-    _require(total <= MOST_TOKENS, f"more than {MOST_TOKENS} tokens")
     rng = random.Random(seed)  # noqa: S311  test data
     case = _case_of(lane)
-    requests = [_request(lane, case, request, rng) for request in step.requests]
-    written = [slot for r in requests for token in r.tokens for slot in token.slots]
-    _require(len({*written}) == len(written), "a KV slot that two new tokens write")
-    read_only = {slot for r in requests for slot in r.cached}
-    _require(not read_only & {*written}, "a new token that overwrites a cached one")
-    return Problem(case, requests, seed)
+    return Problem(case, [_request(lane, case, request, rng) for request in step.requests], seed)
 
 
-def _request(lane: _LaneLine, case: Case, line: _RequestLine, rng: random.Random) -> ProblemRequest:
-    size, count, width = lane.page_size, len(line.slots), case.tokens_per_request
-    _require(width is None or count == width, f"{count} new tokens of a request; the lane has {width}")
-    _require(
-        all(len(slots) == case.num_slots for slots in line.slots),
-        f"a new token without exactly {case.num_slots} KV slots",
-    )
-    drafts = case.mode is ForwardMode.DRAFT_DECODE
-    in_order = [slot for slots in line.slots for slot in slots] if not drafts or count == 1 else []
-    length = line.cached + len(in_order)
-    _require(line.cached > 0 or not (case.frozen or drafts), "a draft of a request without cached tokens")
-    _require(length <= lane.context, f"{length} tokens of a request; the lane's context is {lane.context}")
-    _require(len(line.pages) == -(-length // size), f"{len(line.pages)} pages for {length} tokens")
-    _require(all(0 < page < lane.slots // size for page in line.pages), "a page that the lane does not have")
-    _require(len({*line.pages}) == len(line.pages), "a page that occurs twice in one request")
-    owned = [page * size + at for page in line.pages for at in range(size)]
-    table = owned[:length]
-    _require(table[line.cached :] == in_order, "new tokens whose KV slots do not match their positions")
-    _require(all(size <= s < lane.slots for each in line.slots for s in each), "a KV slot outside all pages")
-    parents = line.parents if case.tree else None
-    _require((line.parents is not None) is case.tree, "parents are required to verify trees, and only then")
-    if parents is not None:
-        _require(
-            len(parents) == count and parents[0] is None, "parents: one for each token, null for the first"
-        )
-        right = all(p is not None and 0 <= p < at for at, p in enumerate(parents) if at)
-        _require(right, "parents: each token must follow an earlier one")
-    is_extend = case.mode is ForwardMode.DRAFT_EXTEND
-    _require(
-        (line.accepted is not None) is is_extend, "accepted is required in a draft extend, and only there"
-    )
-    _require((line.accepted or 0) < count, f"{line.accepted} accepted drafts of {count} tokens")
+def _request(lane: LaneLine, case: Case, line: RequestLine, rng: random.Random) -> ProblemRequest:
     tokens: list[Token] = []
+    follows = case.mode is not ForwardMode.DRAFT_DECODE and not case.frozen
     for at, slots in enumerate(line.slots):
-        parent = None if drafts or case.frozen or at == 0 else at - 1
-        if parents is not None:
-            parent = parents[at]
+        parent = at - 1 if follows and at else None
+        if line.parents is not None:
+            parent = line.parents[at]
         depth = 0 if parent is None else tokens[parent].depth + 1
         token_id = tokens[0].token_id if case.frozen and tokens else rng.randrange(VOCAB)
         tokens.append(Token(token_id, slots, parent, depth))
+    in_order = len(tokens) if follows else case.num_slots * (len(tokens) == 1)
+    table = line.table(lane.page_size, line.cached + in_order)
     return ProblemRequest(line.row, table[: line.cached], tokens, table, line.accepted or 0)

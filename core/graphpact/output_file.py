@@ -1,10 +1,11 @@
-"""`OutputFile`: a text file that a run writes step by step.
+"""`OutputFile`: a text file that a run writes step by step; `move_unlocked`, which moves an older one away.
 
-Does not: buffer more than Python does, or make directories; `graphpact.files` writes whole files.
+Does not: make directories; `graphpact.files` writes whole files.
 """
 
+import os
 from pathlib import Path
-from typing import TextIO
+from typing import IO, TextIO
 
 from graphpact.errors import GraphpactError, UsageError
 
@@ -16,19 +17,21 @@ class OutputFile:
         path: The file.
         what: Its content, for messages, such as ``"recording"``.
         replaces: Whether to replace an existing file.
+        is_locked: Whether it is locked against `move_unlocked` of other processes, until it is closed.
     """
 
-    def __init__(self, path: Path, what: str, *, replaces: bool) -> None:
+    def __init__(self, path: Path, what: str, *, replaces: bool, is_locked: bool = False) -> None:
         self.path = path
         self._what = what
         self._replaces = replaces
+        self._is_locked = is_locked
         self._file: TextIO | None = None
 
     def open(self) -> None:
         """Open the file.
 
         Raises:
-            UsageError: It exists and is not replaced, or cannot be written.
+            UsageError: It exists and is not replaced, cannot be written, or is locked.
         """
         try:
             self._file = self.path.open("w" if self._replaces else "x", encoding="utf-8")
@@ -40,9 +43,11 @@ class OutputFile:
             raise UsageError(
                 f"{self.path} cannot be written: {error.strerror or error}", hint=hint
             ) from error
+        if self._is_locked:
+            _lock(self._file, self.path)
 
-    def write(self, text: str) -> None:
-        """Write ``text``.
+    def write(self, text: str, *, at_once: bool = False) -> None:
+        """Write ``text``; with ``at_once`` nothing of it stays in this process's memory.
 
         Raises:
             GraphpactError: The disk is full or broken.
@@ -50,6 +55,8 @@ class OutputFile:
         if self._file is not None:
             try:
                 self._file.write(text)
+                if at_once:
+                    self._file.flush()
             except OSError as error:
                 raise self._fault(error) from error
 
@@ -69,3 +76,29 @@ class OutputFile:
     def _fault(self, error: OSError) -> GraphpactError:
         what = f"the {self._what} {self.path} cannot be written: {error.strerror or error}"
         return GraphpactError(what, hint="write to a disk with room, or run fewer prompts")
+
+
+def move_unlocked(path: Path, target: Path) -> None:
+    """Move a file to ``target``, which it replaces, unless a process has locked it.
+
+    Raises:
+        UsageError: It is locked, or cannot be moved.
+    """
+    try:
+        with path.open("rb") as file:
+            _lock(file, path)
+            if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # nobody was faster
+                path.replace(target)
+    except OSError as error:
+        hint = "name another file, or remove it"
+        raise UsageError(f"{path} cannot be moved: {error.strerror or error}", hint=hint) from error
+
+
+def _lock(file: IO[str] | IO[bytes], path: Path) -> None:
+    import fcntl  # noqa: PLC0415  only on systems that have it
+
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        hint = "name another file for each process"
+        raise UsageError(f"{path} is written by another process", hint=hint) from error
