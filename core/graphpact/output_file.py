@@ -44,7 +44,11 @@ class OutputFile:
                 f"{self.path} cannot be written: {error.strerror or error}", hint=hint
             ) from error
         if self._is_locked:
-            _lock(self._file, self.path)
+            try:
+                _lock(self._file, self.path)
+            except UsageError:
+                self.close()
+                raise
 
     def write(self, text: str, *, at_once: bool = False) -> None:
         """Write ``text``; with ``at_once`` nothing of it stays in this process's memory.
@@ -57,6 +61,20 @@ class OutputFile:
                 self._file.write(text)
                 if at_once:
                     self._file.flush()
+            except OSError as error:
+                raise self._fault(error) from error
+
+    def overwrite(self, at: int, text: str) -> None:
+        """Write ``text`` at the byte ``at`` over as many bytes; what is written later follows the end.
+
+        Raises:
+            GraphpactError: The disk is full or broken.
+        """
+        if self._file is not None:
+            try:
+                self._file.seek(at)
+                self._file.write(text)
+                self._file.seek(0, os.SEEK_END)
             except OSError as error:
                 raise self._fault(error) from error
 
@@ -78,8 +96,8 @@ class OutputFile:
         return GraphpactError(what, hint="write to a disk with room, or run fewer prompts")
 
 
-def move_unlocked(path: Path, target: Path) -> None:
-    """Move a file to ``target``, which it replaces, unless a process has locked it.
+def move_unlocked(path: Path, target: Path | None) -> None:
+    """Move a file to ``target``, or remove it without one, unless a process has locked it.
 
     Raises:
         UsageError: It is locked, or cannot be moved.
@@ -87,7 +105,11 @@ def move_unlocked(path: Path, target: Path) -> None:
     try:
         with path.open("rb") as file:
             _lock(file, path)
-            if os.path.samestat(os.fstat(file.fileno()), path.stat()):  # nobody was faster
+            if not os.path.samestat(os.fstat(file.fileno()), path.stat()):
+                return  # another process has just moved it
+            if target is None:
+                path.unlink()
+            else:
                 path.replace(target)
     except OSError as error:
         hint = "name another file, or remove it"

@@ -5,6 +5,7 @@
     records      what is kept of a captured graph, and the check of a replay
     reads        which attributes a captured region reads
     contents     what must be in the memory that a graph reads, and what a replay gives
+    recording    the steps of an engine in a file
     faults       faults, each reported once
     closing      what a guard has seen, when its process ends
     metrics      the same for Prometheus, with the extra ``metrics``
@@ -17,6 +18,7 @@ from graphpact_guard.contents import Expected
 from graphpact_guard.faults import FaultLog, GraphKey, ReplayFault
 from graphpact_guard.guard import Guard, GuardError
 from graphpact_guard.reads import ReadWatch
+from graphpact_guard.recording import StepRecording
 from graphpact_guard.settings import Ignored, Settings
 
 __all__ = [
@@ -29,5 +31,6 @@ __all__ = [
     "ReadWatch",
     "ReplayFault",
     "Settings",
+    "StepRecording",
     "log_at_exit",
 ]

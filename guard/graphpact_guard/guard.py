@@ -17,6 +17,7 @@ from graphpact.errors import ContractError
 from graphpact_guard.contents import Expected, compare_outputs
 from graphpact_guard.faults import FaultLog, GraphKey, ReplayFault
 from graphpact_guard.reads import ReadWatch
+from graphpact_guard.recording import StepRecording
 from graphpact_guard.records import CapturedPart, GraphRecord
 from graphpact_guard.settings import Settings
 
@@ -36,6 +37,13 @@ class Guard:
         metadata: Names of the owners' attributes that hold metadata of a step.
         limits: Names of fields whose number may be smaller at replay than at capture.
         unseen: What this guard cannot see in this engine, for the announcement.
+        rank: The name of this process if there are several, for the file of recorded steps.
+
+    Attributes:
+        recording: The recorded steps; None if none are asked for. An integration gives it each step.
+
+    Raises:
+        UsageError: Steps cannot be recorded; see `StepRecording`.
     """
 
     def __init__(
@@ -46,11 +54,13 @@ class Guard:
         metadata: Collection[str] = (),
         limits: Collection[str] = (),
         unseen: str = "",
+        rank: str = "",
     ) -> None:
         self.settings = settings
         self.log = FaultLog(settings.ignore, provenance)
         self.records: dict[GraphKey, GraphRecord] = {}
         self.refused: set[GraphKey] = set()
+        self.recording = None if settings.record is None else StepRecording(settings.record, rank)
         self._metadata, self._limits, self._unseen = metadata, limits, unseen
         self._prepared: dict[str, object] = {}
         self._watch: ReadWatch | None = None
@@ -256,7 +266,12 @@ class Guard:
             }
             for key, r in self.records.items()
         }
-        return {"graphs": graphs, "refused": sorted(map(str, self.refused)), **self.log.summary()}
+        return {
+            "graphs": graphs,
+            "refused": sorted(map(str, self.refused)),
+            "recorded": None if self.recording is None else self.recording.summary(),
+            **self.log.summary(),
+        }
 
 
 def _tensors(owner: str, value: object, read: Collection[str], metadata: Collection[str]) -> set[str]:

@@ -64,6 +64,7 @@ class Settings:
         verify: Every N-th replay is compared with an eager run of the same batch; 0 for never.
         start: So many synthetic steps of each captured shape are compared with eager runs before the engine
             serves; 0 for none.
+        record: The file in which the last steps are recorded; None for no recording.
         ignore: Faults that are not reported.
     """
 
@@ -73,6 +74,7 @@ class Settings:
     contents: int = 64
     verify: int = 0
     start: int = 0
+    record: Path | None = None
     ignore: tuple[Ignored, ...] = ()
 
     @classmethod
@@ -87,7 +89,7 @@ class Settings:
         for word in environment.get(WORDS_VARIABLE, "").split(","):
             if word.strip():
                 values |= _values_of_word(word.strip())
-        if any(values.get(name) for name in ("verify", "contents", "start")):
+        if any(values.get(name) for name in ("verify", "contents", "start", "record")):
             values["guard"] = True
         return cls(**values)
 
@@ -101,6 +103,12 @@ def _count(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise ValueError("a whole number, at least 0")
     return int(text)
+
+
+def _file(text: str) -> Path:
+    if not text.strip():
+        raise ValueError("the path of a file")
+    return Path(text)
 
 
 def _tape_mode(text: str) -> TapeMode:
@@ -141,6 +149,7 @@ WORDS: dict[str, Word] = {
         _count,
         3,
     ),
+    "record": Word("record:FILE", "record the last steps for `graphpact check --scenario`", "record", _file),
     "log": Word("log", "write faults to the log", "on_fault", alone="log"),
     "raise": Word("raise", "end the step at a fault", "on_fault", alone="raise"),
     "eager": Word("eager", "run a shape eagerly after a fault", "on_fault", alone="eager"),
@@ -200,6 +209,10 @@ def _checked(path: Path, name: str, value: Any) -> Any:
         return tuple(_ignored(path, entry) for entry in entries)
     if name in _CHOICES:
         is_valid, accepted = value in _CHOICES[name], " or ".join(map(repr, _CHOICES[name]))
+    elif name == "record":
+        if isinstance(value, str) and value.strip():
+            return Path(value)
+        is_valid, accepted = False, "the path of a file"
     elif name == "guard":
         is_valid, accepted = isinstance(value, bool), "true or false"
     else:

@@ -30,6 +30,7 @@ def test_nothing_is_asked_for_without_the_variables() -> None:
         ("verify:8", {"guard": True, "verify": 8}),
         ("start", {"guard": True, "start": 3}),
         ("tape,start:5", {"guard": True, "start": 5}),
+        ("record:a/steps.jsonl", {"guard": True, "record": Path("a/steps.jsonl")}),
         ("contents:0,guard,raise", {"guard": True, "contents": 0, "on_fault": "raise"}),
         ("guard,eager", {"on_fault": "eager"}),
         ("guard,raise,log", {"on_fault": "log"}),
@@ -54,6 +55,7 @@ def test_words_combine(words: str, expected: dict[str, object]) -> None:
             "tape:slow",
             r"'tape:slow' has an invalid value\n  help: tape, tape:strict takes strict, or nothing",
         ),
+        ("record:", r"'record:' has an invalid value\n  help: record:FILE takes the path of a file"),
         ("guard:on", r"'guard' takes no value, it has 'on'"),
     ],
 )
@@ -67,11 +69,12 @@ def test_the_file_has_longer_settings_and_words_win(tmp_path: Path) -> None:
     """Keys of the file are the settings' names; ignored faults have rule, field and reason."""
     path = tmp_path / "guard.toml"
     path.write_text(
-        'guard = true\nverify = 64\non_fault = "raise"\n'
+        'guard = true\nverify = 64\non_fault = "raise"\nrecord = "steps.jsonl"\n'
         '[[ignore]]\nrule = "GP08"\nfield = "*.max_seq_len_k"\nreason = "read from a tensor"\n'
     )
     settings = _settings("verify:8", path)
     assert (settings.guard, settings.verify, settings.on_fault) == (True, 8, "raise")
+    assert settings.record == Path("steps.jsonl")
     (ignored,) = settings.ignore
     assert ignored == Ignored("GP08", "*.max_seq_len_k", "read from a tensor")
     assert ignored.covers("GP08", "FlashAttentionBackend.forward_metadata.max_seq_len_k")
@@ -84,6 +87,8 @@ def test_the_file_has_longer_settings_and_words_win(tmp_path: Path) -> None:
         ("verfy = 1", r"the key 'verfy' is unknown\n  help: did you mean 'verify'\?"),
         ("verify = -1", r"verify = -1 is invalid\n  help: it takes a whole number, at least 0"),
         ("verify = true", r"verify = True is invalid"),
+        ("record = 1", r"record = 1 is invalid\n  help: it takes the path of a file"),
+        ("record = ''", r"record = '' is invalid\n  help: it takes the path of a file"),
         ("guard = 1", r"guard = 1 is invalid\n  help: it takes true or false"),
         ('tape = "slow"', r"tape = 'slow' is invalid\n  help: it takes 'fast' or 'strict'"),
         (

@@ -36,7 +36,7 @@ from graphpact.recording.lines import (
     RequestLine,
     StepLine,
 )
-from graphpact.recording.numbers import Renumbering, small_lane
+from graphpact.recording.numbers import Renumbering, fitted_lane, small_lane
 from graphpact.recording.reader import LaneSteps, read_recording
 from graphpact.recording.writer import RecordingWriter
 
@@ -55,6 +55,7 @@ __all__ = [
     "Renumbering",
     "RequestLine",
     "StepLine",
+    "fitted_lane",
     "read_recording",
     "require_lane",
     "require_step",

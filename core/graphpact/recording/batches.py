@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch
 
 from graphpact.batch import ForwardBatch, ForwardMode
-from graphpact.recording.lines import LaneLine, RequestLine, StepLine
+from graphpact.recording.lines import LaneLine, LineError, RequestLine, StepLine
 
 
 def step_of(lane: LaneLine, batch: ForwardBatch, table: torch.Tensor) -> StepLine:
@@ -18,6 +18,9 @@ def step_of(lane: LaneLine, batch: ForwardBatch, table: torch.Tensor) -> StepLin
         lane: The lane, whose sizes may be larger than a recording allows.
         batch: The live batch. Its token ids are not read.
         table: ``[rows, max_context_len]`` int: KV slot of each position by request row.
+
+    Raises:
+        LineError: A request has more tokens than the lane's context. Its pages are not read then.
     """
     return StepLine(step=lane.lane, mode=batch.forward_mode, requests=[*_requests(lane, batch, table)])
 
@@ -41,6 +44,8 @@ def _requests(lane: LaneLine, batch: ForwardBatch, table: torch.Tensor) -> Itera
     ]
     cached = [length if drafts else length - count for length, count in zip(lengths, counts, strict=True)]
     ends = [a + b for a, b in zip(cached, in_order, strict=True)]
+    if max(ends) > lane.context:
+        raise LineError(f"{max(ends)} tokens of a request; the lane's context is {lane.context}")
     pages = (table[:, : max(ends) : size][rows] // size).tolist()
     first = 0
     for at, (row, count) in enumerate(zip(rows.tolist(), counts, strict=True)):

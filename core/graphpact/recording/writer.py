@@ -5,6 +5,7 @@ Does not: check what it writes, or read it from an engine.
 
 import json
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -12,7 +13,20 @@ from typing import Self
 from graphpact.errors import GraphpactError, UsageError
 from graphpact.files import read_file
 from graphpact.output_file import OutputFile, move_unlocked
-from graphpact.recording.lines import HEADER, MOST_BYTES, MOST_STEPS, LaneLine, LineError, StepLine, text_of
+from graphpact.recording.lines import (
+    HEADER,
+    MOST_BYTES,
+    MOST_CONTEXT,
+    MOST_ROWS,
+    MOST_SLOTS,
+    MOST_STEPS,
+    LaneLine,
+    LineError,
+    StepLine,
+    text_of,
+)
+
+_HEADER = text_of(HEADER)
 
 
 class RecordingWriter:
@@ -20,7 +34,7 @@ class RecordingWriter:
 
     With rotation, a file never grows beyond what a reader takes. A full file is moved to ``FILE.1``, where it
     replaces an older one, and a new file begins; each can be read alone. A file that exists at the start is
-    moved too, but only in the place of a recording, and only if no process writes it. Each step is written
+    moved too, unless it or the older one is no recording, or a process writes it. Each step is written
     at once, so that a killed process loses none. Without rotation, an existing file is refused, and a file
     without any step is removed at the end.
 
@@ -46,7 +60,7 @@ class RecordingWriter:
 
     def _begin(self) -> None:
         self._file = OutputFile(self.path, "recording", replaces=False, is_locked=self._rotates)
-        self._steps: dict[str, int] = {}  # in this file, by lane
+        self._lanes: dict[str, _WrittenLane] = {}
         self._bytes = 0
 
     def __enter__(self) -> Self:
@@ -90,31 +104,43 @@ class RecordingWriter:
     def write(self, lane: LaneLine, step: StepLine) -> None:
         """Write a step, after the line of its lane if it is the first of this lane.
 
+        Args:
+            lane: Its lane. If it has grown since its line was written, the line is written anew in its place.
+            step: The step.
+
         Raises:
             LineError: With rotation: it is larger than a file may be.
             GraphpactError: The disk is full or broken.
         """
-        text = text_of(step)
-        before = self._before(lane)
-        if self._rotates and self._is_full(lane, before + text):
-            alone = text_of(HEADER) + text_of(lane)
-            if len(alone + text) > self._most_bytes:
+        about, text = _text_with_room(lane), text_of(step)
+        if self._rotates and not self._fits(lane, about, text):
+            if len(_HEADER + about + text) > self._most_bytes:
                 raise LineError(f"a step of more than {self._most_bytes} bytes")
             self._rotate()
-            before = alone
-        self._file.write(before + text, at_once=self._rotates)
-        self._bytes += len(before + text)
-        self._steps[lane.lane] = self._steps.get(lane.lane, 0) + 1
+        known = self._lanes.get(lane.lane)
+        if known is None:
+            text = self._before(about) + text
+            known = self._lanes[lane.lane] = _WrittenLane(lane, self._bytes + text.index(about))
+        elif known.line != lane:
+            self._file.overwrite(known.at, about)
+            known.line = lane
+        self._file.write(text, at_once=self._rotates)
+        self._bytes += len(text)
+        known.num_steps += 1
         self.num_steps += 1
 
-    def _before(self, lane: LaneLine) -> str:
-        """Return the lines that must precede a step of a lane in this file."""
-        header = "" if self._steps else text_of(HEADER)
-        return header if lane.lane in self._steps else header + text_of(lane)
+    def _before(self, about: str) -> str:
+        """Return what precedes the first step of a lane."""
+        return about if self._lanes else _HEADER + about
 
-    def _is_full(self, lane: LaneLine, text: str) -> bool:
-        is_long = self._steps.get(lane.lane, 0) >= self._most_steps
-        return is_long or self._bytes + len(text) > self._most_bytes
+    def _fits(self, lane: LaneLine, about: str, text: str) -> bool:
+        """Return whether this file has room for a step."""
+        known = self._lanes.get(lane.lane)
+        if known is None:
+            text = self._before(about) + text
+        elif known.num_steps >= self._most_steps:
+            return False
+        return self._bytes + len(text) <= self._most_bytes
 
     # -- rotation --------------------------------------------------------------------------------
 
@@ -130,7 +156,28 @@ class RecordingWriter:
             if path.exists() and not _is_recording(path):
                 hint = "name another file, or remove it"
                 raise UsageError(f"{path} exists and is no recording; it is not replaced", hint=hint)
-        move_unlocked(self.path, self._older)
+        move_unlocked(self.path, self._older if self.path.stat().st_size else None)
+
+
+@dataclass
+class _WrittenLane:
+    """A lane in the present file.
+
+    Args:
+        line: The lane.
+        at: Where its line begins, in bytes.
+        num_steps: Its steps in this file.
+    """
+
+    line: LaneLine
+    at: int
+    num_steps: int = 0
+
+
+def _text_with_room(lane: LaneLine) -> str:
+    """Return the text of a lane with spaces at its end: room for the largest sizes of a recording."""
+    most = text_of(replace(lane, context=MOST_CONTEXT, slots=MOST_SLOTS, rows=MOST_ROWS))
+    return text_of(lane).rstrip("\n").ljust(len(most) - 1) + "\n"
 
 
 def _is_recording(path: Path) -> bool:

@@ -16,6 +16,7 @@ from graphpact.recording import (
     Renumbering,
     RequestLine,
     StepLine,
+    fitted_lane,
     numbers,
     require_lane,
     require_step,
@@ -66,24 +67,27 @@ def _map(before: list[int], after: list[int]) -> dict[int, int]:
 
 
 @settings(derandomize=True, max_examples=200)
-@given(steps=st.lists(_step(), max_size=8))
-def test_renumbered_steps_are_the_engines_own(steps: list[StepLine]) -> None:
+@given(steps=st.lists(_step(), max_size=8), kept=st.integers(1, 9))
+def test_renumbered_steps_are_the_engines_own(steps: list[StepLine], kept: int) -> None:
     """In each step the numbers are one to one, and things that two steps in a row use keep theirs.
 
     Every step is one that a reader takes, with lengths and places in pages as they were, and no number of
-    scratch. There are fewer numbers than pages, so many lose theirs.
+    scratch. There are fewer numbers than pages, and pages are soon forgotten, so many lose theirs.
     """
     with (
         mock.patch.object(numbers, "MOST_SLOTS", FEW_PAGES * PAGE),
         mock.patch.object(numbers, "MOST_ROWS", FEW_ROWS),
+        mock.patch.object(numbers, "KEPT", kept),
     ):
         small, renumbering = small_lane(PRODUCTION), Renumbering(PRODUCTION)
         before: dict[str, dict[int, int]] = {}
+        fitted = None
         for each in steps:
             if len({*_pages(each)}) >= FEW_PAGES:
                 continue
             got = renumbering.step(each)
-            require_step(small, got)
+            fitted = fitted_lane(small, got, fitted)
+            require_step(fitted, got)
             assert [r.cached for r in got.requests] == [r.cached for r in each.requests]
             assert [s % PAGE for r in got.requests for (s,) in r.slots] == [
                 s % PAGE for r in each.requests for (s,) in r.slots
@@ -98,15 +102,30 @@ def test_renumbered_steps_are_the_engines_own(steps: list[StepLine]) -> None:
             before = now
 
 
-def test_a_page_keeps_its_number_as_long_as_there_is_room() -> None:
-    """A request that pauses for many steps finds its pages under their numbers."""
+def test_a_page_keeps_its_number_in_a_pause() -> None:
+    """A request that pauses for some steps finds its pages under their numbers; then others get these."""
     renumbering = Renumbering(PRODUCTION)
     first = step(PRODUCTION, request(4096, 5, [LARGE - 1, 70_000]))
     begun = renumbering.step(first)
-    for at in range(100):
+    assert _pages(begun) == [1, 2, 2]
+    for at in range(numbers.KEPT - 1):
         renumbering.step(step(PRODUCTION, request(7, 1, [1000 + at])))
     assert renumbering.step(first) == begun
-    assert _pages(begun) == [1, 2, 2]
+    later = [renumbering.step(step(PRODUCTION, request(7, 1, [2000 + at]))) for at in range(numbers.KEPT + 2)]
+    assert {1, 2} <= {page for each in later for page in _pages(each)}
+
+
+def test_numbers_stay_as_small_as_the_steps_need() -> None:
+    """Steps that use ever new pages, few at a time, need few numbers: a long run does not fill the table."""
+    renumbering = Renumbering(PRODUCTION)
+    most, fitted = 0, None
+    for at in range(2000):
+        got = renumbering.step(step(PRODUCTION, request(1 + at % 4000, 5, [2 * at + 1, 2 * at + 2])))
+        fitted = fitted_lane(small_lane(PRODUCTION), got, fitted)
+        most = max(most, *_pages(got))
+    assert most <= 2 * (numbers.KEPT + 2)
+    assert fitted is not None
+    assert (fitted.context, fitted.slots, fitted.rows) == (256, 256 * PAGE, 128)
 
 
 @pytest.mark.parametrize(("its", "given"), STEPS, ids=[its.lane for its, _ in STEPS])

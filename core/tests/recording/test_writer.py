@@ -1,5 +1,7 @@
 """Files of recorded steps: rotation, limits, files that exist, and disks that are full."""
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +41,19 @@ def test_the_last_steps_are_kept_in_two_files(limits: dict[str, int], tmp_path: 
         assert len(_read(file)) <= limits.get("most_steps", 10**6)
 
 
+def test_a_lane_grows_in_its_place(tmp_path: Path) -> None:
+    """The line of a lane has the sizes of the last step; the steps before and after it are kept."""
+    path = tmp_path / "steps.jsonl"
+    with RecordingWriter(path, rotates=True) as writer:
+        for at in range(20):
+            writer.write(EXTEND, step(EXTEND, request(1, 0, [5], new=2)))
+            grown = replace(DECODE, slots=[400, 2**10, 2**18][at // 7], rows=9 + at * 50)
+            writer.write(grown, _step(at))
+    extend, decode = read_recording(path)
+    assert (extend.line, decode.line) == (EXTEND, grown)
+    assert [*decode.steps.values()] == [_step(at) for at in range(20)]
+
+
 def test_a_step_larger_than_a_file_changes_no_file(tmp_path: Path) -> None:
     """It is refused before anything is rotated, and recording goes on."""
     path = tmp_path / "steps.jsonl"
@@ -61,14 +76,14 @@ def test_a_killed_process_loses_no_step(tmp_path: Path) -> None:
 
 
 def test_the_recording_of_an_earlier_run_is_moved(tmp_path: Path) -> None:
-    """A new run does not append to it and does not lose it; an empty file is moved too."""
+    """A new run does not append to it and does not lose it; an empty file does not replace an older one."""
     path, older = tmp_path / "steps.jsonl", tmp_path / "steps.jsonl.1"
     _write(path, 3)
     _write(path, 2)
     assert (len(_read(path)), len(_read(older))) == (2, 3)
     path.write_text("")
     _write(path, 1)
-    assert (len(_read(path)), older.read_text()) == (1, "")
+    assert (len(_read(path)), len(_read(older))) == (1, 3)
 
 
 @pytest.mark.parametrize("name", ["steps.jsonl", "steps.jsonl.1"])
@@ -102,8 +117,9 @@ def test_a_full_disk_ends_a_recording(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(Path, "open", lambda self, *_, **more: usual(full, "w", **more))
     path = tmp_path / "steps.jsonl"
     large = step(EXTEND, *[request(1, 0, [*range(1, 17)], new=60)] * 100)
-    with (
-        RecordingWriter(path, rotates=True) as writer,
-        pytest.raises(GraphpactError, match=f"{path} cannot be written"),
-    ):
+    writer = RecordingWriter(path, rotates=True)
+    writer.open()
+    with pytest.raises(GraphpactError, match=f"{path} cannot be written"):
         writer.write(EXTEND, large)
+    with suppress(GraphpactError):
+        writer.close()
