@@ -103,6 +103,11 @@ class Guard:
             parts.append(self._part(key, owner, "", value, _tensors(owner, value, read, self._metadata)))
         self.records[key] = GraphRecord(key, [part for part in parts if part.has_promises])
 
+    @property
+    def is_capturing(self) -> bool:
+        """Whether a graph is captured now, warm-ups included."""
+        return self._watch is not None
+
     def _part(
         self, key: GraphKey, owner: str, name: str, value: object, only: Collection[str] | None
     ) -> CapturedPart:

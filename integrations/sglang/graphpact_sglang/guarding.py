@@ -22,21 +22,30 @@ from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 
-from graphpact_guard import GraphKey, Guard, Settings, log_at_exit
+from graphpact_guard import GraphKey, Guard, Settings, StepRecording, log_at_exit
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
 from graphpact_sglang.hooking import register_hook
 from graphpact_sglang.live_tokens import expected_count_of_capture
 from graphpact_sglang.prefill_contents import PER_REQUEST, expected_prefill_inputs, expected_prefill_metadata
-from graphpact_sglang.steps import BREAKABLE, FULL, SEGMENTS, SRT, StepCounts, counts_tokens, key_of
+from graphpact_sglang.recording import StepHooks
+from graphpact_sglang.steps import (
+    BREAKABLE,
+    DRAFT,
+    DRAFT_EXTEND,
+    FULL,
+    SEGMENTS,
+    SRT,
+    StepCounts,
+    counts_tokens,
+    key_of,
+)
 
 logger = logging.getLogger("graphpact.guard")
 
 _DECODE = f"{SRT}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _MODEL_RUNNER = f"{SRT}.model_runner.ModelRunner"
 _PREFILL = f"{SRT}.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
-_DRAFT = "sglang.srt.speculative.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner"
-_DRAFT_EXTEND = "sglang.srt.speculative.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
-_RUNNERS = (_DECODE, _PREFILL, _DRAFT, _DRAFT_EXTEND)
+_RUNNERS = (_DECODE, _PREFILL, DRAFT, DRAFT_EXTEND)
 _LIMITS = ("max_seq_len_q", "max_seq_len_k")
 """Numbers of metadata that only bound a kernel. Full prefill graphs of all sizes share the smallest one's."""
 METADATA = ("forward_metadata", "forward_decode_metadata")
@@ -52,6 +61,8 @@ _METRICS_SECONDS = 5.0
 
 class SglangGuard:
     """The hooks of the guard. The guard itself is made at the first capture of the process.
+
+    If steps are recorded, it is made at the first step, if that comes first.
 
     Args:
         settings: What is asked for.
@@ -81,7 +92,7 @@ class SglangGuard:
             (f"{BREAKABLE}.capture_one", in_segments, HookType.AROUND),
             (f"{BREAKABLE}.replay", self._replay, HookType.AROUND),
             (f"{_DECODE}.execute", self._execute, HookType.AROUND),
-            (f"{_DRAFT_EXTEND}.execute", self._execute_extend, HookType.AROUND),
+            (f"{DRAFT_EXTEND}.execute", self._execute_extend, HookType.AROUND),
             *((f"{runner}.can_run_graph", self._can_run, HookType.AFTER) for runner in _RUNNERS),
             (f"{_PREFILL}.load_batch", self._load_prefill, HookType.AROUND),
             (f"{SEGMENTS}._begin_new_segment", self._segment_begun, HookType.AFTER),
@@ -94,6 +105,15 @@ class SglangGuard:
             ]
         for target, hook, kind in hooks:
             register_hook(target, hook, kind)
+        if self._settings.record is not None:
+            StepHooks(self._recording).register()
+
+    def _recording(self, model_runner: Any) -> StepRecording | None:
+        """Return the recording of this process; None while a graph is captured, and in synthetic steps."""
+        if self.guard is None:
+            self.guard = self._make_guard(model_runner)
+        is_engine_step = not self.guard.is_capturing and not self.guard.log.is_starting
+        return self.guard.recording if is_engine_step else None
 
     def _capture_one(
         self,
@@ -106,7 +126,7 @@ class SglangGuard:
     ) -> Any:
         runner = graph_backend._cuda_graph_runner  # noqa: SLF001  both backends have it
         if self.guard is None:
-            self.guard = self._make_guard(runner)
+            self.guard = self._make_guard(runner.model_runner)
         owners = dict(named_backends(runner))
         for backend in owners.values():
             self._watch_preparation(backend, [*owners.values()])
@@ -119,10 +139,17 @@ class SglangGuard:
         self.guard.report(*(fault for each in counts if (fault := each.fault(key)) is not None))
         return result
 
-    def _make_guard(self, runner: Any) -> Guard:
+    def _make_guard(self, model_runner: Any) -> Guard:
         """Make the guard of this process, and let it report to SGLang's metrics and to the log at the end."""
-        guard = Guard(self._settings, _provenance(runner), metadata=METADATA, limits=_LIMITS, unseen=_UNSEEN)
-        if not runner.model_runner.server_args.enable_metrics:
+        guard = Guard(
+            self._settings,
+            _provenance(model_runner),
+            metadata=METADATA,
+            limits=_LIMITS,
+            unseen=_UNSEEN,
+            rank=_rank(),
+        )
+        if not model_runner.server_args.enable_metrics:
             log_at_exit(guard)
             return guard
         from graphpact_guard.metrics import GuardMetrics  # noqa: PLC0415  only now SGLang has chosen the mode
@@ -380,12 +407,22 @@ def _ranks() -> dict[str, str]:
     return {name: str(getattr(get_parallel(), name, None) or 0) for name in names}
 
 
-def _provenance(runner: Any) -> dict[str, str]:
+def _provenance(model_runner: Any) -> dict[str, str]:
     """Return what runs here, for reports."""
-    model_runner = runner.model_runner
     return {
         "sglang": version("sglang"),
         "model": str(model_runner.server_args.model_path),
         "attention": type(model_runner.attn_backend).__name__,
         "rank": f"{get_parallel().tp_rank} of {get_parallel().tp_size}",
     }
+
+
+def _rank() -> str:
+    """Return the name of this process among those of the model, such as ``tp1``; empty for one alone."""
+    parallel = get_parallel()
+    ranks = (
+        ("dp", parallel.dp_rank, parallel.dp_size),
+        ("pp", parallel.pp_rank, parallel.pp_size),
+        ("tp", parallel.tp_rank, parallel.tp_size),
+    )
+    return ".".join(f"{name}{rank}" for name, rank, size in ranks if size > 1 and rank is not None)

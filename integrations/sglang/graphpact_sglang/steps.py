@@ -21,6 +21,9 @@ _FACTOR = "_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"
 SRT = "sglang.srt.model_executor"
 FULL = f"{SRT}.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
 BREAKABLE = f"{SRT}.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
+_SPECULATIVE = "sglang.srt.speculative"
+DRAFT = f"{_SPECULATIVE}.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner"
+DRAFT_EXTEND = f"{_SPECULATIVE}.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
 SEGMENTS = f"{SRT}.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph.BreakableCUDAGraphCapture"
 
 
