@@ -12,6 +12,7 @@ from typing import Any
 from engines import ENGINE, PROMPTS, requests, run_in_child
 
 from graphpact.engines import EngineJob, EngineResult
+from graphpact.recording import read_recording
 
 ASKED = PROMPTS[:3]
 FAULTY = """
@@ -70,8 +71,12 @@ def _require_the_tokens_of_one(two: EngineResult) -> None:
 
 
 def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
-    """Collectives inside the graphs are replayed; both ranks verify steps before serving and after."""
-    two, log = _run(tmp_path, "tape,guard,contents:1,verify:4,start")
+    """Collectives inside the graphs are replayed; both ranks verify steps before serving and after.
+
+    Each rank records its steps in a file of its own; they are the same steps.
+    """
+    file = tmp_path / "steps.jsonl"
+    two, log = _run(tmp_path, f"tape,guard,contents:1,verify:4,start,record:{file}")
     _require_the_tokens_of_one(two)
     (state,) = two.states
     assert state is not None
@@ -81,6 +86,10 @@ def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     assert sum(graph["verified"] for graph in replayed) > 2
     assert log.count("graphpact guard: on") == 2  # one for each rank
     assert log.count("3 steps of 8 shapes before serving: 0 faults, 0 graphs refused") == 2
+    assert not file.exists()
+    recorded = read_recording(tmp_path / "steps.tp0.jsonl")
+    assert {lane.line.lane for lane in recorded} == {"decode", "extend"}
+    assert recorded == read_recording(tmp_path / "steps.tp1.jsonl")
 
 
 def test_a_fault_on_one_rank_is_reported_with_the_rank(tmp_path: Path) -> None:
