@@ -85,12 +85,13 @@ def test_steps_that_no_recording_can_have_are_counted_and_named(
     guard, recording = start(tmp_path / "steps.jsonl")
     engine = LargeEngine((MOST_CONTEXT - 2, 40))
     _record(recording, engine, 12)
+    recording.record(LANE, engine.batch(), torch.empty(0))  # pages of such a step are not read
     engine.lengths.pop(0)
     engine.rows.pop(0)
     _record(recording, engine, 1)
     assert guard.summary()["recorded"]["steps"] == 3
     assert guard.summary()["recorded"]["left_out"] == [
-        {"kind": "decode", "reason": "N tokens of a request; the lane's context is N", "steps": 10}
+        {"kind": "decode", "reason": "N tokens of a request; the lane's context is N", "steps": 11}
     ]
     assert caplog.text.count("is not recorded: 8193 tokens of a request; the lane's context is 8192") == 1
     assert [len(step.requests) for step in _read(recording.path).steps.values()] == [2, 2, 1]

@@ -163,6 +163,17 @@ def test_a_production_lane_becomes_one_that_a_recording_may_have() -> None:
     assert small_lane(FROZEN) == FROZEN
 
 
+@pytest.mark.parametrize(("last", "pages"), [(63, 64), (64, 128), (127, 128), (128, 256)])
+def test_a_fitted_lane_has_room_for_the_last_page(last: int, pages: int) -> None:
+    """Sizes double where the largest page, row or sequence of a step would not fit."""
+    small = small_lane(PRODUCTION)
+    fitted = fitted_lane(small, step(small, request(last // 4, 5, [1, last])))
+    assert (fitted.slots, fitted.rows) == (pages * PAGE, max(16, 2 ** (last // 4).bit_length()))
+    long = step(small, request(1, 4 * last + 3, [*range(1, last + 2)]))
+    assert fitted_lane(small, long).context == pages * PAGE
+    require_step(fitted_lane(small, long), long)
+
+
 def test_a_draft_beyond_the_sequence_keeps_its_pages_apart() -> None:
     """Branches of a draft write to pages that no position has; these get numbers of their own."""
     given = step(
