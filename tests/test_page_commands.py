@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 PAGES: list[Path] = load_reference().PAGES
 PROGRAMS = ("graphpact", "make", "pip", "python", "pytest", "cd")
 WRITES = {"--record", "--trace", "--metrics", "--report", "--json", "save", ">"}
-"""Options whose argument is a file that the command writes."""
+"""Options whose argument is a file that the command writes; the word ``record:FILE`` has one too."""
 _SETTING = re.compile(r"([A-Z_]+)=(\S*)")
 _FILE = re.compile(r"[\w./-]+\.(toml|txt|jsonl?|py|md|prom|svg|html)|[\w.-]+(/[\w.-]+)+/?")
 _BUILDER = re.compile(r"(\w+):\w+")
@@ -52,6 +52,7 @@ class _Reader:
             if setting := _SETTING.fullmatch(word):
                 name, value = setting.groups()
                 self.variables[name] = value
+                self.written |= set(re.findall(r"record:([^,]+)", value))
                 path = self.folder / value if name == "PYTHONPATH" else path
                 if "/" in value:
                     yield value, not (self.folder / value).exists()
