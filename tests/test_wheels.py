@@ -40,7 +40,7 @@ for file in sorted((site / sys.argv[2]).rglob("*.py")):
 """
 NEEDS_SGLANG = (  # which its user has, or the extra for the tape
     *("attention", "cli", "contents", "drafts", "experts", "fa3", "guarding", "hooking", "hooks"),
-    *("in_process", "interpreter", "job", "live_tokens", "platform", "prefill_contents"),
+    *("in_process", "interpreter", "job", "live_tokens", "platform", "prefill_contents", "recording"),
     *("segments", "start", "steps", "taping"),
 )
 NEEDS_AN_EXTRA = {
