@@ -91,7 +91,10 @@ class GuardMetrics:
         threading.Thread(target=work, name="graphpact-metrics", daemon=True).start()
 
     def _count(self, counter: Counter, total: int, *labels: str) -> None:
-        self._child(counter, *labels).inc(total - self._written.get((counter, labels), 0))
+        written = self._written.get((counter, labels), 0)
+        if total < written:  # counts begin anew after synthetic steps
+            written = 0
+        self._child(counter, *labels).inc(total - written)
         self._written[counter, labels] = total
 
     def _child(self, metric: M, *labels: str) -> M:

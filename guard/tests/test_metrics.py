@@ -53,6 +53,22 @@ def test_metrics_have_what_the_guard_counted() -> None:
     assert refused == len(guard.refused) > 0
 
 
+def test_counts_that_begin_anew_are_added() -> None:
+    """An update while synthetic steps run, and one after them: a counter never goes back."""
+    guard, registry = _guard(), CollectorRegistry()
+    metrics, engine = GuardMetrics(guard, {}, registry), SmallEngine(Backend(4), guard)
+    with guard.starting():
+        _steps(engine, count=6)
+        metrics.update()
+    _steps(engine, count=2)
+    metrics.update()
+    taken = [
+        registry.get_sample_value("graphpact_replays_total", {"runner": key.runner, "shape": key.shape})
+        for key in guard.records
+    ]
+    assert sum(each or 0 for each in taken) == 8
+
+
 _SCRAPE = """
 import os, sys, multiprocessing
 sys.path.insert(0, sys.argv[1])
