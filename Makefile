@@ -49,8 +49,8 @@ sglang: $(VENV)-sglang/.installed ## make .venv-sglang, in which SGLang runs on 
 sglang-smoke: sglang  ## run a few of the tests with the real SGLang; three minutes
 	cd integrations/sglang/tests/engine && $(abspath $(VENV))-sglang/bin/python -m pytest -q -m smoke
 
-sglang-test: sglang   ## run the tests with the real SGLang on a tape; ten minutes
-	cd integrations/sglang/tests/engine && $(abspath $(VENV))-sglang/bin/python -m pytest -q
+sglang-test: sglang   ## run the tests with the real SGLang on a tape; a quarter of an hour
+	cd integrations/sglang/tests/engine && $(abspath $(VENV))-sglang/bin/python -m pytest -q -n 2 --dist loadfile
 
 check: $(STAMP)       ## lint, format, types, imports, docstrings; some minutes
 	$(BIN)/ruff check .

@@ -21,7 +21,7 @@ ENGINES = {"sglang": "sglang==0.5.23"}
 """The wheel of each engine."""
 OURS = ("core", "cli", "kernels", "plugins/tape", "guard")
 """The distributions that every integration needs."""
-TESTED_WITH = ("pytest", "pytest-timeout")
+TESTED_WITH = ("pytest", "pytest-timeout", "pytest-xdist")
 
 _NAMES = {
     "index-url": "UV_DEFAULT_INDEX",
