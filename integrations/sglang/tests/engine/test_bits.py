@@ -1,5 +1,6 @@
 """Logits of a replay equal an eager run of the same padded batch, bit for bit."""
 
+import functools
 from collections.abc import Iterator
 from typing import Any
 
@@ -31,12 +32,14 @@ def compare_every_replay() -> None:
     capture, replay = FullCudaGraphBackend.capture_one, FullCudaGraphBackend.replay
     captured: dict[Any, Any] = {}
 
+    @functools.wraps(capture)  # so that the hooks around it are found
     def capture_one(self: Any, key: Any, forward: Any, *args: Any, **kwargs: Any) -> Any:
         backends = [each for _, each in named_backends(self._cuda_graph_runner)]
         read = [(each, getattr(each, "forward_metadata", None)) for each in backends]
         captured[self, key] = forward, read, get_forward_context()
         return capture(self, key, forward, *args, **kwargs)
 
+    @functools.wraps(replay)
     @torch.inference_mode()
     def replayed(self: Any, key: Any, *args: Any, **kwargs: Any) -> Any:
         output = replay(self, key, *args, **kwargs)
