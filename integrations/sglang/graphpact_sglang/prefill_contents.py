@@ -17,6 +17,8 @@ from graphpact_guard import Expected
 from graphpact_sglang.live_tokens import expected_count
 
 _OFFSETS = ("qo_indptr", "cu_seqlens_q")
+_OFFSETS_OF_ALL = "fa_skip_cu_seqlens_q"
+"""Offsets of FlashAttention's kernel without a cache, which wants an owner for every row that it gets."""
 _PER_REQUEST = (
     "seq_lens",
     "extend_seq_lens",
@@ -95,17 +97,23 @@ def expected_prefill_metadata(
     if is_split or any(getattr(runner, name, False) for name in _REORDERS):
         return
     if runner._is_full_backend:  # noqa: SLF001
-        yield from _of_full_graph(runner, batch, leaves)
+        yield from _of_full_graph(runner, batch, static, leaves)
     elif hasattr(static, "global_num_token_non_padded_cpu"):  # since 0.5.21
         yield from _of_eager_attention(batch, static, made)
 
 
 def _of_full_graph(
-    runner: Any, batch: Any, leaves: Mapping[tuple[str, str], torch.Tensor]
+    runner: Any, batch: Any, static: Any, leaves: Mapping[tuple[str, str], torch.Tensor]
 ) -> Iterator[Expected]:
     """Yield lengths and offsets of all requests of a full graph; those that the batch lacks are empty."""
     bs, slots = batch.batch_size, runner._capture_req_slots  # noqa: SLF001
     for (owner, field), memory in leaves.items():
+        if field == _OFFSETS_OF_ALL:
+            expected = memory.clone()
+            expected[-1] = len(static.input_ids)
+            yield Expected(
+                owner=owner, field=field, actual=memory, expected=expected, live=len(memory) - 1, rule="GP05"
+            )
         if field not in (*_OFFSETS, "cu_seqlens_k", "cache_seqlens_int32"):
             continue
         live = batch.extend_seq_lens if field in _OFFSETS else batch.seq_lens
