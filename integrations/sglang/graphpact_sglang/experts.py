@@ -34,14 +34,14 @@ def moe_forward_native(layer: Any, x: torch.Tensor, topk_output: Any, config: An
     Raises:
         ConfigError: The layer has what is not served.
     """
-    biases = [
+    lacking = [
         name for name in ("w13_weight_bias", "w2_weight_bias") if getattr(layer, name, None) is not None
     ]
     if config.activation != "silu" or config.gemm1_alpha is not None or config.apply_router_weight_on_input:
-        biases.append(f"activation {config.activation!r} with its options")
-    if biases:
+        lacking.append(f"activation {config.activation!r} with its options")
+    if lacking:
         raise ConfigError(
-            f"experts on the tape have no {', '.join(biases)}",
+            f"experts on the tape have no {', '.join(lacking)}",
             hint="run a model with SiLU experts without bias, or the engine without GRAPHPACT=tape",
         )
     weights, experts, *_ = topk_output
