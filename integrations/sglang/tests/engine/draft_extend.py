@@ -232,7 +232,16 @@ class _Lane:
             self._fill(extend, q)
             self.backend.init_forward_metadata_out_graph(self._batch())
             guard.replaying(_KEY)
-            rows = DecodeRows(raw, BS, WIDTH, self._seq_lens, self._rows, self._table, PAGE)
+            rows = DecodeRows(
+                raw=raw,
+                padded=BS,
+                width=WIDTH,
+                is_tree=False,
+                seq_lens=self._seq_lens,
+                requests=self._rows,
+                req_to_token=self._table,
+                page_size=PAGE,
+            )
             guard.check_contents(_KEY, expected_metadata(rows, guard.records[_KEY].leaves()))
             graph.replay()
             replayed.append(out[self._last(extend)].tolist())
