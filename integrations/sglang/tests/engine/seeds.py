@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 import torch
 from engines import requests
-from sglang.srt.model_executor import cuda_graph_buffer_registry, input_buffers
+from sglang.srt.model_executor import cuda_graph_buffer_registry, forward_batch_info, input_buffers
 from sglang.srt.model_executor.cuda_graph_buffer_registry import PaddingPolicy
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner, prefill_cuda_graph_runner
 
@@ -80,6 +80,15 @@ def few_after_many() -> list[PromptRequest]:
 # In 0.5.23 a slot of the buffer registry computes it in a `post_fill`, and `capture_prepare` by the same
 # function. Where ranks share the tokens, experts of one data-parallel rank do not read it in a graph
 # (`moe_num_token_non_padded`), so that answers do not show a wrong share; they show a wrong whole count.
+
+
+def without_pinned_memory(engine: InProcessEngine) -> None:
+    """Let SGLang pad shared tokens of eager prompts in plain memory: a CPU has no other.
+
+    It asks ``SGLANG_USE_CPU_ENGINE`` when it is imported.
+    """
+    del engine
+    forward_batch_info._is_cpu = True
 
 
 def capture_counts_plainly() -> None:
@@ -202,25 +211,27 @@ SEEDS: dict[str, Seed] = {
         pull_request=22404,
         named=("GP11", *_COUNT),
         answers="right",
-        requests=staggered,
+        requests=few_after_many,
         arguments=SHARED,
         ranks=2,
+        always=without_pinned_memory,
         before=capture_counts_plainly,
     ),
     "shares-of-live-tokens": Seed(
         pull_request=22404,
         named=("GP02", *_COUNT),
         answers="right",
-        requests=staggered,
+        requests=few_after_many,
         arguments=SHARED,
         ranks=2,
+        always=without_pinned_memory,
         plant=shares_of_live_tokens,
     ),
     "count-of-capture": Seed(
         pull_request=22404,
         named=("GP02", *_COUNT),
         answers="wrong",
-        requests=staggered,
+        requests=few_after_many,
         arguments=EXPERTS,
         ranks=2,
         plant=counts_of_capture,
