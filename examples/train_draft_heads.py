@@ -197,7 +197,9 @@ def build_head(kind: str, target: LlamaForCausalLM, intermediate_size: int) -> D
     }
     if kind == "mtp":
         changes["target_kv_layer"] = target.config.num_hidden_layers - 1
-    return KINDS[kind](LlamaConfig.from_dict(target.config.to_dict() | changes))
+    # SGLang's head has this bias, and draws it if the checkpoint has none.
+    own = {"fc.bias"} if kind == "eagle" else set()
+    return KINDS[kind](LlamaConfig.from_dict(target.config.to_dict() | changes), own)
 
 
 def loss_of(head: DraftHead, target: LlamaForCausalLM, ids: torch.Tensor, args: argparse.Namespace) -> Any:
@@ -288,7 +290,7 @@ def train(args: argparse.Namespace) -> None:
 def save(head: DraftHead, folder: Path) -> None:
     """Write a bfloat16 copy of the head."""
     folder.mkdir(parents=True, exist_ok=True)
-    copy = type(head)(head.config)
+    copy = type(head)(head.config, {"fc.bias"} & head.state_dict().keys())
     copy.load_state_dict(head.state_dict())
     copy.bfloat16().save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)

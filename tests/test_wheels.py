@@ -39,7 +39,18 @@ for file in sorted((site / sys.argv[2]).rglob("*.py")):
         print(name)
 """
 NEEDS_SGLANG = (  # which its user has, or the extra for the tape
-    *("attention", "cli", "contents", "drafts", "experts", "fa3", "guarding", "hooking", "hooks"),
+    *(
+        "attention",
+        "cli",
+        "contents",
+        "draft_contents",
+        "drafts",
+        "experts",
+        "fa3",
+        "guarding",
+        "hooking",
+        "hooks",
+    ),
     *("in_process", "interpreter", "job", "live_tokens", "platform", "prefill_contents", "recording"),
     *("segments", "start", "steps", "taping"),
 )

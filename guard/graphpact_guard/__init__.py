@@ -19,12 +19,14 @@ from graphpact_guard.faults import FaultLog, GraphKey, ReplayFault
 from graphpact_guard.guard import Guard, GuardError
 from graphpact_guard.reads import ReadWatch
 from graphpact_guard.recording import StepRecording
+from graphpact_guard.records import GraphRecord
 from graphpact_guard.settings import Ignored, Settings
 
 __all__ = [
     "Expected",
     "FaultLog",
     "GraphKey",
+    "GraphRecord",
     "Guard",
     "GuardError",
     "Ignored",

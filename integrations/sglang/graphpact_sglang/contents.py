@@ -8,7 +8,7 @@ lengths and ``req_to_token``.
 Does not: know other fields, such as plans and split counts; an eager run covers them.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -61,39 +61,60 @@ class DecodeRows:
 
 def expected_inputs(runner: Any, batch: Any) -> Iterator[Expected]:
     """Yield what the static inputs of a decode runner must be for the live ``batch``."""
-    width, raw, padded = runner.captured_req_width, runner.raw_bs, runner.bs
-    fill = runner.seq_len_fill_value
-    for field, each, pad in (
+    width, fill = runner.captured_req_width, runner.seq_len_fill_value
+    fields = (
         ("seq_lens", 1, fill),
         ("seq_lens_cpu", 1, fill),
         ("req_pool_indices", 1, 0),
         ("out_cache_loc", width, 0),
         ("positions", width, 0),
         ("input_ids", width, None),
-    ):
-        live, memory = getattr(batch, field, None), getattr(runner.buffers, field, None)
-        if live is None or memory is None:
+    )
+    yield from expected_rows(runner, {name: getattr(batch, name, None) for name, _, _ in fields}, fields)
+    count = getattr(batch, "global_num_token_non_padded", None)
+    if count is not None:
+        yield from expected_count(runner, int(count), runner.bs * width)
+
+
+def expected_rows(
+    runner: Any, live: Mapping[str, torch.Tensor | None], fields: Iterable[tuple[str, int, float | None]]
+) -> Iterator[Expected]:
+    """Yield what static inputs of a runner must be.
+
+    Args:
+        runner: A runner that pads requests.
+        live: What the live batch has in each field; fields that it lacks are not checked.
+        fields: Name, rows of a request, and what padding rows must hold; None if they may hold anything.
+    """
+    for field, each, pad in fields:
+        given, memory = live.get(field), getattr(runner.buffers, field, None)
+        if given is None or memory is None or given.shape[1:] != memory.shape[1:]:
             continue
-        rows = (padded if pad is not None else raw) * each
-        expected = memory.new_full((rows,), 0 if pad is None else pad)
-        expected[: raw * each] = live[: raw * each]
+        rows, raw = (runner.bs if pad is not None else runner.raw_bs) * each, runner.raw_bs * each
+        expected = torch.full_like(memory[:rows], pad or 0)
+        expected[:raw] = given[:raw]
         yield Expected(
             owner=type(runner.buffers).__name__,
             field=field,
             actual=memory[:rows],
             expected=expected,
-            live=raw * each,
+            live=raw,
         )
-    count = getattr(batch, "global_num_token_non_padded", None)
-    if count is not None:
-        yield from expected_count(runner, int(count), padded * width)
 
 
-def expected_metadata(rows: DecodeRows, leaves: Mapping[tuple[str, str], torch.Tensor]) -> Iterator[Expected]:
-    """Yield what the known fields among ``leaves`` must be; see `GraphRecord.leaves`."""
+def expected_metadata(
+    rows: DecodeRows, leaves: Mapping[tuple[str, str], torch.Tensor], only: Container[str] | None = None
+) -> Iterator[Expected]:
+    """Yield what the known fields among ``leaves`` must be; see `GraphRecord.leaves`.
+
+    Args:
+        rows: The rows of the step.
+        leaves: The tensors by owner and field.
+        only: The fields that are checked; None for all.
+    """
     for (owner, field), memory in leaves.items():
         expect = FIELDS.get(field)
-        if expect is not None:
+        if expect is not None and (only is None or field in only):
             yield from expect(rows, owner, field, memory)
 
 

@@ -22,8 +22,9 @@ from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_parallel
 
-from graphpact_guard import GraphKey, Guard, Settings, StepRecording, log_at_exit
+from graphpact_guard import Expected, GraphKey, GraphRecord, Guard, Settings, StepRecording, log_at_exit
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
+from graphpact_sglang.draft_contents import Live, expected_draft, expected_extend, live_draft
 from graphpact_sglang.hooking import register_hook
 from graphpact_sglang.live_tokens import expected_count_of_capture
 from graphpact_sglang.prefill_contents import PER_REQUEST, expected_prefill_inputs, expected_prefill_metadata
@@ -81,6 +82,8 @@ class SglangGuard:
         self._owners: dict[GraphKey, dict[str, Any]] = {}
         # By id of a backend: its metadata by attribute before a preparation.
         self._before: dict[int, dict[str, Any]] = {}
+        # The live batch of the last draft.
+        self._live_draft: Live = {}
 
     def register(self) -> None:
         """Register the hooks."""
@@ -92,6 +95,7 @@ class SglangGuard:
             (f"{BREAKABLE}.capture_one", in_segments, HookType.AROUND),
             (f"{BREAKABLE}.replay", self._replay, HookType.AROUND),
             (f"{_DECODE}.execute", self._execute, HookType.AROUND),
+            (f"{DRAFT}.execute", self._draft_begins, HookType.BEFORE),
             (f"{DRAFT_EXTEND}.execute", self._execute_extend, HookType.AROUND),
             *((f"{runner}.can_run_graph", self._can_run, HookType.AFTER) for runner in _RUNNERS),
             (f"{_PREFILL}.load_batch", self._load_prefill, HookType.AROUND),
@@ -178,13 +182,26 @@ class SglangGuard:
             self._before.clear()
             self.guard.replaying(key)
             self._check_invariants(key, batch)
-            if type(runner) is DecodeCudaGraphRunner and self.guard.is_contents_due(key):
-                rows, record = DecodeRows.of(runner), self.guard.records[key]
-                self.guard.check_contents(
-                    key,
-                    [*expected_inputs(runner, batch), *expected_metadata(rows, record.leaves())],
-                )
+            if self.guard.is_contents_due(key):
+                expected = [*self._expected(runner, batch, self.guard.records[key])]
+                if expected:
+                    self.guard.check_contents(key, expected)
         return original(graph_backend, shape_key, batch, *args, **kwargs)
+
+    def _expected(self, runner: Any, batch: Any, record: GraphRecord) -> Iterator[Expected]:
+        """Yield what a graph must find before its replay; prefill graphs are checked when they are loaded."""
+        if type(runner) is DecodeCudaGraphRunner:
+            yield from expected_inputs(runner, batch)
+            yield from expected_metadata(DecodeRows.of(runner), record.leaves())
+        elif _is_a(runner, DRAFT):
+            yield from expected_draft(runner, self._live_draft)
+        elif _is_a(runner, DRAFT_EXTEND):
+            yield from expected_extend(runner, batch, record.leaves())
+
+    def _draft_begins(self, runner: Any, batch: Any) -> None:
+        """Keep the live batch of a draft, which its runner pads in place."""
+        del runner
+        self._live_draft = live_draft(batch)
 
     def _load_prefill(self, original: Callable[..., Any], runner: Any, batch: Any, **kwargs: Any) -> Any:
         """Check what a prefill runner has loaded; later the model may write its static inputs."""
@@ -323,6 +340,12 @@ class SglangGuard:
         del capture
         if self.guard is not None:
             self.guard.watch_reads(watching=False)
+
+
+def _is_a(runner: Any, path: str) -> bool:
+    """Return whether a runner has the class at a dotted path, which is not imported here."""
+    kind = type(runner)
+    return f"{kind.__module__}.{kind.__qualname__}" == path
 
 
 def _step_metadata(runner: Any) -> dict[str, Any]:

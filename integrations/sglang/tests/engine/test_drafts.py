@@ -1,9 +1,12 @@
 """Drafts of the real SGLang on a tape: no wrong token is accepted."""
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 from engines import MODEL, Run, requests, run_in_child
+
+from graphpact_sglang.in_process import InProcessEngine
 
 DRAFTS: dict[str, Any] = {
     "speculative_algorithm": "EAGLE",
@@ -54,6 +57,10 @@ def test_drafted_answers_are_those_without_drafts(plain: Run, words: str, argume
     assert run.faults == []
     for runner in RUNNERS:
         assert run.replays(runner) > 20
+    checked = run.state["guard"]["graphs"].items()
+    assert all(
+        counts["contents"] == counts["replays"] for name, counts in checked if name.startswith(RUNNERS)
+    )
     if "verify" in words:  # the draft's own graph is held to its pact; only tokens come out of it
         graphs = run.state["guard"]["graphs"].items()
         verified = {name.partition("[")[0] for name, counts in graphs if counts["verified"]}
@@ -66,3 +73,36 @@ def test_drafts_are_accepted() -> None:
     run = run_in_child("tape", one, **DRAFTS)
     assert len(run.tokens[0]) == 32
     assert run.replays("DecodeCudaGraphRunner") <= 15
+
+
+def _kept(worker_field: str, buffer: str, method: str) -> Callable[[InProcessEngine], None]:
+    """Return a plant: padding rows of a static input of a draft's runner are not reset."""
+
+    def plant(engine: InProcessEngine) -> None:
+        runner = getattr(engine.scheduler.draft_worker.draft_worker, worker_field)
+        setattr(getattr(runner.buffers, buffer), method, lambda *args: None)
+
+    return plant
+
+
+@pytest.mark.parametrize(
+    ("plant", "owner", "field", "graph"),
+    [
+        (_kept("cuda_graph_runner", "topk_p", "zero_"), "EagleDraftInputBuffers", "topk_p", RUNNERS[1]),
+        (
+            _kept("cuda_graph_runner_for_draft_extend", "num_correct_drafts", "fill_"),
+            "EagleDraftExtendInputBuffers",
+            "num_correct_drafts",
+            RUNNERS[2],
+        ),
+    ],
+    ids=["draft", "extend"],
+)
+def test_padding_rows_of_a_draft_that_are_left_are_named(
+    plain: Run, plant: Callable[[InProcessEngine], None], owner: str, field: str, graph: str
+) -> None:
+    """Rows that an earlier, larger batch left are named; verification keeps the answers right."""
+    run = run_in_child("tape,guard,contents:1", plant=plant, **DRAFTS)
+    assert run.tokens == plain.tokens
+    assert {fault[:3] for fault in run.faults} == {("GP03", owner, field)}
+    assert {fault[3].partition("[")[0] for fault in run.faults} == {graph}
