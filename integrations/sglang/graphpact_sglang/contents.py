@@ -61,11 +61,9 @@ class DecodeRows:
 
 def expected_inputs(runner: Any, batch: Any) -> Iterator[Expected]:
     """Yield what the static inputs of a decode runner must be for the live ``batch``."""
-    width, fill = runner.captured_req_width, runner.seq_len_fill_value
+    width = runner.captured_req_width
     fields = (
-        ("seq_lens", 1, fill),
-        ("seq_lens_cpu", 1, fill),
-        ("req_pool_indices", 1, 0),
+        *request_fields(runner),
         ("out_cache_loc", width, 0),
         ("positions", width, 0),
         ("input_ids", width, None),
@@ -74,6 +72,13 @@ def expected_inputs(runner: Any, batch: Any) -> Iterator[Expected]:
     count = getattr(batch, "global_num_token_non_padded", None)
     if count is not None:
         yield from expected_count(runner, int(count), runner.bs * width)
+
+
+def request_fields(runner: Any) -> Iterator[tuple[str, int, float | None]]:
+    """Yield the fields with a row for each request that every runner has; see `expected_rows`."""
+    yield "seq_lens", 1, runner.seq_len_fill_value
+    yield "seq_lens_cpu", 1, runner.seq_len_fill_value
+    yield "req_pool_indices", 1, 0
 
 
 def expected_rows(

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphpact_guard import Expected
-from graphpact_sglang.contents import DecodeRows, expected_metadata, expected_rows
+from graphpact_sglang.contents import DecodeRows, expected_metadata, expected_rows, request_fields
 
 _OFFSETS = ("qo_indptr", "cu_seqlens_q")
 
@@ -30,11 +30,9 @@ def live_draft(batch: Any) -> Live:
 
 def expected_draft(runner: Any, live: Live) -> Iterator[Expected]:
     """Yield what the static inputs of SGLang's ``EAGLEDraftCudaGraphRunner`` must be."""
-    width, fill = runner.captured_req_width, runner.seq_len_fill_value
+    width = runner.captured_req_width
     fields = (
-        ("seq_lens", 1, fill),
-        ("seq_lens_cpu", 1, fill),
-        ("req_pool_indices", 1, 0),
+        *request_fields(runner),
         ("out_cache_loc", width * runner.speculative_num_steps, 0),
         ("positions", width, 0),
         ("topk_p", 1, 0),
@@ -54,11 +52,9 @@ def expected_extend(
         batch: The live batch.
         leaves: See `graphpact_sglang.contents.expected_metadata`.
     """
-    width, fill = runner.captured_req_width, runner.seq_len_fill_value
+    width = runner.captured_req_width
     of_batch = (
-        ("seq_lens", 1, fill),
-        ("seq_lens_cpu", 1, fill),
-        ("req_pool_indices", 1, 0),
+        *request_fields(runner),
         ("extend_seq_lens", 1, width),
         ("out_cache_loc", width, 0),
         ("positions", width, 0),

@@ -205,11 +205,13 @@ class SglangGuard:
 
     def _load_prefill(self, original: Callable[..., Any], runner: Any, batch: Any, **kwargs: Any) -> Any:
         """Check what a prefill runner has loaded; later the model may write its static inputs."""
+        if self.guard is None or not self.guard.settings.contents:
+            return original(runner, batch, **kwargs)
         before = _step_metadata(runner)
         loaded = original(runner, batch, **kwargs)
         static = loaded[0] if isinstance(loaded, tuple) else loaded
         key = key_of(runner, runner._shape_key(len(static.input_ids), batch))  # noqa: SLF001
-        if self.guard is not None and self.guard.is_contents_due(key, ahead=True):
+        if self.guard.is_contents_due(key, ahead=True):
             now = _step_metadata(runner)
             made = {name: metadata for name, metadata in now.items() if metadata is not before[name]}
             self.guard.check_contents(
