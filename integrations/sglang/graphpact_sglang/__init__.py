@@ -52,6 +52,10 @@ def platform_class() -> str | None:
                 "GRAPHPACT asks for a tape, and SGLANG_USE_CPU_ENGINE=1 for SGLang's engine for CPUs",
                 hint="unset SGLANG_USE_CPU_ENGINE: on the tape SGLang goes the ways of a GPU",
             )
+        from graphpact_sglang import stand_ins  # noqa: PLC0415  SGLang asks before it imports the packages
+
+        if names := stand_ins.install():
+            sys.stderr.write(f"graphpact: not installed, and stood in for: {', '.join(names)}\n")
     return "graphpact_sglang.platform:TapePlatform"
 
 

@@ -145,7 +145,7 @@ def make_backend(runner: Any) -> Any:
         )
     kernels.flash_attn_with_kvcache = flash_attn_with_kvcache
     kernels.get_scheduler_metadata = get_scheduler_metadata
-    sgl_kernel.merge_state_v2 = merge_state_v2
-    from sglang.srt.layers.attention.flashattention_backend import FlashAttentionBackend  # noqa: PLC0415
+    from sglang.srt.layers.attention import flashattention_backend  # noqa: PLC0415  it imports sgl_kernel
 
-    return FlashAttentionBackend(runner)
+    flashattention_backend.merge_state_v2 = merge_state_v2  # another backend may have imported it before
+    return flashattention_backend.FlashAttentionBackend(runner)

@@ -27,30 +27,36 @@ from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_meta
 from graphpact_sglang.draft_contents import Live, expected_draft, expected_extend, live_draft
 from graphpact_sglang.hooking import register_hook
 from graphpact_sglang.live_tokens import expected_count_of_capture
-from graphpact_sglang.prefill_contents import PER_REQUEST, expected_prefill_inputs, expected_prefill_metadata
+from graphpact_sglang.prefill_contents import expected_prefill_inputs, expected_prefill_metadata
 from graphpact_sglang.recording import StepHooks
+from graphpact_sglang.runners import (
+    METADATA,
+    counts_tokens,
+    is_a,
+    key_of,
+    metadata_of,
+    named_backends,
+    static_inputs,
+    step_metadata,
+)
 from graphpact_sglang.steps import (
     BREAKABLE,
+    DECODE,
     DRAFT,
     DRAFT_EXTEND,
     FULL,
+    PREFILL,
+    RUNNERS,
     SEGMENTS,
     SRT,
     StepCounts,
-    counts_tokens,
-    key_of,
 )
 
 logger = logging.getLogger("graphpact.guard")
 
-_DECODE = f"{SRT}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
 _MODEL_RUNNER = f"{SRT}.model_runner.ModelRunner"
-_PREFILL = f"{SRT}.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
-_RUNNERS = (_DECODE, _PREFILL, DRAFT, DRAFT_EXTEND)
 _LIMITS = ("max_seq_len_q", "max_seq_len_k")
 """Numbers of metadata that only bound a kernel. Full prefill graphs of all sizes share the smallest one's."""
-METADATA = ("forward_metadata", "forward_decode_metadata")
-"""Attributes of attention backends that hold the metadata of a step. TensorRT-LLM's use the second."""
 INVARIANTS = "graphpact_invariants"
 """The attribute by which an attention backend declares invariants of its plan: predicates by name, each a
 function of the backend and of the batch that is replayed. They are checked before every replay."""
@@ -94,17 +100,17 @@ class SglangGuard:
             (f"{FULL}.replay", self._replay, HookType.AROUND),
             (f"{BREAKABLE}.capture_one", in_segments, HookType.AROUND),
             (f"{BREAKABLE}.replay", self._replay, HookType.AROUND),
-            (f"{_DECODE}.execute", self._execute, HookType.AROUND),
+            (f"{DECODE}.execute", self._execute, HookType.AROUND),
             (f"{DRAFT}.execute", self._draft_begins, HookType.BEFORE),
             (f"{DRAFT_EXTEND}.execute", self._execute_extend, HookType.AROUND),
-            *((f"{runner}.can_run_graph", self._can_run, HookType.AFTER) for runner in _RUNNERS),
-            (f"{_PREFILL}.load_batch", self._load_prefill, HookType.AROUND),
+            *((f"{runner}.can_run_graph", self._can_run, HookType.AFTER) for runner in RUNNERS),
+            (f"{PREFILL}.load_batch", self._load_prefill, HookType.AROUND),
             (f"{SEGMENTS}._begin_new_segment", self._segment_begun, HookType.AFTER),
             (f"{SEGMENTS}._end_current_segment", self._segment_ends, HookType.BEFORE),
         ]
         if self._settings.start:
             hooks += [
-                (f"{_PREFILL}.execute", self._execute, HookType.AROUND),
+                (f"{PREFILL}.execute", self._execute, HookType.AROUND),
                 (f"{_MODEL_RUNNER}.init_cuda_graphs", self._start, HookType.AFTER),
             ]
         for target, hook, kind in hooks:
@@ -136,7 +142,7 @@ class SglangGuard:
             self._watch_preparation(backend, [*owners.values()])
         key = key_of(runner, shape_key)
         self._owners[key] = owners
-        inputs = dict(_static_inputs(runner))
+        inputs = dict(static_inputs(runner))
         with self.guard.capturing(key, owners, inputs, in_segments=in_segments):
             result = original(graph_backend, shape_key, *args, **kwargs)
         counts = expected_count_of_capture(runner, shape_key.size)
@@ -193,9 +199,9 @@ class SglangGuard:
         if type(runner) is DecodeCudaGraphRunner:
             yield from expected_inputs(runner, batch)
             yield from expected_metadata(DecodeRows.of(runner), record.leaves())
-        elif _is_a(runner, DRAFT):
+        elif is_a(runner, DRAFT):
             yield from expected_draft(runner, self._live_draft)
-        elif _is_a(runner, DRAFT_EXTEND):
+        elif is_a(runner, DRAFT_EXTEND):
             yield from expected_extend(runner, batch, record.leaves())
 
     def _draft_begins(self, runner: Any, batch: Any) -> None:
@@ -207,12 +213,12 @@ class SglangGuard:
         """Check what a prefill runner has loaded; later the model may write its static inputs."""
         if self.guard is None or not self.guard.settings.contents:
             return original(runner, batch, **kwargs)
-        before = _step_metadata(runner)
+        before = step_metadata(runner)
         loaded = original(runner, batch, **kwargs)
         static = loaded[0] if isinstance(loaded, tuple) else loaded
         key = key_of(runner, runner._shape_key(len(static.input_ids), batch))  # noqa: SLF001
         if self.guard.is_contents_due(key, ahead=True):
-            now = _step_metadata(runner)
+            now = step_metadata(runner)
             made = {name: metadata for name, metadata in now.items() if metadata is not before[name]}
             self.guard.check_contents(
                 key,
@@ -327,7 +333,7 @@ class SglangGuard:
         @functools.wraps(original)
         def watched(forward_batch: Any, *args: Any, **kwargs: Any) -> Any:
             for owner in owners:
-                self._before.setdefault(id(owner), _metadata(owner))
+                self._before.setdefault(id(owner), metadata_of(owner))
             return original(forward_batch, *args, **kwargs)
 
         watched.is_watched = True  # type: ignore[attr-defined]
@@ -344,51 +350,6 @@ class SglangGuard:
             self.guard.watch_reads(watching=False)
 
 
-def _is_a(runner: Any, path: str) -> bool:
-    """Return whether a runner has the class at a dotted path, which is not imported here."""
-    kind = type(runner)
-    return f"{kind.__module__}.{kind.__qualname__}" == path
-
-
-def _step_metadata(runner: Any) -> dict[str, Any]:
-    """Return the metadata of a step that each backend of a runner has now, by the backend's name."""
-    return {name: getattr(backend, METADATA[0], None) for name, backend in named_backends(runner)}
-
-
-def _static_inputs(runner: Any) -> Iterator[tuple[str, object]]:
-    """Yield the objects with static inputs of a runner, by name."""
-    yield type(runner.buffers).__name__, runner.buffers
-    per_request = getattr(runner, PER_REQUEST, None)
-    if per_request:
-        yield f"{type(runner).__name__}.{PER_REQUEST}", per_request
-
-
-def named_backends(runner: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the attention backends of a runner by name, those inside of others too."""
-    found: list[Any] = []
-    waiting = [getattr(runner, "attn_backend", None) or runner.model_runner.attn_backend]
-    while waiting:
-        backend = waiting.pop(0)
-        if any(backend is each for each in found):
-            continue
-        found.append(backend)
-        for value in vars(backend).values():
-            inner = value if isinstance(value, (list, tuple)) else [value]
-            waiting += [
-                each
-                for each in inner
-                if hasattr(each, "init_forward_metadata_out_graph") and not isinstance(each, type)
-            ]
-    classes = [type(backend).__name__ for backend in found]
-    for at, (name, backend) in enumerate(zip(classes, found, strict=True)):
-        yield (name if classes.count(name) == 1 else f"{name}[{classes[:at].count(name)}]"), backend
-
-
-def _metadata(backend: Any) -> dict[str, Any]:
-    """Return the metadata of a step that a backend holds, by attribute; it may hold none."""
-    return {name: getattr(backend, name) for name in METADATA if hasattr(backend, name)}
-
-
 def _outputs(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the outputs that are compared, by name."""
     for name in ("next_token_logits", "hidden_states"):
@@ -399,7 +360,7 @@ def _outputs(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 def _run_again(runner: Any, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a batch again by ``run``, which is eager, with metadata of its own; keys are written alike."""
-    before = [(backend, _metadata(backend)) for _, backend in named_backends(runner)]
+    before = [(backend, metadata_of(backend)) for _, backend in named_backends(runner)]
     again = copy.copy(batch)
     again.forward_metadata_ready = False
     again.graphpact_verifies = True  # no step of the engine: see `StepCounts`

@@ -31,13 +31,13 @@ def register(settings: Settings) -> None:
     """Register what ``settings`` ask for."""
     InProcess.counts.register()
     register_hook(_STATE, _add_state, HookType.AFTER)
-    if settings.tape is not None:
-        from graphpact_sglang.taping import register_tape  # noqa: PLC0415  it needs the tape and the kernels
-
-        register_tape()
     if settings.guard:
         InProcess.guard = SglangGuard(settings, InProcess.counts)
         InProcess.guard.register()
+    if settings.tape is not None:  # last, so that its hooks run outside of the guard's
+        from graphpact_sglang.taping import register_tape  # noqa: PLC0415  it needs the tape and the kernels
+
+        register_tape()
 
 
 def state() -> dict[str, Any]:

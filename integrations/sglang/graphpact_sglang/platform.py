@@ -34,12 +34,14 @@ class TapePlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         """Make SGLang's graph backends record on a tape; SGLang calls this once in each worker."""
+        from graphpact_sglang.memory import declared_memory  # noqa: PLC0415  it imports SGLang
+
         strict = Settings.from_environment().tape == "strict"
         torch.compiler.set_stance(
             "force_eager"
         )  # SGLang compiles small functions, whose kernels no tape sees
         driver = TapeDriver(torch.device("cpu"), strict=strict)
-        stand_in_for_cuda_graphs(driver, torch.cpu)
+        stand_in_for_cuda_graphs(driver, torch.cpu, memory=declared_memory)
         record_launches(lambda: driver.is_capturing)
 
     def get_default_attention_backend(self) -> str:

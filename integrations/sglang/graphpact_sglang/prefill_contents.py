@@ -15,6 +15,7 @@ import torch
 
 from graphpact_guard import Expected
 from graphpact_sglang.live_tokens import expected_count
+from graphpact_sglang.runners import PER_REQUEST
 
 _OFFSETS = ("qo_indptr", "cu_seqlens_q")
 _OFFSETS_OF_ALL = "fa_skip_cu_seqlens_q"
@@ -27,8 +28,6 @@ _PER_REQUEST = (
     "req_pool_indices",
     "orig_seq_lens",
 )
-PER_REQUEST = "_prefill_static_buffers"
-"""The attribute of a prefill runner that holds the static inputs of its requests."""
 _REORDERS = ("enable_cp_bcg_capture", "enable_cp_v2_bcg_capture")
 """Attributes of a prefill runner that say whether context parallelism reorders its inputs."""
 

@@ -18,11 +18,10 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.recording import LaneLine, LineError
 from graphpact_guard import StepRecording
 from graphpact_sglang.hooking import register_hook
-from graphpact_sglang.steps import BREAKABLE, DRAFT, DRAFT_EXTEND, FULL, SRT
+from graphpact_sglang.runners import is_a
+from graphpact_sglang.steps import BREAKABLE, DRAFT, DRAFT_EXTEND, FULL, RUNNERS, SRT
 
 _FORWARD = f"{SRT}.model_runner.ModelRunner.forward"
-_SEEN = ("DecodeCudaGraphRunner", "PrefillCudaGraphRunner", DRAFT, DRAFT_EXTEND)
-"""The graph runners whose steps the hooks see."""
 
 
 class StepHooks:
@@ -75,9 +74,8 @@ class StepHooks:
     def _replay(self, graph_backend: Any, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
         runner = graph_backend._cuda_graph_runner  # noqa: SLF001  both backends have it
-        kind = type(runner).__name__
-        if not any(seen.endswith(kind) for seen in _SEEN):
-            self._record(runner.model_runner, kind, _unknown, None)
+        if not any(is_a(runner, seen) for seen in RUNNERS):
+            self._record(runner.model_runner, type(runner).__name__, _unknown, None)
 
     def _record(
         self,

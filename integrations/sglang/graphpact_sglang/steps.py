@@ -16,14 +16,19 @@ from sglang.srt.plugins.hook_registry import HookType
 
 from graphpact_guard import GraphKey
 from graphpact_sglang.hooking import register_hook
+from graphpact_sglang.runners import key_of
 
 _FACTOR = "_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"
 SRT = "sglang.srt.model_executor"
 FULL = f"{SRT}.runner_backend.full_cuda_graph_backend.FullCudaGraphBackend"
 BREAKABLE = f"{SRT}.runner_backend.breakable_cuda_graph_backend.BreakableCudaGraphBackend"
 _SPECULATIVE = "sglang.srt.speculative"
+DECODE = f"{SRT}.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner"
+PREFILL = f"{SRT}.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner"
 DRAFT = f"{_SPECULATIVE}.eagle_draft_cuda_graph_runner.EAGLEDraftCudaGraphRunner"
 DRAFT_EXTEND = f"{_SPECULATIVE}.eagle_draft_extend_cuda_graph_runner.EAGLEDraftExtendCudaGraphRunner"
+RUNNERS = (DECODE, PREFILL, DRAFT, DRAFT_EXTEND)
+"""The graph runners that graphpact knows."""
 SEGMENTS = f"{SRT}.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph.BreakableCUDAGraphCapture"
 
 
@@ -102,21 +107,6 @@ class StepCounts:
         if is_capture or self.is_paused or getattr(batch, "graphpact_verifies", False):
             return
         self.eager[batch.forward_mode.name.lower(), _eager_reason(runner, batch)] += 1
-
-
-def key_of(runner: Any, shape_key: Any) -> GraphKey:
-    """Return the name of a graph: the runner, and the parts of its key that are set."""
-    role = "draft " if runner.model_runner.is_draft_worker else ""
-    parts = [shape_key.size, shape_key.stream_idx, shape_key.variant_label, shape_key.attention_variant]
-    return GraphKey(
-        runner=f"{role}{type(runner).__name__}",
-        shape=", ".join(str(part) for part in parts if part is not None),
-    )
-
-
-def counts_tokens(runner: Any) -> bool:
-    """Return whether the sizes of a runner's graphs count tokens, as prefill's do, instead of requests."""
-    return hasattr(runner, "max_num_tokens")
 
 
 def _nodes_of(graph: Any) -> int:

@@ -16,8 +16,9 @@ from sglang.srt.runtime_context import get_flags
 
 from graphpact_sglang import ATTENTION_BACKEND, drafts, experts, fa3, interpreter
 from graphpact_sglang.hooking import register_hook
+from graphpact_sglang.memory import capture_begins, capture_ended
 from graphpact_sglang.segments import TapedSegments
-from graphpact_sglang.steps import SEGMENTS
+from graphpact_sglang.steps import BREAKABLE, FULL, SEGMENTS
 
 _MODE = "sglang.srt.model_executor.forward_batch_info.ForwardMode"
 _DEFAULTS = "sglang.srt.arg_groups.platform_hook"
@@ -49,6 +50,9 @@ def register_tape() -> None:
     register_hook(f"{_DEFAULTS}.handle_cpu_backends", _choose_attention_backend, HookType.BEFORE)
     register_hook(SEGMENTS, TapedSegments, HookType.REPLACE)
     register_hook(_CAPTURE, _open_the_gate, HookType.BEFORE)
+    for graph_backend in (FULL, BREAKABLE):
+        register_hook(f"{graph_backend}.capture_one", capture_begins, HookType.BEFORE)
+        register_hook(f"{graph_backend}.capture_one", capture_ended, HookType.AFTER)
     # On a CPU SGLang asks this one, which knows only decode.
     register_hook(f"{_MODE}.is_cpu_graph", lambda mode: mode.is_cuda_graph(), HookType.REPLACE)
 

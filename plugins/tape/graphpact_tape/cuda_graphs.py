@@ -7,14 +7,14 @@ Does not: stand in for streams, events or memory pools of a GPU.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any, ClassVar
 
 import torch
 
 from graphpact.errors import EngineError
-from graphpact.graphs.driver import Graph
+from graphpact.graphs.driver import DeclaredMemory, Graph
 from graphpact_tape.tape import TapeDriver
 
 __tracebackhide__ = True
@@ -28,10 +28,12 @@ class TapedCudaGraph:
 
     Attributes:
         driver: The driver that records: all graphs of a process share it, as they share a memory pool.
+        memory: Returns the memory around the next graph; see `GraphDriver.declare`.
         tape: The recorded graph; None before the capture.
     """
 
     driver: ClassVar[TapeDriver]
+    memory: ClassVar[Callable[[], DeclaredMemory]]
 
     def __init__(self, keep_graph: bool = False) -> None:  # noqa: FBT001, FBT002  torch's own
         del keep_graph
@@ -50,6 +52,7 @@ class TapedCudaGraph:
     @contextlib.contextmanager
     def capturing(self) -> Iterator[None]:
         """Record the block."""
+        self.driver.declare(type(self).memory())
         with self.driver.capturing() as capture:
             yield
         self.tape = capture.graph
@@ -87,10 +90,18 @@ def taped_graph(
         yield
 
 
-def stand_in_for_cuda_graphs(driver: TapeDriver, device_module: ModuleType) -> None:
+def stand_in_for_cuda_graphs(
+    driver: TapeDriver, device_module: ModuleType, memory: Callable[[], DeclaredMemory] = DeclaredMemory
+) -> None:
     """Make ``torch.cuda`` and ``device_module``, such as ``torch.cpu``, record CUDA graphs with ``driver``.
 
     Sets ``CUDAGraph``, ``graph``, ``graph_pool_handle`` and ``is_current_stream_capturing``.
+
+    Args:
+        driver: Records.
+        device_module: The other module of torch.
+        memory: Is called before each capture, and returns the memory around the graph, by its use. By
+            default none is declared, so that a strict driver lets graphs write all memory.
 
     Raises:
         EngineError: There is a GPU, whose own graphs would be lost.
@@ -99,7 +110,7 @@ def stand_in_for_cuda_graphs(driver: TapeDriver, device_module: ModuleType) -> N
         raise EngineError(
             "a tape cannot stand in for CUDA graphs where a GPU is", hint='use the driver "cuda" there'
         )
-    graph_class = type("CUDAGraph", (TapedCudaGraph,), {"driver": driver})
+    graph_class = type("CUDAGraph", (TapedCudaGraph,), {"driver": driver, "memory": staticmethod(memory)})
     for module in {torch.cuda, device_module}:
         for name, value in (
             ("CUDAGraph", graph_class),

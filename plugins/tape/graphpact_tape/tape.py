@@ -191,14 +191,17 @@ class TapeDriver(RecordingDriver):
             recorder = self._new_recorder()
             with self._watching(recorder):
                 recording = self.record(recorder, fn)
-            return self._tape_of(recorder, recording, armed)
+            tape = self._tape_of(recorder, recording)
+            self._rehearse(tape, armed)
+            return tape
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator["Capture"]:
         """Record the block, for engines that capture in a block, as by ``with torch.cuda.graph(graph)``.
 
         The caller warms up before. Memory of the graph that the caller holds at the end of the block keeps
-        its address. The block may break the graph by `eager_call` or `eager_section`.
+        its address. The block may break the graph by `eager_call` or `eager_section`; a strict driver does
+        not replay such a graph twice (GP18), because its eager calls need what the engine sets for a step.
 
         Returns:
             The capture; its graph is there after the block.
@@ -216,7 +219,9 @@ class TapeDriver(RecordingDriver):
                 recorder.recording(self, capture),
             ):
                 yield capture
-            capture.graph = self._tape_of(recorder, capture.recording, armed)
+            capture.graph = self._tape_of(recorder, capture.recording)
+            if capture.graph.num_segments == 1:
+                self._rehearse(capture.graph, armed)
 
     @contextlib.contextmanager
     def eager_section(self) -> Iterator[EagerSection]:
@@ -246,8 +251,8 @@ class TapeDriver(RecordingDriver):
     def _watching(self, recorder: Recorder) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._shared is None else self._shared.watching(recorder.guard)
 
-    def _tape_of(self, recorder: Recorder, recording: Recording, armed: list[torch.Tensor]) -> Graph:
-        """Return the tape of a recording; a strict one is checked, and other replays will poison it."""
+    def _tape_of(self, recorder: Recorder, recording: Recording) -> Graph:
+        """Return the tape of a recording; other replays will poison a strict one."""
         if not isinstance(recorder, StrictRecorder):
             fast = Tape(recording)
             self._tasks.add(fast.tasks)
@@ -255,10 +260,13 @@ class TapeDriver(RecordingDriver):
         tape = StrictTape(recorder, recording)
         shared = recorder.shared
         shared.add(tape)
-        if self.memory.refreshed:
-            check_rearmed(tape, self.memory, armed, shared.generator)
         shared.tasks.add(tape.tasks)
         return tape
+
+    def _rehearse(self, tape: Graph, armed: list[torch.Tensor]) -> None:
+        """Check that a second replay of a strict tape gives the result of the first."""
+        if isinstance(tape, StrictTape) and self._shared is not None and self.memory.refreshed:
+            check_rearmed(tape, self.memory, armed, self._shared.generator)
 
     def task(
         self,

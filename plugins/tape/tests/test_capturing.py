@@ -1,12 +1,13 @@
 """Captures in a block, and the stand-in for torch's CUDA graphs."""
 
 import types
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 
 from graphpact.errors import CaptureError, EngineError
+from graphpact.graphs import DeclaredMemory
 from graphpact_tape import TapeDriver, stand_in_for_cuda_graphs
 
 MODES = pytest.mark.parametrize("strict", [False, True], ids=["fast", "strict"])
@@ -96,11 +97,15 @@ def test_memory_that_the_block_gives_away_keeps_its_address(strict: bool) -> Non
         assert torch.equal(each, expected)
 
 
-def _stand_in(monkeypatch: pytest.MonkeyPatch, driver: TapeDriver) -> types.ModuleType:
+def _stand_in(
+    monkeypatch: pytest.MonkeyPatch,
+    driver: TapeDriver,
+    memory: Callable[[], DeclaredMemory] = DeclaredMemory,
+) -> types.ModuleType:
     module = types.ModuleType("device")
     for name in ("CUDAGraph", "graph", "graph_pool_handle", "is_current_stream_capturing"):
         monkeypatch.setattr(torch.cuda, name, None)
-    stand_in_for_cuda_graphs(driver, module)
+    stand_in_for_cuda_graphs(driver, module, memory)
     return module
 
 
@@ -146,3 +151,59 @@ def test_the_stand_in_is_refused_where_a_gpu_is(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(EngineError, match="where a GPU is"):
         stand_in_for_cuda_graphs(_driver(strict=False), types.ModuleType("device"))
     assert torch.cuda.CUDAGraph is before
+
+
+def _counting(driver: TapeDriver, *, resets: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """Capture a block that scales by a count in a workspace; return input and output."""
+    x, count = torch.ones(2), torch.zeros(1)
+    driver.declare(DeclaredMemory(refreshed=[x], workspaces=[count], name_of=lambda t: "count"))
+    with driver.capturing():
+        if resets:
+            count.zero_()
+        count += 1
+        out = x * count
+    return x, out
+
+
+def test_a_strict_block_must_reset_its_counters() -> None:
+    """Nobody knows the outputs of a block, so a second replay must leave all its memory as the first."""
+    with pytest.raises(CaptureError, match=r"second replay .* another result; .* changed: count") as caught:
+        _counting(_driver(strict=True), resets=False)
+    assert caught.value.rule == "GP18"
+    _counting(_driver(strict=True), resets=True)
+    _counting(_driver(strict=False), resets=False)
+
+
+def test_the_caller_of_a_broken_block_replays_it_first() -> None:
+    """Eager calls of a block need what an engine sets for a step, so the capture calls them once."""
+    driver, x, calls = _driver(strict=True), torch.ones(2), []
+    driver.declare(DeclaredMemory(refreshed=[x]))
+    with driver.capturing() as capture:
+        out = x + 1
+        with driver.eager_section() as section:
+            section.fn = lambda: calls.append(out.tolist())
+        doubled = out * 2
+    assert calls == []
+    capture.graph.replay()
+    assert calls == [[2.0, 2.0]]
+    assert doubled.tolist() == [4.0, 4.0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="real CUDA graphs are there")
+def test_the_stand_in_asks_for_the_memory_of_each_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A strict graph may write what is declared when its capture begins, and nothing else."""
+    mine, other = torch.zeros(2), torch.zeros(2)
+    declared = [DeclaredMemory(workspaces=[mine]), DeclaredMemory(workspaces=[other])]
+    _stand_in(monkeypatch, _driver(strict=True), lambda: declared.pop(0))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        mine.fill_(3)
+    mine.zero_()
+    graph.replay()
+    assert mine.tolist() == [3.0, 3.0]
+    with (
+        pytest.raises(CaptureError, match="not declared") as caught,
+        torch.cuda.graph(torch.cuda.CUDAGraph()),
+    ):
+        mine.fill_(4)
+    assert caught.value.rule == "GP19"
