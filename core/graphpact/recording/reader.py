@@ -49,6 +49,10 @@ def read_recording(path: Path) -> list[LaneSteps]:
                 _add_step(lanes, line, number)
         except LineError as error:
             hint = "record again: graphpact generate --record FILE"
+            if not text.endswith(b"\n"):
+                hint = (
+                    f"the file ends inside this line, as when its writer is killed: head -n -1 {path} > FILE"
+                )
             raise UsageError(f"{path}, line {number}: {error}", hint=hint) from error
     found = [lane for lane in lanes.values() if lane.steps]
     if not found:
@@ -64,7 +68,7 @@ def _lines(path: Path) -> list[bytes]:
         raise UsageError(f"{path} cannot be read: {error.strerror or error}", hint=hint) from error
     if len(data) > MOST_BYTES:
         raise UsageError(f"{path} has more than {MOST_BYTES} bytes", hint="record fewer prompts or tokens")
-    return data.splitlines()
+    return data.splitlines(keepends=True)
 
 
 def _add_lane(lanes: dict[str, LaneSteps], line: LaneLine) -> None:

@@ -58,6 +58,20 @@ def test_a_hostile_line_is_refused_in_a_short_message(line: bytes, words: str, t
     assert len(raised.value.message.encode()) < len(str(path)) + 300
 
 
+def test_a_line_that_was_cut_is_named_with_the_command_that_drops_it(tmp_path: Path) -> None:
+    """A writer that is killed leaves a part of a line; all lines before it are a recording."""
+    path = tmp_path / "steps.jsonl"
+    lane, step = STEPS[0]
+    path.write_text(_text(HEADER, lane, step, step))
+    path.write_bytes(path.read_bytes()[:-9])
+    with pytest.raises(UsageError, match="line 4: invalid JSON") as raised:
+        read_recording(path)
+    assert raised.value.hint is not None
+    assert f"head -n -1 {path} > " in raised.value.hint
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:-1]))
+    assert [each.steps for each in read_recording(path)] == [{3: step}]
+
+
 def test_a_recording_has_a_largest_size(tmp_path: Path) -> None:
     """More bytes or more lanes than a reader takes are refused, whatever is in them."""
     path = tmp_path / "steps.jsonl"

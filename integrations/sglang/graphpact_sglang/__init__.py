@@ -2,6 +2,7 @@
 
     hooks          what is registered in SGLang
     hooking        hooks that are applied, or end the start
+    runners        what SGLang's graph runners hold, and the names of their graphs
     guarding       the guard's hooks around captures and replays
     start          synthetic steps before SGLang serves
 
@@ -10,6 +11,7 @@
     attention      an attention backend that runs on a CPU and can be recorded
     drafts         the same for the steps of a draft, and the kernels of its tree
     segments       SGLang's breakable graphs on a tape
+    memory         what a graph may write, for the strict tape
     stand_ins      stand-ins for packages that a CPU cannot load
     offer          SGLang for commands that start an engine
 

@@ -4,6 +4,7 @@ An import of SGLang takes half a minute, a start of its scheduler five seconds. 
 and children fork. `make sglang-test` runs these tests, in the environment that `make sglang` makes.
 """
 
+import gc
 import os
 
 os.environ["GRAPHPACT"] = "tape"  # read when SGLang chooses its platform; children choose their own words
@@ -17,6 +18,11 @@ stand_ins.install()
 
 import pytest  # noqa: E402
 import sglang.srt.managers.scheduler  # noqa: E402, F401  after the stand-ins
+
+gc.collect()
+gc.freeze()
+# SGLang collects garbage around its captures, half a second each if all that is imported here is looked at.
+gc.unfreeze = gc.freeze
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -29,7 +29,8 @@ PROMPTS = (
     "x = ",
 )
 ENGINE: dict[str, Any] = LAPTOP | GRAPHS | {"model_path": str(MODEL), "log_level": "error"}
-_SECONDS = 240
+SECONDS = 240
+"""How long a child may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +59,13 @@ class Run:
         return sum(counts["replays"] for name, counts in graphs if name.startswith(runner))
 
 
-def in_child(function: Callable[..., Any], *args: Any, words: str) -> Any:
-    """Return what ``function(*args)`` returns in a forked child with ``GRAPHPACT=words``."""
+def in_child(function: Callable[..., Any], *args: Any, words: str, seconds: float = SECONDS) -> Any:
+    """Return what ``function(*args)`` returns in a forked child with ``GRAPHPACT=words``.
+
+    Raises:
+        AssertionError: It raised; the message has its traceback.
+        TimeoutError: It took more than ``seconds``.
+    """
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
 
@@ -77,8 +83,8 @@ def in_child(function: Callable[..., Any], *args: Any, words: str) -> Any:
     child.start()
     sender.close()
     try:
-        if not receiver.poll(_SECONDS):
-            raise TimeoutError(f"the engine took more than {_SECONDS} s")
+        if not receiver.poll(seconds):
+            raise TimeoutError(f"the engine took more than {seconds} s")
         result, error = receiver.recv()
     finally:
         child.kill()
@@ -143,11 +149,12 @@ def run_in_child(
     plant: Callable[[InProcessEngine], None] | None = None,
     rounds: int = 1,
     before: Callable[[], None] | None = None,
+    seconds: float = SECONDS,
     **arguments: Any,
 ) -> Run:
     """Run requests in an engine of a child with ``GRAPHPACT=words``."""
     given = requests() if given is None else given
-    found: Run = in_child(run_engine, given, arguments, plant, rounds, before, words=words)
+    found: Run = in_child(run_engine, given, arguments, plant, rounds, before, words=words, seconds=seconds)
     return found
 
 

@@ -1,10 +1,14 @@
 """Drafts of the real SGLang on a tape: no wrong token is accepted."""
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from engines import MODEL, Run, requests, run_in_child
+from safetensors.torch import save_file
 
 from graphpact_sglang.in_process import InProcessEngine
 
@@ -24,6 +28,39 @@ RUNNERS = (
     "draft EAGLEDraftExtendCudaGraphRunner",
 )
 VERIFIED = "tape,guard,contents:1,verify:1"
+
+
+@pytest.fixture(scope="module")
+def eagle3(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An EAGLE3 head with random weights for the shipped model: it reads hidden states of three layers."""
+    folder = tmp_path_factory.mktemp("eagle3")
+    config = json.loads((MODEL.with_name("tiny-llama-eagle") / "config.json").read_text())
+    size, inner, kv, vocab = (
+        config[name] for name in ("hidden_size", "intermediate_size", "num_key_value_heads", "vocab_size")
+    )
+    config |= {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": vocab}
+    config["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1, 3]}
+    (folder / "config.json").write_text(json.dumps(config))
+    kv *= config["head_dim"]
+    shapes = {
+        "fc.weight": (size, 3 * size),
+        "norm.weight": (size,),
+        "lm_head.weight": (vocab, size),
+        "midlayer.self_attn.q_proj.weight": (size, 2 * size),
+        "midlayer.self_attn.k_proj.weight": (kv, 2 * size),
+        "midlayer.self_attn.v_proj.weight": (kv, 2 * size),
+        "midlayer.self_attn.o_proj.weight": (size, size),
+        "midlayer.mlp.gate_proj.weight": (inner, size),
+        "midlayer.mlp.up_proj.weight": (inner, size),
+        "midlayer.mlp.down_proj.weight": (size, inner),
+        "midlayer.hidden_norm.weight": (size,),
+        "midlayer.input_layernorm.weight": (size,),
+        "midlayer.post_attention_layernorm.weight": (size,),
+    }
+    generator = torch.Generator().manual_seed(0)
+    weights = {name: torch.randn(shape, generator=generator) / 14 for name, shape in shapes.items()}
+    save_file(weights, folder / "model.safetensors")
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -65,6 +102,17 @@ def test_drafted_answers_are_those_without_drafts(plain: Run, words: str, argume
         graphs = run.state["guard"]["graphs"].items()
         verified = {name.partition("[")[0] for name, counts in graphs if counts["verified"]}
         assert verified == {RUNNERS[0], RUNNERS[2]}
+
+
+@pytest.mark.parametrize("words", [VERIFIED, "tape:strict,guard,contents:1"], ids=["fast", "strict"])
+def test_a_head_that_reads_several_layers_changes_no_answer(plain: Run, eagle3: Path, words: str) -> None:
+    """EAGLE3: the target gives out hidden states of several layers, and no wrong draft is accepted."""
+    head = {"speculative_algorithm": "EAGLE3", "speculative_draft_model_path": str(eagle3)}
+    run = run_in_child(words, **TREE | head)
+    assert run.tokens == plain.tokens
+    assert run.faults == []
+    for runner in RUNNERS:
+        assert run.replays(runner) > 10
 
 
 def test_drafts_are_accepted() -> None:

@@ -1,10 +1,10 @@
 """Right backends of every style in the real SGLang: the guard is silent."""
 
 import pytest
-from engines import Run, run_in_child
+from engines import PROMPTS, SECONDS, Run, requests, run_in_child
 from plants import use
 from styles import STYLES
-from test_backends import FA3
+from test_backends import FA3, TRITON
 
 ARGUMENTS = {"json_model_override_args": '{"num_hidden_layers": 1}', "cuda_graph_backend_prefill": "disabled"}
 WORDS = "tape,guard,contents:4,verify:32"
@@ -24,7 +24,7 @@ def _steps(run: Run) -> int:
 def test_a_right_backend_of_any_style_passes_in_silence(right: Run, style: type, steps: int) -> None:
     """However a backend keeps its metadata, its replays are never reported."""
     rounds = -(-steps // _steps(right))
-    run = run_in_child(WORDS, before=use(style), rounds=rounds, **ARGUMENTS)
+    run = run_in_child(WORDS, before=use(style), rounds=rounds, seconds=SECONDS + steps, **ARGUMENTS)
     assert run.tokens == right.tokens
     assert run.faults == []
     assert _steps(run) >= steps
@@ -35,7 +35,18 @@ def test_a_right_backend_of_any_style_passes_in_silence(right: Run, style: type,
 
 def test_flash_attention_passes_in_silence(right: Run, steps: int) -> None:
     """SGLang's own backend, which keeps one object for each size and new numbers in it."""
-    run = run_in_child(WORDS, rounds=-(-steps // _steps(right)), **ARGUMENTS | FA3)
+    rounds = -(-steps // _steps(right))
+    run = run_in_child(WORDS, rounds=rounds, seconds=SECONDS + steps, **ARGUMENTS | FA3)
     assert run.tokens == right.tokens
+    assert run.faults == []
+    assert _steps(run) >= steps
+
+
+def test_triton_passes_in_silence(right: Run, steps: int) -> None:
+    """SGLang's own Triton backend, whose kernels are interpreted, in 50 steps at most."""
+    steps = min(steps, 50)
+    given = requests(PROMPTS[:2], every=1)
+    run = run_in_child(WORDS, given, rounds=-(-steps // 15), **ARGUMENTS | TRITON)
+    assert run.tokens == right.tokens[:2]
     assert run.faults == []
     assert _steps(run) >= steps
