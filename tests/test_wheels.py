@@ -51,8 +51,8 @@ NEEDS_SGLANG = (  # which its user has, or the extra for the tape
         "hooking",
         "hooks",
     ),
-    *("in_process", "interpreter", "job", "live_tokens", "platform", "prefill_contents", "recording"),
-    *("segments", "start", "steps", "taping"),
+    *("in_process", "interpreter", "job", "live_tokens", "platform", "prefill_contents", "ranks"),
+    *("recording", "segments", "start", "steps", "taping"),
 )
 NEEDS_AN_EXTRA = {
     "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client

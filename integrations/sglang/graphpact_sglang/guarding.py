@@ -20,7 +20,6 @@ from sglang.srt.mem_cache.memory_pool import HybridReqToTokenPool
 from sglang.srt.model_executor.runner import DecodeCudaGraphRunner, PrefillCudaGraphRunner
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.plugins.hook_registry import HookType
-from sglang.srt.runtime_context import get_parallel
 
 from graphpact_guard import Expected, GraphKey, GraphRecord, Guard, Settings, StepRecording, log_at_exit
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
@@ -28,6 +27,7 @@ from graphpact_sglang.draft_contents import Live, expected_draft, expected_exten
 from graphpact_sglang.hooking import register_hook
 from graphpact_sglang.live_tokens import expected_count_of_capture
 from graphpact_sglang.prefill_contents import expected_prefill_inputs, expected_prefill_metadata
+from graphpact_sglang.ranks import Agreement, on_any_rank, rank_labels, rank_name, rank_of_all
 from graphpact_sglang.recording import StepHooks
 from graphpact_sglang.runners import (
     METADATA,
@@ -90,6 +90,8 @@ class SglangGuard:
         self._before: dict[int, dict[str, Any]] = {}
         # The live batch of the last draft.
         self._live_draft: Live = {}
+        # Keeps refused graphs equal on all ranks; None if none is refused.
+        self._agreement: Agreement | None = None
 
     def register(self) -> None:
         """Register the hooks."""
@@ -151,20 +153,22 @@ class SglangGuard:
 
     def _make_guard(self, model_runner: Any) -> Guard:
         """Make the guard of this process, and let it report to SGLang's metrics and to the log at the end."""
+        if self._settings.on_fault == "eager":
+            self._agreement = Agreement(model_runner.server_args)
         guard = Guard(
             self._settings,
             _provenance(model_runner),
             metadata=METADATA,
             limits=_LIMITS,
             unseen=_UNSEEN,
-            rank=_rank(),
+            rank=rank_name(),
         )
         if not model_runner.server_args.enable_metrics:
             log_at_exit(guard)
             return guard
         from graphpact_guard.metrics import GuardMetrics  # noqa: PLC0415  only now SGLang has chosen the mode
 
-        metrics = GuardMetrics(guard, _ranks())
+        metrics = GuardMetrics(guard, rank_labels())
         metrics.update_every(_METRICS_SECONDS)
         log_at_exit(guard, before=metrics.update)
         return guard
@@ -231,7 +235,10 @@ class SglangGuard:
 
     def _can_run(self, result: Any, runner: Any, batch: Any) -> bool | None:
         """Return False for a batch whose graph the guard refused; None leaves SGLang's answer."""
-        if not result or self.guard is None or not self.guard.refused or self.guard.log.is_starting:
+        if not result or self.guard is None or self._agreement is None or self.guard.log.is_starting:
+            return None
+        self.guard.refused = self._agreement.update(self.guard.refused)
+        if not self.guard.refused:
             return None
         is_prefill = counts_tokens(runner)
         sizes = runner.capture_num_tokens if is_prefill else runner.capture_bs
@@ -306,7 +313,7 @@ class SglangGuard:
                 shapes = run_start(model_runner, self._settings.start)
         finally:
             self._counts.is_paused = False
-        self.guard.refused = _on_any_rank(self.guard.refused)
+        self.guard.refused = on_any_rank(self.guard.refused)
         logger.warning(
             "graphpact guard: %d steps of %d shapes before serving: %d faults, %d graphs refused, %.1f s",
             self._settings.start,
@@ -377,38 +384,11 @@ def _has_recurrent_state(runner: Any) -> bool:
     return isinstance(runner.model_runner.req_to_token_pool, HybridReqToTokenPool)
 
 
-def _on_any_rank(refused: set[GraphKey]) -> set[GraphKey]:
-    """Return the graphs that a rank refused: ranks that take different paths wait for each other forever."""
-    group = get_parallel().tp_group
-    if group.world_size == 1:
-        return refused
-    gathered: list[set[GraphKey]] = [set() for _ in range(group.world_size)]
-    torch.distributed.all_gather_object(gathered, refused, group=group.cpu_group)
-    return set().union(*gathered)
-
-
-def _ranks() -> dict[str, str]:
-    """Return the labels of this process, by the names that SGLang's own metrics have."""
-    names = ("tp_rank", "pp_rank", "dp_rank")
-    return {name: str(getattr(get_parallel(), name, None) or 0) for name in names}
-
-
 def _provenance(model_runner: Any) -> dict[str, str]:
     """Return what runs here, for reports."""
     return {
         "sglang": version("sglang"),
         "model": str(model_runner.server_args.model_path),
         "attention": type(model_runner.attn_backend).__name__,
-        "rank": f"{get_parallel().tp_rank} of {get_parallel().tp_size}",
+        "rank": rank_of_all(),
     }
-
-
-def _rank() -> str:
-    """Return the name of this process among those of the model, such as ``tp1``; empty for one alone."""
-    parallel = get_parallel()
-    ranks = (
-        ("dp", parallel.dp_rank, parallel.dp_size),
-        ("pp", parallel.pp_rank, parallel.pp_size),
-        ("tp", parallel.tp_rank, parallel.tp_size),
-    )
-    return ".".join(f"{name}{rank}" for name, rank, size in ranks if size > 1 and rank is not None)

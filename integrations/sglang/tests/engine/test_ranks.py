@@ -9,12 +9,16 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from engines import ENGINE, PROMPTS, requests, run_in_child
+from engines import ENGINE, PROMPTS, requests, run_in_child, run_ranks
+from plants import swapped_metadata
+from sglang.srt.runtime_context import get_parallel
 
 from graphpact.engines import EngineJob, EngineResult
 from graphpact.recording import read_recording
+from graphpact_sglang.in_process import InProcessEngine
 
 ASKED = PROMPTS[:3]
+DECODE = {"cuda_graph_backend_prefill": "disabled"}
 FAULTY = """
 from dataclasses import replace
 from typing import Any
@@ -92,6 +96,28 @@ def test_two_ranks_answer_as_one(tmp_path: Path) -> None:
     assert recorded == read_recording(tmp_path / "steps.tp1.jsonl")
 
 
+def _rebind_on_the_second(engine: InProcessEngine) -> None:
+    """Bind lengths of another dtype, on the second rank alone."""
+    if get_parallel().tp_rank == 1:
+        swapped_metadata(engine)
+
+
+def test_ranks_refuse_together_while_they_serve() -> None:
+    """What one rank finds in a step, all ranks run eagerly from the next one on, and answer as before."""
+    asked = requests(ASKED, every=1)
+    (right,) = run_ranks("tape", 1, asked, **DECODE)
+    first, second = run_ranks("tape,guard,eager", 2, asked, _rebind_on_the_second, rounds=2, **DECODE)
+    assert first.tokens == second.tokens == right.tokens
+    assert first.faults == []
+    named = ("PagedAttnBackend", "forward_metadata.kv_indptr")  # in other memory, of another dtype
+    assert {fault[:3] for fault in second.faults} == {("GP01", *named), ("GP07", *named)}
+    assert first.state["guard"]["refused"] == second.state["guard"]["refused"] != []
+    assert first.replays() == second.replays() == len(second.state["guard"]["refused"])
+    for run in (first, second):
+        reasons = {each["reason"]: each["steps"] for each in run.state["steps"]["eager"]}
+        assert reasons["the guard refused the graph after a fault"] > 20
+
+
 def test_a_fault_on_one_rank_is_reported_with_the_rank(tmp_path: Path) -> None:
     """What the second rank alone finds has its rank, and both refuse the graph: their collectives must meet.
 
@@ -102,8 +128,7 @@ def test_a_fault_on_one_rank_is_reported_with_the_rank(tmp_path: Path) -> None:
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: faulty\nVersion: 1.0\n")
     (folder / "entry_points.txt").write_text("[sglang.srt.plugins]\nfaulty = faulty:register\n")
-    arguments = {"attention_backend": "faulty", "cuda_graph_backend_prefill": "disabled"}
-    two, log = _run(tmp_path, "tape,start:1,eager", **arguments)
+    two, log = _run(tmp_path, "tape,start:1,eager", **DECODE, attention_backend="faulty")
     _require_the_tokens_of_one(two)
     (state,) = two.states
     assert state is not None
