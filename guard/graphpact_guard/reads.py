@@ -40,9 +40,17 @@ class ReadWatch:
 
     @contextlib.contextmanager
     def watching(self) -> Iterator[None]:
-        """Watch during the context."""
+        """Watch during the context.
+
+        What the roots hold at its beginning is watched at once, because a region may read it through another
+        reference, such as a table of metadata by layer.
+        """
         for path, root in self._roots.items():
+            held = {name: getattr(root, name, None) for name in self._follow}
             self._watch(path, root)
+            for name, value in held.items():
+                if value is not None and id(value) not in self._watched:
+                    self._watch(f"{path}.{name}", value, (root, name))
         try:
             yield
         finally:
