@@ -22,12 +22,17 @@ import sglang.srt.managers.scheduler  # noqa: E402, F401  after the stand-ins
 gc.collect()
 gc.freeze()
 # SGLang collects garbage around its captures, half a second each if all that is imported here is looked at.
-gc.unfreeze = gc.freeze
+_unfreeze, gc.unfreeze = gc.unfreeze, gc.freeze
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a run take more steps."""
     parser.addoption("--steps", type=int, default=100, help="Replays of each right backend.")
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter collect everything at its end; Triton complains of what is left."""
+    _unfreeze()
 
 
 @pytest.fixture

@@ -7,15 +7,19 @@ import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 from engines import ENGINE, PROMPTS, requests, run_in_child, run_ranks
 from plants import swapped_metadata
 from sglang.srt.runtime_context import get_parallel
 
 from graphpact.engines import EngineJob, EngineResult
+from graphpact.errors import ConfigError
 from graphpact.recording import read_recording
 from graphpact_sglang.in_process import InProcessEngine
+from graphpact_sglang.ranks import Agreement
 
 ASKED = PROMPTS[:3]
 DECODE = {"cuda_graph_backend_prefill": "disabled"}
@@ -116,6 +120,14 @@ def test_ranks_refuse_together_while_they_serve() -> None:
     for run in (first, second):
         reasons = {each["reason"]: each["steps"] for each in run.state["steps"]["eager"]}
         assert reasons["the guard refused the graph after a fault"] > 20
+
+
+@pytest.mark.parametrize("has", ["pp_size", "enable_dp_attention"])
+def test_ranks_with_other_steps_cannot_agree(has: str) -> None:
+    """Where ranks take steps of their own, ``eager`` ends the start: nothing can be agreed in a step."""
+    arguments = SimpleNamespace(pp_size=2 if has == "pp_size" else 1, enable_dp_attention=has != "pp_size")
+    with pytest.raises(ConfigError, match="cannot agree in a step"):
+        Agreement(arguments)
 
 
 def test_a_fault_on_one_rank_is_reported_with_the_rank(tmp_path: Path) -> None:
