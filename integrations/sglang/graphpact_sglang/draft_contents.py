@@ -12,9 +12,13 @@ from typing import Any
 import torch
 
 from graphpact_guard import Expected
-from graphpact_sglang.contents import DecodeRows, expected_metadata, expected_rows, request_fields
-
-_OFFSETS = ("qo_indptr", "cu_seqlens_q")
+from graphpact_sglang.contents import (
+    QUERY_OFFSETS,
+    DecodeRows,
+    expected_metadata,
+    expected_rows,
+    request_fields,
+)
 
 Live = Mapping[str, torch.Tensor | None]
 
@@ -68,4 +72,4 @@ def expected_extend(
     live = {name: getattr(batch, name, None) for name, _, _ in of_batch}
     live |= {name: getattr(batch.spec_info, name, None) for name, _, _ in of_draft}
     yield from expected_rows(runner, live, (*of_batch, *of_draft))
-    yield from expected_metadata(DecodeRows.of(runner), leaves, only=_OFFSETS)
+    yield from expected_metadata(DecodeRows.of(runner), leaves, only=QUERY_OFFSETS)

@@ -27,7 +27,7 @@ from graphpact_sglang.draft_contents import Live, expected_draft, expected_exten
 from graphpact_sglang.hooking import register_hook
 from graphpact_sglang.live_tokens import expected_count_of_capture
 from graphpact_sglang.prefill_contents import expected_prefill_inputs, expected_prefill_metadata
-from graphpact_sglang.ranks import Agreement, on_any_rank, rank_labels, rank_name, rank_of_all
+from graphpact_sglang.ranks import Agreement, rank_labels, rank_name, rank_of_all
 from graphpact_sglang.recording import StepHooks
 from graphpact_sglang.runners import (
     METADATA,
@@ -313,7 +313,8 @@ class SglangGuard:
                 shapes = run_start(model_runner, self._settings.start)
         finally:
             self._counts.is_paused = False
-        self.guard.refused = on_any_rank(self.guard.refused)
+        if self._agreement is not None:
+            self.guard.refused = self._agreement.update(self.guard.refused)
         logger.warning(
             "graphpact guard: %d steps of %d shapes before serving: %d faults, %d graphs refused, %.1f s",
             self._settings.start,

@@ -14,10 +14,10 @@ from typing import Any
 import torch
 
 from graphpact_guard import Expected
+from graphpact_sglang.contents import QUERY_OFFSETS
 from graphpact_sglang.live_tokens import expected_count
 from graphpact_sglang.runners import PER_REQUEST
 
-_OFFSETS = ("qo_indptr", "cu_seqlens_q")
 _OFFSETS_OF_ALL = "fa_skip_cu_seqlens_q"
 """Offsets of FlashAttention's kernel without a cache, which wants an owner for every row that it gets."""
 _PER_REQUEST = (
@@ -113,9 +113,9 @@ def _of_full_graph(
             yield Expected(
                 owner=owner, field=field, actual=memory, expected=expected, live=len(memory) - 1, rule="GP05"
             )
-        if field not in (*_OFFSETS, "cu_seqlens_k", "cache_seqlens_int32"):
+        if field not in (*QUERY_OFFSETS, "cu_seqlens_k", "cache_seqlens_int32"):
             continue
-        live = batch.extend_seq_lens if field in _OFFSETS else batch.seq_lens
+        live = batch.extend_seq_lens if field in QUERY_OFFSETS else batch.seq_lens
         lengths = memory.new_zeros(slots)
         lengths[:bs] = live
         is_offset = field != "cache_seqlens_int32"
@@ -134,7 +134,7 @@ def _of_eager_attention(batch: Any, static: Any, made: Mapping[str, object]) -> 
     given = len(static.input_ids) if given is None else given
     bs = batch.batch_size
     for owner, metadata in made.items():
-        for field in _OFFSETS:
+        for field in QUERY_OFFSETS:
             memory = getattr(metadata, field, None)
             if not isinstance(memory, torch.Tensor) or not given:
                 continue

@@ -37,18 +37,8 @@ def rank_of_all() -> str:
     return f"{get_parallel().tp_rank} of {get_parallel().tp_size}"
 
 
-def on_any_rank(refused: set[GraphKey]) -> set[GraphKey]:
-    """Return the graphs that a rank refused. Every rank calls it."""
-    group = get_parallel().tp_group
-    if group.world_size == 1:
-        return refused
-    gathered: list[set[GraphKey]] = [set() for _ in range(group.world_size)]
-    torch.distributed.all_gather_object(gathered, refused, group=group.cpu_group)
-    return set().union(*gathered)
-
-
 class Agreement:
-    """The graphs that were refused while the engine serves, the same on all ranks of tensor parallelism.
+    """The graphs that were refused, the same on all ranks of tensor parallelism.
 
     Args:
         server_args: SGLang's arguments.
@@ -67,11 +57,14 @@ class Agreement:
         self._agreed = 0  # how many are refused on all ranks
 
     def update(self, refused: set[GraphKey]) -> set[GraphKey]:
-        """Return the graphs that any rank refused. All ranks call it in each step, at the same place."""
+        """Return the graphs that any rank refused. All ranks call it, in each step at the same place."""
         group = get_parallel().tp_group
         if group.world_size > 1:
             news = torch.tensor(len(refused) > self._agreed, dtype=torch.int32)
             torch.distributed.all_reduce(news, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-            refused = on_any_rank(refused) if news else refused
+            if news:
+                gathered: list[set[GraphKey]] = [set() for _ in range(group.world_size)]
+                torch.distributed.all_gather_object(gathered, refused, group=group.cpu_group)
+                refused = set().union(*gathered)
         self._agreed = len(refused)
         return refused

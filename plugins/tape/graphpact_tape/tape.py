@@ -191,9 +191,7 @@ class TapeDriver(RecordingDriver):
             recorder = self._new_recorder()
             with self._watching(recorder):
                 recording = self.record(recorder, fn)
-            tape = self._tape_of(recorder, recording)
-            self._rehearse(tape, armed)
-            return tape
+            return self._tape_of(recorder, recording, armed)
 
     @contextlib.contextmanager
     def capturing(self) -> Iterator["Capture"]:
@@ -219,9 +217,8 @@ class TapeDriver(RecordingDriver):
                 recorder.recording(self, capture),
             ):
                 yield capture
-            capture.graph = self._tape_of(recorder, capture.recording)
-            if capture.graph.num_segments == 1:
-                self._rehearse(capture.graph, armed)
+            is_broken = len(capture.recording.segments) > 1
+            capture.graph = self._tape_of(recorder, capture.recording, None if is_broken else armed)
 
     @contextlib.contextmanager
     def eager_section(self) -> Iterator[EagerSection]:
@@ -251,8 +248,11 @@ class TapeDriver(RecordingDriver):
     def _watching(self, recorder: Recorder) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext() if self._shared is None else self._shared.watching(recorder.guard)
 
-    def _tape_of(self, recorder: Recorder, recording: Recording) -> Graph:
-        """Return the tape of a recording; other replays will poison a strict one."""
+    def _tape_of(self, recorder: Recorder, recording: Recording, armed: list[torch.Tensor] | None) -> Graph:
+        """Return the tape of a recording; a strict one is checked, and other replays will poison it.
+
+        A strict tape is not replayed twice if ``armed``, the workspaces before the capture, is None.
+        """
         if not isinstance(recorder, StrictRecorder):
             fast = Tape(recording)
             self._tasks.add(fast.tasks)
@@ -260,13 +260,10 @@ class TapeDriver(RecordingDriver):
         tape = StrictTape(recorder, recording)
         shared = recorder.shared
         shared.add(tape)
+        if armed is not None and self.memory.refreshed:
+            check_rearmed(tape, self.memory, armed, shared.generator)
         shared.tasks.add(tape.tasks)
         return tape
-
-    def _rehearse(self, tape: Graph, armed: list[torch.Tensor]) -> None:
-        """Check that a second replay of a strict tape gives the result of the first."""
-        if isinstance(tape, StrictTape) and self._shared is not None and self.memory.refreshed:
-            check_rearmed(tape, self.memory, armed, self._shared.generator)
 
     def task(
         self,
