@@ -49,10 +49,8 @@ def read_recording(path: Path) -> list[LaneSteps]:
                 _add_step(lanes, line, number)
         except LineError as error:
             hint = "record again: graphpact generate --record FILE"
-            if not text.endswith(b"\n"):
-                hint = (
-                    f"the file ends inside this line, as when its writer is killed: head -n -1 {path} > FILE"
-                )
+            if not text.endswith(b"\n"):  # the file ends inside this line, as when its writer is killed
+                hint += f"; to drop a line that was cut: head -n -1 {path} > FILE"
             raise UsageError(f"{path}, line {number}: {error}", hint=hint) from error
     found = [lane for lane in lanes.values() if lane.steps]
     if not found:
