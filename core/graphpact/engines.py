@@ -1,4 +1,4 @@
-"""`EngineOffer`: what an integration offers of the engine into which it puts graphpact.
+"""`EngineOffer` and `ProcessOffer`: what an integration offers of the engine into which it puts graphpact.
 
 Commands find an engine by the entry-point group ``graphpact.engines``, and import nothing of it:
 
@@ -9,12 +9,20 @@ Does not: know an engine, or import torch.
 """
 
 import json
+import os
+import subprocess
+import sys
+import tempfile
 from abc import ABC, abstractmethod
 from dataclasses import asdict, dataclass, field
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
+from graphpact.errors import EngineError
 from graphpact.files import read_file, write_file
+
+_TAIL = 30  # lines of a failed run's log
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,6 +38,15 @@ class EngineJob:
     engine: dict[str, Any]
     prompts: list[str]
     max_new_tokens: int
+
+    def save(self, path: Path) -> None:
+        """Write the job to ``path``."""
+        write_file(path, json.dumps(asdict(self)))
+
+    @classmethod
+    def load(cls, path: Path) -> "EngineJob":
+        """Read a job that `save` wrote."""
+        return cls(**json.loads(read_file(path)))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,3 +113,66 @@ class EngineOffer(ABC):
         Raises:
             EngineError: The engine failed; the message has the end of its log.
         """
+
+
+class ProcessOffer(EngineOffer):
+    """An engine of which each run is a process, ``python -m JOB_MODULE JOB RESULT``.
+
+    The module reads the file JOB (`EngineJob.load`), runs the engine, and writes the file RESULT
+    (`EngineResult.save`).
+
+    Attributes:
+        distribution: The name of the engine's distribution, such as ``sglang``.
+        supported: The releases that the integration knows.
+        job_module: The dotted name of the module.
+        make_target: The target of ``make`` that makes an environment for the engine.
+    """
+
+    distribution: ClassVar[str]
+    supported: ClassVar[tuple[str, ...]]
+    job_module: ClassVar[str]
+    make_target: ClassVar[str]
+
+    def unavailable(self) -> str | None:
+        """Return why the engine cannot run in this environment, or None if it can."""
+        try:
+            installed = version(self.distribution)
+        except PackageNotFoundError:
+            remedy = f"`make {self.make_target}` makes one for it"
+            return f"{self.name} is not installed in this environment; {remedy}"
+        if installed in self.supported:
+            return None
+        return f"{self.name} {installed} is none of {', '.join(self.supported)}"
+
+    def environment(self, words: str) -> dict[str, str]:
+        """Return the environment variables of a run; ``words`` is the value of ``GRAPHPACT``."""
+        return os.environ | {"GRAPHPACT": words, "TRITON_INTERPRET": "1"}
+
+    def run(self, words: str, job: EngineJob) -> EngineResult:
+        """Run a job in a process of its own; faults of replays are written to stderr.
+
+        Raises:
+            EngineError: It failed; the message has the end of its log.
+        """
+        with tempfile.TemporaryDirectory(prefix=f"graphpact-{self.distribution}-") as folder:
+            asked, result = Path(folder, "job.json"), Path(folder, "result.json")
+            job.save(asked)
+            done = subprocess.run(
+                [sys.executable, "-m", self.job_module, str(asked), str(result)],
+                check=False,
+                env=self.environment(words),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+            )
+            lines = done.stdout.decode(errors="replace").splitlines()
+            for line in lines:
+                if "graphpact guard: GP" in line:
+                    sys.stderr.write(f"{line}\n")
+            if done.returncode or not result.exists():
+                tail = "\n".join(lines[-_TAIL:])
+                raise EngineError(
+                    f"{self.name} ended with status {done.returncode}:\n{tail}",
+                    hint=f"the first error in this log is {self.name}'s own, or names what graphpact refused",
+                )
+            return EngineResult.load(result)

@@ -6,13 +6,11 @@ stand-ins are installed at import.
 Does not: judge; `graphpact_sglang.cli` compares two runs.
 """
 
-import json
 import os
 import sys
 from pathlib import Path
 
 from graphpact.engines import EngineAnswer, EngineJob, EngineResult
-from graphpact.files import read_file
 from graphpact_sglang import stand_ins
 
 if not os.environ.get("GRAPHPACT"):  # the tape is a platform of its own
@@ -48,5 +46,4 @@ def run(job: EngineJob) -> EngineResult:
 
 
 if __name__ == "__main__":
-    asked = json.loads(read_file(Path(sys.argv[1])))
-    run(EngineJob(**asked)).save(Path(sys.argv[2]))
+    run(EngineJob.load(Path(sys.argv[1]))).save(Path(sys.argv[2]))

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from graphpact import engines
 from graphpact.engines import EngineAnswer, EngineJob, EngineResult
 from graphpact_cli import main
-from graphpact_sglang import offer
 from graphpact_sglang.offer import SglangOffer
 
 MODEL = Path(__file__).parents[3] / "examples/models/tiny-llama"
@@ -150,7 +150,7 @@ def test_without_sglang_the_command_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In an environment without SGLang the command names the target that makes one."""
-    monkeypatch.setattr(offer, "version", _missing)
+    monkeypatch.setattr(engines, "version", _missing)
     assert main(["sglang", "run", "--model", str(MODEL), "x"]) == 2
     assert "make sglang" in capsys.readouterr().err
 
@@ -164,10 +164,3 @@ def test_prompts_come_from_a_file_too(
     results = [_result([1], [2], [3]), _result([1], [2], [3], states=[_state()])]
     assert _run(monkeypatch, jobs, results, "zero", "--file", str(file)) == 0
     assert jobs[0][1].prompts == ["zero", "one", " two"]
-
-
-def test_a_result_is_read_as_it_was_written(tmp_path: Path) -> None:
-    """A result that a run's process saves is the one that the command loads."""
-    result = _result([1, 2], [3], states=[_state(), None])
-    result.save(tmp_path / "result.json")
-    assert EngineResult.load(tmp_path / "result.json") == result

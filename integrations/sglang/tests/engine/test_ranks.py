@@ -1,11 +1,9 @@
 """Tensor parallelism on the tape: two ranks give the answers of one process, and both are under the guard."""
 
-import json
 import os
 import re
 import subprocess
 import sys
-from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -53,7 +51,7 @@ def _run(folder: Path, words: str, **arguments: Any) -> tuple[EngineResult, str]
     engine = ENGINE | {"tp_size": 2, "log_level": "warning"} | arguments
     job = EngineJob(engine=engine, prompts=list(ASKED), max_new_tokens=16)
     asked, result = folder / "job.json", folder / "result.json"
-    asked.write_text(json.dumps(asdict(job)))
+    job.save(asked)
     variables = {
         "GRAPHPACT": words,
         "SGLANG_CPU_OMP_THREADS_BIND": "0|1",
