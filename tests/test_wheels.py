@@ -51,7 +51,7 @@ NEEDS_SGLANG = (  # which its user has, or the extra for the tape
         "hooking",
         "hooks",
     ),
-    *("in_process", "interpreter", "job", "live_tokens", "platform", "prefill_contents", "ranks"),
+    *("in_process", "job", "live_tokens", "platform", "prefill_contents", "ranks"),
     *("recording", "segments", "start", "steps", "taping"),
 )
 NEEDS_AN_EXTRA = {

@@ -9,6 +9,7 @@
     _library                defines a kernel; plugins define theirs with it too
     compiled                the same kernels in C++, for a CPU
     _triton_indices         the kernels of `indices` in Triton, for a GPU
+    interpreter             records launches of Triton's interpreter, on a CPU; for those who import it
 
 Does not: know any backend's metadata; calls and operators take tensors and numbers.
 """

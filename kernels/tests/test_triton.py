@@ -40,6 +40,16 @@ def test_in_a_process_of_its_own(file: str, interpreted: str, tmp_path: Path) ->
     assert "skipped" not in done.stdout
 
 
+@needs_triton
+@pytest.mark.parametrize("interpreted", ["1", "0"])
+def test_launches_are_recorded_in_a_process_of_its_own(interpreted: str) -> None:
+    """Launches of the interpreter become nodes of a graph; without it, a launch is refused."""
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "triton_launches.py"]
+    env = {**os.environ, "TRITON_INTERPRET": interpreted}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, cwd=HERE)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 # -- which form runs -------------------------------------------------------------------------------
 
 

@@ -16,8 +16,8 @@ from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 
 from graphpact_guard import Settings
+from graphpact_kernels.interpreter import record_launches
 from graphpact_sglang import ATTENTION_BACKEND
-from graphpact_sglang.interpreter import record_launches
 from graphpact_tape import TapeDriver, stand_in_for_cuda_graphs
 
 DRAFTS = ("EAGLE", "EAGLE3", "STANDALONE")

@@ -14,7 +14,8 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, check_cu
 from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_flags
 
-from graphpact_sglang import ATTENTION_BACKEND, drafts, experts, fa3, interpreter
+from graphpact_kernels.interpreter import require_interpreter
+from graphpact_sglang import ATTENTION_BACKEND, drafts, experts, fa3
 from graphpact_sglang.hooking import register_hook
 from graphpact_sglang.memory import capture_begins, capture_ended
 from graphpact_sglang.segments import TapedSegments
@@ -70,4 +71,4 @@ def _choose_attention_backend(server_args: Any) -> None:
     if view.attention_backend is None:
         declare_resolution(server_args, "graphpact", attention_backend=ATTENTION_BACKEND)
     if "triton" in (view.attention_backend, view.prefill_attention_backend, view.decode_attention_backend):
-        interpreter.require_interpreter("the attention backend 'triton'")
+        require_interpreter("the attention backend 'triton'")

@@ -11,8 +11,8 @@ from engines import in_child, run_engine
 from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import breakable_cuda_graph
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+from graphpact_kernels.interpreter import record_launches
 from graphpact_sglang import fa3
-from graphpact_sglang.interpreter import record_launches
 from graphpact_sglang.steps import SEGMENTS
 
 

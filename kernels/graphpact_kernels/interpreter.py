@@ -1,8 +1,7 @@
-"""Triton kernels on a CPU: Triton's interpreter runs them, and a tape records each launch as one node.
+"""`record_launches`: Triton's interpreter runs kernels on a CPU, and a graph records each launch as one node.
 
-SGLang's Triton backend and the metadata kernels of its other backends run unedited. A launch in a captured
-region becomes an operator that holds the kernel, its grid and its numbers by value, and its tensors by
-identity, as a launch in a CUDA graph does.
+Triton kernels of any engine run unedited. A launch in a captured region becomes an operator that holds the
+kernel, its grid and its numbers by value, and its tensors by identity, as a launch in a CUDA graph does.
 
 Triton reads ``TRITON_INTERPRET=1`` when it is imported, so it is set before Python starts. Without it, a tape
 refuses launches: a compiled kernel needs a GPU, and no tape sees it.
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 
 from graphpact.errors import ConfigError
-from graphpact_kernels import define_kernel
+from graphpact_kernels._library import define_kernel
 
 _captured: list[tuple[Any, tuple[Any, ...], dict[str, Any]]] = []
 """The launches in captured regions: executor and arguments. Graphs refer to them by index."""
@@ -91,6 +90,4 @@ def _run(tensors: list[torch.Tensor], number: int) -> None:
     launch(*positional, **{name: now(value) for name, value in kwargs.items()})
 
 
-_launch = define_kernel(
-    "interpreted_launch(Tensor(a!)[] tensors, int number) -> ()", _run, namespace="graphpact_sglang"
-)
+_launch = define_kernel("interpreted_launch(Tensor(a!)[] tensors, int number) -> ()", _run)
