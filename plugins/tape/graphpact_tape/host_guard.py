@@ -47,6 +47,7 @@ from graphpact_tape.trees import leaves_of, tensors_of
 __tracebackhide__ = True
 
 _aten = torch.ops.aten
+_NO_DISPATCH = torch.Tensor.__torch_dispatch__
 
 
 class HostReadGuard(TorchFunctionMode):
@@ -242,7 +243,8 @@ class Watcher(DispatchMode, abc.ABC):
         # torch.tensor() ends with a detach_.
         if self.guard.paused or func is _aten.detach_.default:
             return func(*args, **kwargs)
-        if any(kind is not torch.Tensor for kind in types):  # for ``x.data`` torch passes the class itself
+        # For ``x.data`` torch passes the class of ``x``, such as Parameter, which dispatches nothing itself.
+        if any(kind.__torch_dispatch__ is not _NO_DISPATCH for kind in types):
             return NotImplemented  # a subclass calls operations on its parts, which are dispatched here
         given = tensors_of((args, kwargs))
         self._check_call(func, given)

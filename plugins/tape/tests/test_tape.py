@@ -639,6 +639,18 @@ def test_a_tape_runs_on_any_device() -> None:
     assert TapeDriver.unavailable(torch.device("cuda")) is None
 
 
+@pytest.mark.parametrize("strict", [False, True])
+def test_the_data_of_a_parameter_is_read_at_each_replay(strict: bool) -> None:
+    """A region may take ``.data`` of a parameter, whose class torch then passes, and replays read it anew."""
+    weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    x = torch.arange(3.0)
+    graph = TapeDriver(CPU, strict=strict).capture(lambda: x * weight.data)
+    for value in (2.0, 5.0):
+        weight.data.fill_(value)
+        graph.replay()
+        assert torch.equal(graph.outputs, x * value)
+
+
 # -- random programs -------------------------------------------------------------------------------
 
 
