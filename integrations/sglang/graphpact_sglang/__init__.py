@@ -22,21 +22,21 @@ unless ``GRAPHPACT`` asks for something.
 Does not: import SGLang when it is imported; modules that need it do.
 """
 
-import contextlib
 import os
 import sys
-import traceback
-from collections.abc import Iterator
 from importlib.metadata import version
 from typing import TYPE_CHECKING
 
-from graphpact.errors import ConfigError, GraphpactError
+from graphpact.entry_errors import ended_by_errors
+from graphpact.errors import ConfigError
 
 if TYPE_CHECKING:
     from graphpact_guard import Settings
 
 ATTENTION_BACKEND = "graphpact"
 """The name of our attention backend in SGLang: ``--attention-backend graphpact``."""
+
+_DISTRIBUTION = "graphpact-sglang"
 
 SUPPORTED = ("0.5.19", "0.5.21", "0.5.23")
 """The releases of SGLang whose seams were compared."""
@@ -49,7 +49,7 @@ def platform_class() -> str | None:
     """Return the class of the tape's platform, or None without a tape: SGLang's ``sglang.srt.platforms``."""
     if _settings().tape is None:
         return None
-    with _or_exit():
+    with ended_by_errors(_DISTRIBUTION):
         if os.environ.get("SGLANG_USE_CPU_ENGINE", "0") == "1":
             raise ConfigError(
                 "GRAPHPACT asks for a tape, and SGLANG_USE_CPU_ENGINE=1 for SGLang's engine for CPUs",
@@ -67,7 +67,7 @@ def register() -> None:
     settings = _settings()
     if not settings.is_active:
         return
-    with _or_exit():
+    with ended_by_errors(_DISTRIBUTION):
         from graphpact_sglang import hooks  # noqa: PLC0415  it imports SGLang
 
         hooks.register(settings)
@@ -75,30 +75,13 @@ def register() -> None:
 
 def _settings() -> "Settings":
     """Return the settings."""
-    with _or_exit():
+    with ended_by_errors(_DISTRIBUTION):
         from graphpact_guard import Settings  # noqa: PLC0415  it imports torch
 
         settings = Settings.from_environment()
         if settings.is_active:
             _require_supported(settings)
     return settings
-
-
-@contextlib.contextmanager
-def _or_exit() -> Iterator[None]:
-    """End the process at an error. SGLang would log it, and start without what was asked for."""
-    try:
-        yield
-    except GraphpactError as error:
-        sys.stderr.write(f"graphpact: {error}\n")
-        raise SystemExit(error.code) from error
-    except Exception as error:
-        traceback.print_exc()
-        sys.stderr.write(
-            f"graphpact: GRAPHPACT is set and cannot be served: {type(error).__name__}: {error}\n"
-            '  help: install what is missing (the tape needs "graphpact-sglang[tape]"), or unset GRAPHPACT\n'
-        )
-        raise SystemExit(GraphpactError.code) from error
 
 
 def _require_supported(settings: "Settings") -> None:

@@ -1,5 +1,6 @@
 """What SGLang calls by its entry points ends the process at an error, which SGLang would only log."""
 
+import subprocess
 import sys
 
 import pytest
@@ -41,3 +42,22 @@ def test_nothing_happens_without_words(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "sglang", None)
     graphpact_sglang.register()
     assert graphpact_sglang.platform_class() is None
+
+
+def test_its_import_is_light() -> None:
+    """SGLang imports the plugin in each of its processes: neither torch nor SGLang is imported with it."""
+    code = "import sys, graphpact_sglang; print({'torch', 'sglang', 'graphpact_guard'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
+
+
+def test_a_guard_that_cannot_be_imported_ends_the_process(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An import error of what reads the settings ends the start too, with what to install."""
+    monkeypatch.setenv("GRAPHPACT", "guard")
+    monkeypatch.setitem(sys.modules, "graphpact_guard", None)
+    with pytest.raises(SystemExit) as ended:
+        graphpact_sglang.platform_class()
+    assert ended.value.code == 3
+    assert 'the tape needs "graphpact-sglang[tape]"' in capsys.readouterr().err
