@@ -7,12 +7,14 @@
     contents     what must be in the memory that a graph reads, and what a replay gives
     recording    the steps of an engine in a file
     faults       faults, each reported once
+    agreement    the graphs that all ranks refuse alike
     closing      what a guard has seen, when its process ends
     metrics      the same for Prometheus, with the extra ``metrics``
 
 Does not: import an engine; its integration does.
 """
 
+from graphpact_guard.agreement import RankAgreement
 from graphpact_guard.closing import log_at_exit
 from graphpact_guard.contents import Expected
 from graphpact_guard.faults import FaultLog, GraphKey, ReplayFault
@@ -30,6 +32,7 @@ __all__ = [
     "Guard",
     "GuardError",
     "Ignored",
+    "RankAgreement",
     "ReadWatch",
     "ReplayFault",
     "Settings",

@@ -4,7 +4,7 @@
     hooking        hooks that are applied, or end the start
     runners        what SGLang's graph runners hold, and the names of their graphs
     guarding       the guard's hooks around captures and replays
-    ranks          the place among the ranks of a model, and what all of them refuse
+    ranks          the place among the ranks of a model, and which ones refuse the same graphs
     start          synthetic steps before SGLang serves
 
     taping         the tape's hooks and attention backends

@@ -21,13 +21,22 @@ from sglang.srt.model_executor.runner import DecodeCudaGraphRunner, PrefillCudaG
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
 from sglang.srt.plugins.hook_registry import HookType
 
-from graphpact_guard import Expected, GraphKey, GraphRecord, Guard, Settings, StepRecording, log_at_exit
+from graphpact_guard import (
+    Expected,
+    GraphKey,
+    GraphRecord,
+    Guard,
+    RankAgreement,
+    Settings,
+    StepRecording,
+    log_at_exit,
+)
 from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
 from graphpact_sglang.draft_contents import Live, expected_draft, expected_extend, live_draft
 from graphpact_sglang.hooking import register_hook
 from graphpact_sglang.live_tokens import expected_count_of_capture
 from graphpact_sglang.prefill_contents import expected_prefill_inputs, expected_prefill_metadata
-from graphpact_sglang.ranks import Agreement, rank_labels, rank_name, rank_of_all
+from graphpact_sglang.ranks import agreement_of_ranks, rank_labels, rank_name, rank_of_all
 from graphpact_sglang.recording import StepHooks
 from graphpact_sglang.runners import (
     METADATA,
@@ -91,7 +100,7 @@ class SglangGuard:
         # The live batch of the last draft.
         self._live_draft: Live = {}
         # Keeps refused graphs equal on all ranks; None if none is refused.
-        self._agreement: Agreement | None = None
+        self._agreement: RankAgreement | None = None
 
     def register(self) -> None:
         """Register the hooks."""
@@ -154,7 +163,7 @@ class SglangGuard:
     def _make_guard(self, model_runner: Any) -> Guard:
         """Make the guard of this process, and let it report to SGLang's metrics and to the log at the end."""
         if self._settings.on_fault == "eager":
-            self._agreement = Agreement(model_runner.server_args)
+            self._agreement = agreement_of_ranks(model_runner.server_args)
         guard = Guard(
             self._settings,
             _provenance(model_runner),

@@ -1,18 +1,14 @@
-"""The place of this process among the ranks of its model, and the graphs that all ranks refuse alike.
+"""The place of this process among the ranks of its model, and which ranks refuse the same graphs.
 
-Ranks that take different paths in a step wait for each other forever, or read what a peer left in the buffer
-of the other path.
-
-Does not: find faults.
+Does not: find faults, or exchange them; `graphpact_guard.RankAgreement` does.
 """
 
 from typing import Any
 
-import torch
 from sglang.srt.runtime_context import get_parallel
 
 from graphpact.errors import ConfigError
-from graphpact_guard import GraphKey
+from graphpact_guard import RankAgreement
 
 
 def rank_name() -> str:
@@ -37,8 +33,8 @@ def rank_of_all() -> str:
     return f"{get_parallel().tp_rank} of {get_parallel().tp_size}"
 
 
-class Agreement:
-    """The graphs that were refused, the same on all ranks of tensor parallelism.
+def agreement_of_ranks(server_args: Any) -> RankAgreement:
+    """Return the agreement of the ranks of tensor parallelism on the graphs that they refuse.
 
     Args:
         server_args: SGLang's arguments.
@@ -46,25 +42,11 @@ class Agreement:
     Raises:
         ConfigError: There are ranks with other steps, with which nothing can be agreed in a step.
     """
-
-    def __init__(self, server_args: Any) -> None:
-        if server_args.pp_size > 1 or server_args.enable_dp_attention:
-            raise ConfigError(
-                "GRAPHPACT asks for eager, and ranks of pipeline parallelism and of data parallel attention"
-                " cannot agree in a step on the graphs that they refuse",
-                hint="write raise or log",
-            )
-        self._agreed = 0  # how many are refused on all ranks
-
-    def update(self, refused: set[GraphKey]) -> set[GraphKey]:
-        """Return the graphs that any rank refused. All ranks call it, in each step at the same place."""
-        group = get_parallel().tp_group
-        if group.world_size > 1:
-            news = torch.tensor(len(refused) > self._agreed, dtype=torch.int32)
-            torch.distributed.all_reduce(news, torch.distributed.ReduceOp.MAX, group=group.cpu_group)
-            if news:
-                gathered: list[set[GraphKey]] = [set() for _ in range(group.world_size)]
-                torch.distributed.all_gather_object(gathered, refused, group=group.cpu_group)
-                refused = set().union(*gathered)
-        self._agreed = len(refused)
-        return refused
+    if server_args.pp_size > 1 or server_args.enable_dp_attention:
+        raise ConfigError(
+            "GRAPHPACT asks for eager, and ranks of pipeline parallelism and of data parallel attention"
+            " cannot agree in a step on the graphs that they refuse",
+            hint="write raise or log",
+        )
+    group = get_parallel().tp_group
+    return RankAgreement(group.cpu_group if group.world_size > 1 else None)

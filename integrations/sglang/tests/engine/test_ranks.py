@@ -17,7 +17,7 @@ from graphpact.engines import EngineJob, EngineResult
 from graphpact.errors import ConfigError
 from graphpact.recording import read_recording
 from graphpact_sglang.in_process import InProcessEngine
-from graphpact_sglang.ranks import Agreement
+from graphpact_sglang.ranks import agreement_of_ranks
 
 ASKED = PROMPTS[:3]
 DECODE = {"cuda_graph_backend_prefill": "disabled"}
@@ -125,7 +125,7 @@ def test_ranks_with_other_steps_cannot_agree(has: str) -> None:
     """Where ranks take steps of their own, ``eager`` ends the start: nothing can be agreed in a step."""
     arguments = SimpleNamespace(pp_size=2 if has == "pp_size" else 1, enable_dp_attention=has != "pp_size")
     with pytest.raises(ConfigError, match="cannot agree in a step"):
-        Agreement(arguments)
+        agreement_of_ranks(arguments)
 
 
 def test_a_fault_on_one_rank_is_reported_with_the_rank(tmp_path: Path) -> None:
