@@ -6,14 +6,10 @@ replays a new graph twice on the same inputs, and refuses one whose second resul
 Does not: list what graphs only read; that is any memory.
 """
 
-from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import torch
-
 from graphpact.graphs import DeclaredMemory
-from graphpact.pact import walk
-from graphpact.tensors import storage_id
+from graphpact.memory_names import MemoryNames, tensors_under
 from graphpact_sglang.runners import metadata_of, named_backends, static_inputs
 
 
@@ -31,7 +27,7 @@ class Capture:
         runner = graph_backend._cuda_graph_runner  # noqa: SLF001  both backends have it
         model_runner = runner.model_runner
         backends = dict(named_backends(runner))
-        inputs = dict(_tensors(dict(static_inputs(runner))))  # what graphs give out is among them
+        inputs = dict(tensors_under(dict(static_inputs(runner))))  # what graphs give out is among them
         host = {path: inputs.pop(path) for path in [*inputs] if path.endswith("_cpu")}
         metadata = {
             f"{owner}.{name}": value
@@ -41,7 +37,7 @@ class Capture:
         eager = getattr(model_runner, "eager_runner", None)  # made after the first captures
         eager_slots = {} if eager is None else eager._eager_registry._slots  # noqa: SLF001
         self._graph_backend = graph_backend
-        self._names = names = _Names()
+        self._names = names = MemoryNames()
         # Attention backends hold some of these too.
         names.claim(dict(model_runner.model.named_parameters()))
         names.claim({"req_to_token": model_runner.req_to_token_pool.req_to_token})
@@ -85,24 +81,6 @@ def declared_memory() -> DeclaredMemory:
     return DeclaredMemory() if Capture.now is None else Capture.now.memory()
 
 
-class _Names:
-    """The names of memory. Memory with two uses has the first one that claims it."""
-
-    def __init__(self) -> None:
-        self._by_storage: dict[int, str] = {}
-
-    def claim(self, roots: dict[str, Any]) -> list[torch.Tensor]:
-        """Return the tensors under ``roots`` in memory that has no name yet, and name it."""
-        found = {path: tensor for path, tensor in _tensors(roots) if self.name_of(tensor) is None}
-        for path, tensor in found.items():
-            self._by_storage.setdefault(storage_id(tensor), path)
-        return [*found.values()]
-
-    def name_of(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of the memory of ``tensor``, or None."""
-        return self._by_storage.get(storage_id(tensor))
-
-
 def _pools(model_runner: Any) -> dict[str, Any]:
     """Return the pools of keys, values and recurrent states by name, those inside of others too."""
     found: dict[str, Any] = {}
@@ -121,10 +99,3 @@ def _inner(pool: Any) -> dict[str, Any]:
         for name, each in vars(pool).items()
         if name.endswith("_pool") and hasattr(each, "__dict__")
     }
-
-
-def _tensors(roots: dict[str, Any]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors under ``roots`` by path."""
-    for path, leaf in walk(roots):
-        if isinstance(leaf, torch.Tensor) and leaf.numel():
-            yield path, leaf
