@@ -14,6 +14,7 @@ import subprocess
 import sys
 import tempfile
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -47,6 +48,27 @@ class EngineJob:
     def load(cls, path: Path) -> "EngineJob":
         """Read a job that `save` wrote."""
         return cls(**json.loads(read_file(path)))
+
+
+@dataclass(kw_only=True)
+class PromptRequest:
+    """One request to an engine in this process.
+
+    Args:
+        token_ids: The prompt.
+        max_new_tokens: The most tokens of the answer, all of which are generated.
+        arrives_in: The pass of the engine's loop in which it arrives.
+        aborted_in: The pass in which it is aborted, or None.
+        output_ids: The answer, after the run.
+        finish_reason: Why it ended: ``length``, ``stop`` or ``abort``.
+    """
+
+    token_ids: Sequence[int]
+    max_new_tokens: int
+    arrives_in: int = 0
+    aborted_in: int | None = None
+    output_ids: list[int] = field(default_factory=list)
+    finish_reason: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +158,21 @@ class ProcessOffer(EngineOffer):
     def unavailable(self) -> str | None:
         """Return why the engine cannot run in this environment, or None if it can."""
         try:
-            installed = version(self.distribution)
+            installed = self.installed()
         except PackageNotFoundError:
             remedy = f"`make {self.make_target}` makes one for it"
             return f"{self.name} is not installed in this environment; {remedy}"
         if installed in self.supported:
             return None
         return f"{self.name} {installed} is none of {', '.join(self.supported)}"
+
+    def installed(self) -> str:
+        """Return the installed release of the engine.
+
+        Raises:
+            PackageNotFoundError: It is not installed.
+        """
+        return version(self.distribution)
 
     def environment(self, words: str) -> dict[str, str]:
         """Return the environment variables of a run; ``words`` is the value of ``GRAPHPACT``."""

@@ -10,32 +10,12 @@ Does not: tokenize, or serve several processes; SGLang's ``Engine`` does.
 import os
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
 
 from sglang.srt.plugins import load_plugins
 
-
-@dataclass(kw_only=True)
-class PromptRequest:
-    """One request.
-
-    Args:
-        token_ids: The prompt.
-        max_new_tokens: The most tokens of the answer, all of which are generated.
-        arrives_in: The pass of the event loop in which it arrives.
-        aborted_in: The pass in which it is aborted, or None.
-        output_ids: The answer, after the run.
-        finish_reason: Why it ended: ``length``, ``stop`` or ``abort``.
-    """
-
-    token_ids: Sequence[int]
-    max_new_tokens: int
-    arrives_in: int = 0
-    aborted_in: int | None = None
-    output_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
+from graphpact.engines import PromptRequest
 
 
 class InProcessEngine:

@@ -1,19 +1,19 @@
 """Start SGLang's scheduler in a forked child, and run a function on it."""
 
-import multiprocessing
 import os
 import socket
-import traceback
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import forked_child
 from sglang.srt.plugins import load_plugins
 from transformers import AutoTokenizer
 
-from graphpact_sglang.in_process import InProcessEngine, PromptRequest
+from graphpact.engines import PromptRequest
+from graphpact_sglang.in_process import InProcessEngine
 from graphpact_sglang.runs import GRAPHS, LAPTOP
 
 ROOT = Path(__file__).parents[4]
@@ -60,38 +60,8 @@ class Run:
 
 
 def in_child(function: Callable[..., Any], *args: Any, words: str, seconds: float = SECONDS) -> Any:
-    """Return what ``function(*args)`` returns in a forked child with ``GRAPHPACT=words``.
-
-    Raises:
-        AssertionError: It raised; the message has its traceback.
-        TimeoutError: It took more than ``seconds``.
-    """
-    context = multiprocessing.get_context("fork")
-    receiver, sender = context.Pipe(duplex=False)
-
-    def work() -> None:
-        os.environ["GRAPHPACT"] = words
-        try:
-            sender.send((function(*args), None))
-        except BaseException:  # noqa: BLE001  the parent raises it
-            sender.send((None, traceback.format_exc()))
-        finally:
-            sender.close()
-            os._exit(0)
-
-    child = context.Process(target=work)
-    child.start()
-    sender.close()
-    try:
-        if not receiver.poll(seconds):
-            raise TimeoutError(f"the engine took more than {seconds} s")
-        result, error = receiver.recv()
-    finally:
-        child.kill()
-        child.join()
-    if error is not None:
-        raise AssertionError(f"the engine's process raised:\n{error}")
-    return result
+    """Return what ``function(*args)`` returns in a forked child with ``GRAPHPACT=words``."""
+    return forked_child.in_child(function, *args, environment={"GRAPHPACT": words}, seconds=seconds)
 
 
 def requests(
