@@ -152,6 +152,8 @@ class Guard:
     def prepared(self, owner: str, metadata: object, name: str | None = None) -> None:
         """Note the metadata that ``owner`` made for the next replay, if it made a new object; None if not.
 
+        Static inputs that an engine passes anew are noted by their own name.
+
         Args:
             owner: Whose metadata it is.
             metadata: The new object, or None.

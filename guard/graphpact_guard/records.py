@@ -122,13 +122,14 @@ class GraphRecord:
         """Yield the disagreements of a replay: one compiled comparison, unless it fails.
 
         Args:
-            prepared: New metadata of the replay, where an owner made a new object, by owner or by path.
+            prepared: What the replay has in the place of captured objects, where it has others: metadata by
+                owner or by path, static inputs by path.
         """
         if not self._pact.keeps(self._captured):
             for part in self.parts:
                 yield from part.faults(self.key, part.value)
         for part in self.parts if prepared else ():
-            made = prepared.get(part.path, prepared.get(part.owner)) if part.name else None
+            made = prepared.get(part.path, prepared.get(part.owner) if part.name else None)
             if made is not None and made is not part.value and not part.pact.keeps({part.path: made}):
                 yield from part.faults(self.key, made)
 
