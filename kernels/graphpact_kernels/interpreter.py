@@ -28,13 +28,15 @@ def record_launches(is_capturing: Callable[[], bool]) -> None:
 
     From then on, a launch of a compiled kernel raises `ConfigError`.
     """
-    from triton.runtime.interpreter import GridExecutor  # noqa: PLC0415  Triton may be missing
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder  # noqa: PLC0415  Triton may be missing
     from triton.runtime.jit import JITFunction  # noqa: PLC0415
 
     JITFunction.run = _refuse_launch
     run = GridExecutor.__call__
     if getattr(run, "is_recorded", False):
         return
+    for name, at in (("create_masked_load", 1), ("create_masked_store", 2)):
+        setattr(InterpreterBuilder, name, _with_bool_mask(getattr(InterpreterBuilder, name), at))
 
     @functools.wraps(run)
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -49,6 +51,17 @@ def record_launches(is_capturing: Callable[[], bool]) -> None:
 
     launch.is_recorded = True  # type: ignore[attr-defined]
     GridExecutor.__call__ = launch
+
+
+def _with_bool_mask(method: Any, at: int) -> Any:
+    """Let a method of the interpreter take integers as its mask, argument ``at``, as compiled kernels do."""
+
+    @functools.wraps(method)
+    def masked(self: Any, *args: Any) -> Any:
+        args[at].data = args[at].data.astype(bool)
+        return method(self, *args)
+
+    return masked
 
 
 def require_interpreter(what: str) -> None:
