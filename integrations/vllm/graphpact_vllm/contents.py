@@ -1,0 +1,143 @@
+"""What a full graph of vLLM must find in its memory before a replay.
+
+The numbers of the scheduler are on the host: lengths, offsets of queries, and positions. From them and from
+the block table follows what the fields of attention metadata must hold whose meaning is known by their names
+(`FIELDS`). Padding rows have no queries and no keys, and padding tokens the slot -1.
+
+Does not: know other fields, such as plans; an eager run covers them.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from graphpact_guard import Expected
+from graphpact_vllm.builders import Built
+
+PAD_SLOT = -1
+
+
+@dataclass(frozen=True, slots=True)
+class StepRows:
+    """The padded rows of a step.
+
+    Args:
+        offsets: ``[rows + 1]`` int64, on the host: where the queries of each request begin.
+        seq_lens: ``[rows]`` int64, on the host: keys of each request, its queries included.
+        block_table: ``[rows, pages]`` int: its pages.
+        page_size: KV slots in a page; 0 if unknown.
+        live: Requests with queries; the rest is padding.
+    """
+
+    offsets: torch.Tensor
+    seq_lens: torch.Tensor
+    block_table: torch.Tensor
+    page_size: int
+    live: int
+
+    @classmethod
+    def of(cls, built: Built) -> "StepRows | None":
+        """Return the rows of the step for which ``built`` was made; None if the host lacks its lengths."""
+        common = built.common
+        if common is None or common.seq_lens_cpu_upper_bound is None:
+            return None
+        rows = common.num_reqs
+        offsets = common.query_start_loc_cpu[: rows + 1].to(torch.int64)
+        counts = offsets.diff()
+        seq_lens = common.seq_lens_cpu_upper_bound[:rows].to(torch.int64)
+        return cls(
+            offsets,
+            torch.where(counts > 0, seq_lens, 0),
+            common.block_table_tensor[:rows],
+            built.page_size,
+            int((counts > 0).sum()),
+        )
+
+
+def expected_metadata(
+    built: Mapping[str, Built], leaves: Mapping[tuple[str, str], torch.Tensor]
+) -> Iterator[Expected]:
+    """Yield what the known fields among ``leaves`` must be; see `GraphRecord.leaves`.
+
+    Args:
+        built: What each builder made for the step, by its name.
+        leaves: The tensors by builder and field.
+    """
+    rows = {name: StepRows.of(each) for name, each in built.items()}
+    for (owner, field), memory in leaves.items():
+        expect = FIELDS.get(field.rpartition(".")[2])
+        its = rows.get(owner)
+        if expect is not None and its is not None:
+            yield from expect(its, owner, field, memory)
+
+
+def _lengths(rows: StepRows, owner: str, field: str, memory: torch.Tensor) -> Iterator[Expected]:
+    yield from _rows(rows, owner, field, memory, rows.seq_lens)
+
+
+def _offsets(rows: StepRows, owner: str, field: str, memory: torch.Tensor) -> Iterator[Expected]:
+    actual, expected = memory[: len(rows.offsets)], rows.offsets
+    if len(actual) == len(expected):
+        yield Expected(
+            owner=owner,
+            field=field,
+            actual=actual,
+            expected=expected.to(memory),
+            live=rows.live + 1,
+            rule="GP05",
+        )
+
+
+def _slots(rows: StepRows, owner: str, field: str, memory: torch.Tensor) -> Iterator[Expected]:
+    if not rows.page_size:
+        return
+    expected = torch.full((len(memory),), PAD_SLOT, dtype=memory.dtype)
+    counts = rows.offsets.diff()
+    for row in range(rows.live):
+        begin, count, length = int(rows.offsets[row]), int(counts[row]), int(rows.seq_lens[row])
+        position = torch.arange(length - count, length)
+        pages = rows.block_table[row].cpu()[position // rows.page_size].long()
+        slots = pages * rows.page_size + position % rows.page_size
+        expected[begin : begin + count] = slots.to(memory.dtype)
+    yield Expected(
+        owner=owner,
+        field=field,
+        actual=memory,
+        expected=expected.to(memory.device),
+        live=int(rows.offsets[-1]),
+    )
+
+
+def _pages(rows: StepRows, owner: str, field: str, memory: torch.Tensor) -> Iterator[Expected]:
+    if not rows.page_size or memory.dim() != 2 or len(memory) < rows.live:  # noqa: PLR2004
+        return
+    actual = memory[: rows.live]
+    expected = actual.clone()
+    for row in range(rows.live):
+        used = -(-int(rows.seq_lens[row]) // rows.page_size)
+        expected[row, :used] = rows.block_table[row, :used].to(memory.dtype)
+    yield Expected(owner=owner, field=field, actual=actual, expected=expected, live=rows.live)
+
+
+def _rows(
+    rows: StepRows, owner: str, field: str, memory: torch.Tensor, expected: torch.Tensor
+) -> Iterator[Expected]:
+    actual = memory[: len(expected)]
+    if len(actual) == len(expected):
+        yield Expected(
+            owner=owner, field=field, actual=actual, expected=expected.to(memory), live=rows.live
+        )
+
+
+FIELDS: dict[str, Callable[[StepRows, str, str, torch.Tensor], Iterator[Expected]]] = {
+    "seq_lens": _lengths,
+    "cache_seqlens": _lengths,
+    "query_start_loc": _offsets,
+    "qo_indptr": _offsets,
+    "slot_mapping": _slots,
+    "block_table": _pages,
+    "page_table": _pages,
+}
+"""The fields of attention metadata whose meaning is known, by name."""

@@ -1,0 +1,307 @@
+"""`VllmGuard`: the guard in vLLM, around the captures and replays of both model runners.
+
+A graph is named by what captured it and by its shape; see `graphpact_vllm.graphs`. What a capture reads of a
+builder's metadata is promised, and what the builder makes for a replay is held to it.
+
+Does not: see graphs that other code captures by ``torch.cuda.CUDAGraph``, such as those of encoders.
+"""
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from vllm.config import CUDAGraphMode
+from vllm.forward_context import get_forward_context, override_forward_context, set_forward_context
+
+from graphpact_guard import GraphKey, Guard, Settings, log_at_exit
+from graphpact_vllm import installed_release
+from graphpact_vllm.builders import Builders, Built
+from graphpact_vllm.contents import expected_metadata
+from graphpact_vllm.graphs import (
+    BREAKABLE,
+    CAPTURE,
+    MODEL_CAPTURE,
+    MODEL_REPLAY,
+    REPLAY,
+    SEGMENTS,
+    WRAPPER,
+    call_of,
+    key_of,
+)
+from graphpact_vllm.hooking import wrap
+from graphpact_vllm.ranks import rank_name, rank_of_all
+from graphpact_vllm.steps import StepCounts
+
+METADATA = ("metadata",)
+"""The attribute of `Held` that holds the metadata of a step."""
+_LIMITS = ("max_seq_len", "max_query_len", "max_seqlen_k", "max_seqlen_q", "num_actual_tokens")
+"""Numbers of metadata that only bound a kernel: vLLM captures with the largest ones."""
+_INPUTS = "model inputs"
+_SLOTS = "slot mapping"
+_UNSEEN = "graphs that other code captures by torch.cuda.CUDAGraph, and memory that kernels reach by pointers"
+
+
+@dataclass
+class Held:
+    """What a builder made, in the form of an owner with metadata.
+
+    Args:
+        metadata: It.
+    """
+
+    metadata: Any
+
+
+class VllmGuard:
+    """The hooks of the guard. The guard itself is made at the first capture of the process.
+
+    Args:
+        settings: What is asked for.
+        builders: What the builders make.
+        counts: The counts of steps, which leave out eager runs of the guard.
+
+    Attributes:
+        guard: The guard; None before the first capture.
+    """
+
+    def __init__(self, settings: Settings, builders: Builders, counts: StepCounts) -> None:
+        self.guard: Guard | None = None
+        self._settings, self._builders, self._counts = settings, builders, counts
+        self._buffers: Any = None  # the static inputs of the graphs that are captured now
+        self._model: Any = None
+        self._model_inputs: dict[GraphKey, dict[str, Any]] = {}
+
+    def register(self) -> None:
+        """Wrap the captures and replays of vLLM."""
+        for target, hook in (
+            (CAPTURE, self._capture),
+            (REPLAY, self._replay),
+            (MODEL_CAPTURE, self._model_capture),
+            (MODEL_REPLAY, self._model_replay),
+            (WRAPPER, self._call),
+            (BREAKABLE, self._call),
+            (f"{SEGMENTS}.add_eager", self._eager_call),
+        ):
+            wrap(target, hook)
+
+    # -- model runner V2 -------------------------------------------------------------------------
+
+    def _capture(
+        self, original: Callable[..., Any], manager: Any, create: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        guard = self._guard_of(manager.vllm_config)
+
+        def create_forward_fn(desc: Any, warmup: bool) -> Callable[[Any], None]:  # noqa: FBT001  vLLM's own
+            forward = create(desc, warmup=warmup)
+            if warmup or desc.cg_mode != CUDAGraphMode.FULL:
+                return forward
+            key = key_of(manager, desc)
+            built = self._builders.current()
+
+            def captured(mode: Any) -> None:
+                inputs = {_SLOTS: _slots(built)}
+                if self._buffers is not None:
+                    inputs[type(self._buffers).__name__] = self._buffers
+                with guard.capturing(key, _held(built), inputs), self._inputs_of(key):
+                    forward(mode)
+
+            return captured
+
+        original(manager, create_forward_fn, *args, **kwargs)
+
+    def _model_capture(
+        self,
+        original: Callable[..., Any],
+        manager: Any,
+        model: Any,
+        model_state: Any,
+        input_buffers: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        self._buffers, self._model = input_buffers, model
+        try:
+            original(manager, model, model_state, input_buffers, *args, **kwargs)
+        finally:
+            self._buffers = None
+
+    @contextlib.contextmanager
+    def _inputs_of(self, key: GraphKey) -> Iterator[None]:
+        """Note with which arguments the model is called in the context."""
+        if self._buffers is None:
+            yield
+            return
+
+        def note(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
+            del model, args
+            self._model_inputs[key] = kwargs
+
+        hook = self._model.register_forward_pre_hook(note, with_kwargs=True)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def _replay(self, original: Callable[..., Any], manager: Any, desc: Any) -> Any:
+        if self.guard is not None:
+            self._check(key_of(manager, desc), {})
+        return original(manager, desc)
+
+    def _model_replay(self, original: Callable[..., Any], manager: Any, desc: Any) -> Any:
+        output = original(manager, desc)
+        key = key_of(manager, desc)
+        inputs = self._model_inputs.get(key)
+        if self.guard is None or inputs is None or not self.guard.is_verify_due(key):
+            return output
+        built = self._builders.current()
+        if any(each.is_recurrent for each in built.values()):
+            return output
+
+        def eager() -> Any:
+            layers = {layer: each for each in built.values() for layer in each.layers}
+            with set_forward_context(
+                {layer: each.metadata for layer, each in layers.items()},
+                manager.vllm_config,
+                num_tokens=desc.num_tokens,
+                cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                slot_mapping={
+                    layer: each.common.slot_mapping
+                    for layer, each in layers.items()
+                    if each.common is not None
+                },
+            ):
+                return self._model(**inputs)
+
+        self._verify(key, output, eager)
+        return output
+
+    # -- wrappers of a model or of its pieces ----------------------------------------------------
+
+    def _call(self, original: Callable[..., Any], wrapper: Any, *args: Any, **kwargs: Any) -> Any:
+        call = call_of(wrapper)
+        if call is None:
+            return original(wrapper, *args, **kwargs)
+        guard = self._guard_of(wrapper.vllm_config)
+        inputs = {name: value for name, value in _tensors(args, kwargs)}
+        built = self._builders.current()
+        if call.graph is None:
+            with guard.capturing(call.key, _held(built), {_INPUTS: inputs, _SLOTS: _slots(built)}):
+                return original(wrapper, *args, **kwargs)
+        self._check(call.key, inputs)
+        output = original(wrapper, *args, **kwargs)
+        is_full = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
+        if is_full and guard.is_verify_due(call.key):
+            if not any(each.is_recurrent for each in built.values()):
+                context = copy.copy(get_forward_context())
+                context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+
+                def eager() -> Any:
+                    with override_forward_context(context):
+                        return wrapper.runnable(*args, **kwargs)
+
+                self._verify(call.key, output, eager)
+        return output
+
+    def _eager_call(self, original: Callable[..., Any], capture: Any, fn: Callable[[], Any]) -> Any:
+        """Note no reads in an eager call between two segments."""
+        with self.unwatched():
+            return original(capture, fn)
+
+    @contextlib.contextmanager
+    def unwatched(self) -> Iterator[None]:
+        """Note no reads in the context, because the graph does not make them."""
+        if self.guard is not None:
+            self.guard.watch_reads(watching=False)
+        try:
+            yield
+        finally:
+            if self.guard is not None:
+                self.guard.watch_reads(watching=True)
+
+    # -- both ------------------------------------------------------------------------------------
+
+    def _guard_of(self, vllm_config: Any) -> Guard:
+        """Return the guard of this process, which is made at the first call."""
+        if self.guard is None:
+            self.guard = Guard(
+                self._settings,
+                _provenance(vllm_config),
+                metadata=METADATA,
+                limits=_LIMITS,
+                unseen=_UNSEEN,
+                rank=rank_name(vllm_config),
+            )
+            log_at_exit(self.guard)
+        return self.guard
+
+    def _check(self, key: GraphKey, inputs: dict[str, Any]) -> None:
+        """Check the replay of ``key`` that follows."""
+        guard = self.guard
+        assert guard is not None  # noqa: S101  the callers have it
+        built = self._builders.current()
+        for name, each in built.items():
+            guard.prepared(name, each.metadata, "metadata")
+        guard.prepared(_SLOTS, _slots(built))
+        guard.prepared(_INPUTS, inputs or None)
+        guard.replaying(key)
+        if guard.is_contents_due(key):
+            expected = [*expected_metadata(built, guard.records[key].leaves())]
+            if expected:
+                guard.check_contents(key, expected)
+
+    def _verify(self, key: GraphKey, output: Any, eager: Callable[[], Any]) -> None:
+        """Compare the output of a replay with that of an eager run on the same inputs."""
+        assert self.guard is not None  # noqa: S101  the callers have it
+        rows = self._live_tokens()
+        kept = [(tensor, tensor.clone()) for _, tensor in _outputs(output)]
+        replayed = {name: tensor[:rows].clone() for name, tensor in _outputs(output)}
+        with torch.inference_mode(), self._counts.paused():
+            expected = {name: tensor[:rows] for name, tensor in _outputs(eager())}
+            for tensor, before in kept:  # the eager run may have used the same memory
+                tensor.copy_(before)
+        self.guard.verify(key, replayed, expected)
+
+    def _live_tokens(self) -> int | None:
+        """Return the tokens of the current step without padding; None if unknown."""
+        commons = [each.common for each in self._builders.current().values() if each.common is not None]
+        return min((int(common.query_start_loc_cpu[-1]) for common in commons), default=None)
+
+
+def _held(built: Mapping[str, Built]) -> dict[str, Held]:
+    return {name: Held(each.metadata) for name, each in built.items()}
+
+
+def _slots(built: Mapping[str, Built]) -> dict[str, torch.Tensor]:
+    """Return the slot mapping of each builder's layers, which layers read beside the metadata."""
+    return {name: each.common.slot_mapping for name, each in built.items() if each.common is not None}
+
+
+def _tensors(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors among the arguments of a model or a piece, by name."""
+    for name, value in [*((f"{at}", each) for at, each in enumerate(args)), *kwargs.items()]:
+        if isinstance(value, torch.Tensor):
+            yield name, value
+        elif hasattr(value, "tensors"):  # those of the last stage of a pipeline
+            yield name, dict(value.tensors)
+
+
+def _outputs(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the outputs of a model that are compared, by name."""
+    first, *rest = output if isinstance(output, tuple) else (output,)
+    if isinstance(first, torch.Tensor):
+        yield "hidden_states", first
+    for layers in rest:
+        for at, tensor in enumerate(layers):
+            yield f"aux_hidden_states[{at}]", tensor
+
+
+def _provenance(vllm_config: Any) -> dict[str, str]:
+    """Return what runs here, for reports."""
+    return {
+        "vllm": installed_release(),
+        "model": str(vllm_config.model_config.model),
+        "rank": rank_of_all(vllm_config),
+    }

@@ -1,0 +1,58 @@
+"""`register`: the counts, the guard and the attention backend in this process.
+
+Does not: decide what is asked for; `graphpact_guard.settings` does.
+"""
+
+from typing import Any
+
+from vllm.platforms import current_platform
+
+from graphpact_guard import Settings
+from graphpact_vllm import ATTENTION_BACKEND
+
+
+class InProcess:
+    """What graphpact has in this process; `register` fills it once.
+
+    Attributes:
+        builders: What the metadata builders made; None before `register`.
+        counts: The counts of steps.
+        guard: The hooks of the guard; None if none was asked for.
+    """
+
+    builders: Any = None
+    counts: Any = None
+    guard: Any = None
+
+
+def register(settings: Settings) -> None:
+    """Register what ``settings`` ask for; the second call in a process does nothing."""
+    if InProcess.builders is not None:
+        return
+    if current_platform.is_cpu():
+        # It replaces names of torch and of vLLM that modules below import by name.
+        import vllm.v1.worker.cpu.shm  # noqa: PLC0415  only on a CPU
+    from graphpact_vllm.builders import Builders  # noqa: PLC0415  after that
+    from graphpact_vllm.guarding import VllmGuard  # noqa: PLC0415
+    from graphpact_vllm.steps import StepCounts  # noqa: PLC0415
+
+    InProcess.builders = builders = Builders()
+    builders.register()
+    InProcess.counts = counts = StepCounts(builders)
+    counts.register()
+    if settings.guard:
+        InProcess.guard = VllmGuard(settings, builders, counts)
+        InProcess.guard.register()
+    if settings.tape is not None:
+        from vllm.v1.attention.backends.registry import register_backend  # noqa: PLC0415  only on the tape
+
+        register_backend(ATTENTION_BACKEND, "graphpact_vllm.attention.PagedBackend")
+
+
+def state() -> dict[str, Any]:
+    """Return the state of graphpact in this process, ready for JSON."""
+    guard = None if InProcess.guard is None else InProcess.guard.guard
+    return {
+        "steps": InProcess.counts.summary(),
+        "guard": None if guard is None else guard.summary(),
+    }

@@ -1,0 +1,69 @@
+"""`TapePlatform`: vLLM's platform whose device is a CPU, and whose graphs are tapes.
+
+vLLM runs unedited: both of its model runners dispatch, capture and replay as on a GPU, with a driver of
+graphpact in the place of CUDA's graphs.
+
+vLLM imports this module while it is itself half imported, so it imports little.
+
+Does not: run models faster; a tape repeats what eager torch does.
+"""
+
+from typing import Any
+
+from vllm.platforms.cpu import CpuPlatform
+
+from graphpact_vllm import ATTENTION_BACKEND
+
+
+class TapePlatform(CpuPlatform):
+    """A CPU with graph capture."""
+
+    @classmethod
+    def check_and_update_config(cls, vllm_config: Any) -> None:
+        """Keep what was asked of graphs and of pieces, which vLLM's platform for CPUs clears."""
+        from vllm.config import CompilationMode  # noqa: PLC0415  it asks for a platform
+
+        compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
+        names = ("mode", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
+        asked = {name: getattr(compilation, name) for name in names}
+        if parallel.worker_cls == "auto":
+            parallel.worker_cls = "graphpact_vllm.worker.TapeWorker"
+        super().check_and_update_config(vllm_config)
+        for name, value in asked.items():
+            setattr(compilation, name, value)
+        if compilation.mode == CompilationMode.VLLM_COMPILE:
+            compilation.backend = "eager"  # a tape records what torch dispatches, not compiled kernels
+
+    @classmethod
+    def get_attn_backend_cls(
+        cls, selected_backend: Any, attn_selector_config: Any, num_heads: int | None = None
+    ) -> str:
+        """Return the path of the backend that was chosen; without a choice, of one that can be recorded."""
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415  as above
+
+        if selected_backend is not None:
+            path: str = selected_backend.get_path()
+            return path
+        if attn_selector_config.use_mla or attn_selector_config.use_sparse:
+            return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
+        return str(AttentionBackendEnum[ATTENTION_BACKEND].get_path())
+
+    @classmethod
+    def opaque_attention_op(cls) -> bool:
+        """Return True, as for CUDA: a compiled model is split at attention."""
+        return True
+
+    @classmethod
+    def support_static_graph_mode(cls) -> bool:
+        """Return whether graphs are captured."""
+        return True
+
+    @classmethod
+    def get_static_graph_wrapper_cls(cls) -> str:
+        """Return the path of the wrapper for GPUs."""
+        return "vllm.compilation.cuda_graph.CUDAGraphWrapper"
+
+    @classmethod
+    def graph_pool_handle(cls) -> tuple[int, int]:
+        """Return the handle of the only pool."""
+        return (0, 0)

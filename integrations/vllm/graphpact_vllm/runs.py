@@ -1,0 +1,23 @@
+"""`LAPTOP` and `GRAPHS`: arguments of vLLM's engine on a laptop.
+
+Does not: start it; `graphpact_vllm.offer` does, in a process of its own.
+"""
+
+from typing import Any
+
+LAPTOP: dict[str, Any] = {
+    "dtype": "float32",
+    "max_model_len": 512,
+    "max_num_seqs": 8,
+    "kv_cache_memory_bytes": 64 << 20,
+    "disable_log_stats": True,
+}
+"""Arguments of vLLM's ``LLM`` on a laptop, but for the checkpoint."""
+GRAPHS: dict[str, Any] = {
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [1, 2, 4, 8],
+    }
+}
+"""Arguments by which it captures its decode steps, as it does on a GPU."""

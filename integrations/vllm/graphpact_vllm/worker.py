@@ -1,0 +1,113 @@
+"""`TapeWorker`: vLLM's worker for CPUs, which captures graphs as its worker for GPUs does.
+
+Does not: capture or replay; vLLM's model runners do.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+# isort: off
+from vllm.v1.worker import cpu_worker  # the first: it replaces names of torch and of vLLM for CPUs
+
+# isort: on
+import torch
+from vllm.compilation import breakable_cudagraph
+from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper, is_breakable_cudagraph_enabled
+from vllm.compilation.cuda_graph import CUDAGraphWrapper
+from vllm.config import CompilationMode, CUDAGraphMode
+from vllm.distributed.parallel_state import GroupCoordinator
+from vllm.v1.sample.ops import topk_topp_sampler
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.workspace import init_workspace_manager
+
+from graphpact.graphs import DeclaredMemory
+from graphpact_guard import Settings
+from graphpact_kernels.interpreter import record_launches
+from graphpact_tape import TapeDriver, stand_in_for_cuda_graphs
+from graphpact_vllm import hooks
+from graphpact_vllm.memory import declared_memory
+from graphpact_vllm.segments import TapedSegments
+
+
+class TapedModelRunner(CPUModelRunner):
+    """The model runner V1, whose model is wrapped as that of GPUs is."""
+
+    def load_model(self, load_dummy_weights: bool = False) -> None:  # noqa: FBT001, FBT002  vLLM's own
+        """Load the model and wrap it."""
+        super().load_model(load_dummy_weights)
+        mode = self.compilation_config.cudagraph_mode
+        if is_breakable_cudagraph_enabled() and mode != CUDAGraphMode.NONE:
+            self.model = _broken(self.model, self.vllm_config)
+            drafter = getattr(self, "drafter", None)
+            if hasattr(drafter, "model"):
+                drafter.model = _broken(drafter.model, self.vllm_config)
+        if mode.has_full_cudagraphs():
+            self.model = CUDAGraphWrapper(self.model, self.vllm_config, runtime_mode=CUDAGraphMode.FULL)
+
+    def get_model(self) -> Any:
+        """Return the model without wrappers."""
+        return self.model.unwrap() if hasattr(self.model, "unwrap") else self.model
+
+
+class TapeWorker(cpu_worker.CPUWorker):  # type: ignore[misc]  # vLLM has no types here
+    """A worker with graphs on a tape."""
+
+    def init_device(self) -> None:
+        """Let vLLM capture on a tape, and make the model runner."""
+        strict = Settings.from_environment().tape == "strict"
+        if self.vllm_config.compilation_config.mode == CompilationMode.NONE:
+            # vLLM compiles small functions, whose kernels no tape sees.
+            torch.compiler.set_stance("force_eager")
+        if strict:
+            # vLLM's layers for CPUs make tensors without a device, which is no fault there.
+            torch.set_default_device("cpu")
+        driver = TapeDriver(torch.device("cpu"), strict=strict)
+        stand_in_for_cuda_graphs(driver, torch.cpu, memory=self._memory)
+        record_launches(lambda: driver.is_capturing)
+        GroupCoordinator.graph_capture = _no_streams
+        torch.ops._C.weak_ref_tensor = _itself
+        # The interpreter cannot run vLLM's kernel for it, in which a number of a loop is taken as a tensor.
+        topk_topp_sampler.HAS_TRITON = False
+        breakable_cudagraph.BreakableCUDAGraphCapture = TapedSegments
+        cpu_worker.CPUModelRunner = TapedModelRunner
+        init_workspace_manager(torch.device("cpu"))
+        super().init_device()
+
+    def load_model(self, *args: Any, **kwargs: Any) -> None:
+        """Load the model, and count its steps."""
+        super().load_model(*args, **kwargs)
+        hooks.InProcess.counts.watch(self.model_runner)
+
+    def compile_or_warm_up_model(self) -> Any:
+        """Warm up and capture, as the worker for GPUs does."""
+        times = super().compile_or_warm_up_model()
+        if not self.model_config.enforce_eager:
+            self.model_runner.capture_model()
+        hooks.InProcess.counts.is_serving = True
+        return times
+
+    def _memory(self) -> DeclaredMemory:
+        guard = hooks.InProcess.guard
+        with contextlib.nullcontext() if guard is None else guard.unwatched():
+            return declared_memory(self.model_runner, hooks.InProcess.builders)
+
+    def graphpact_state(self) -> dict[str, Any]:
+        """Return the state of graphpact in this process; called by ``collective_rpc("graphpact_state")``."""
+        return hooks.state()
+
+
+def _broken(model: Any, vllm_config: Any) -> BreakableCUDAGraphWrapper:
+    return BreakableCUDAGraphWrapper(model, vllm_config, runtime_mode=CUDAGraphMode.PIECEWISE)
+
+
+@contextlib.contextmanager
+def _no_streams(group: Any, context: Any = None) -> Iterator[Any]:
+    """Stand in for ``GroupCoordinator.graph_capture``, which prepares CUDA streams and communicators."""
+    del group
+    yield context
+
+
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    """Stand in for an operator of vLLM's library for CUDA: return the tensor, which keeps its memory."""
+    return tensor

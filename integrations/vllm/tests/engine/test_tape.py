@@ -1,0 +1,93 @@
+"""vLLM's real scheduler and both of its model runners on a tape: the answers are those of eager runs."""
+
+from typing import Any
+
+import pytest
+from engines import PROMPTS, Run, requests, run_in_child
+
+PIECES = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
+BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
+RUNNERS = (1, 2)
+EAGER = {"enforce_eager": True, "attention_backend": "CPU_ATTN"}
+FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+
+
+@pytest.fixture(scope="module")
+def eager() -> Run:
+    """The run of vLLM's own eager engine: the model runner V1 with its attention for CPUs."""
+    return run_in_child("tape", requests(every=0), runner=1, **EAGER)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(
+    ("words", "arguments"),
+    [
+        pytest.param("tape,guard,contents:1,verify:1", {}, marks=pytest.mark.smoke),
+        pytest.param("tape:strict,guard,contents:1", {}, marks=pytest.mark.smoke),
+        ("tape,guard,contents:1,verify:1", {"block_size": 16}),
+        ("tape,guard,contents:1", {"max_num_batched_tokens": 8}),
+        ("tape,guard,contents:1", {"enable_prefix_caching": False}),
+        ("tape,guard,contents:1,verify:1", PIECES),
+    ],
+    ids=["fast", "strict", "pages", "chunks", "no prefix cache", "pieces"],
+)
+def test_answers_on_a_tape_are_the_eager_ones(
+    eager: Run, runner: int, words: str, arguments: dict[str, Any]
+) -> None:
+    """Requests that come one after another, in batches of 1 to 8, give vLLM's eager tokens, and no fault.
+
+    The second round finds every prompt in the prefix cache.
+    """
+    assert eager.replays() == 0
+    run = run_in_child(words, rounds=2, runner=runner, **arguments)
+    assert run.tokens == eager.tokens
+    assert run.faults == []
+    assert run.replays("ModelCudaGraphManager" if runner == 2 else "CUDAGraphWrapper") > 20
+    assert run.reasons == ["length"] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_graph_that_is_broken_at_attention_gives_the_eager_answers(eager: Run, runner: int) -> None:
+    """With breakable graphs, batches with a prefill replay too, and attention between their segments."""
+    run = run_in_child(
+        "tape,guard,contents:1,verify:1", rounds=2, runner=runner, environment=BREAKABLE, **PIECES
+    )
+    assert run.tokens == eager.tokens
+    assert run.faults == []
+    assert run.replays("BreakableCUDAGraphWrapper") > 4
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_drafts_of_ngrams_replay_full_graphs_of_several_tokens(runner: int) -> None:
+    """A batch in which each request has its drafts replays a graph of as many tokens, with eager answers."""
+    given = requests(["x = 1\nx = 1\nx = 1\n", "ababababab", "a b a b a b a b "], 32, every=0)
+    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    eager = run_in_child("tape", given, runner=1, **EAGER)
+    run = run_in_child(
+        "tape,guard,contents:1,verify:1",
+        given,
+        runner=runner,
+        speculative_config=drafts,
+        compilation_config=FULL | {"cudagraph_capture_sizes": [4, 8, 16, 32]},
+    )
+    assert run.tokens == eager.tokens
+    assert run.faults == []
+    assert run.replays() > 4
+    drafted = [name for name in run.state["steps"]["graphs"] if "requests" in name]
+    assert sum(run.state["steps"]["graphs"][name]["replays"] for name in drafted) > 4
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_requests_that_are_preempted_give_the_eager_answers(eager: Run, runner: int) -> None:
+    """With a cache that is too small for all, requests are preempted, and nothing is wrong."""
+    run = run_in_child(
+        "tape,guard,contents:1,verify:1",
+        requests(every=0),
+        runner=runner,
+        block_size=16,
+        max_model_len=64,
+        num_gpu_blocks_override=8,
+    )
+    assert run.tokens == eager.tokens
+    assert run.faults == []
+    assert run.preemptions > 0
