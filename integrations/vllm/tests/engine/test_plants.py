@@ -1,0 +1,56 @@
+"""Faults planted in the real vLLM: the model answers wrong without a message, and the guard names them."""
+
+from collections.abc import Callable
+
+import pytest
+from engines import Run, run_in_child
+from plants import Baked, BakedImpl, OtherDtype, Rebound, Stale, declare_cpu_attention, use
+
+WORDS = "tape,guard,contents:1"
+RUNNERS = (1, 2)
+
+
+@pytest.fixture(scope="module")
+def right() -> Run:
+    """The run of the engine without a fault."""
+    return run_in_child(WORDS)
+
+
+def _named(run: Run) -> list[tuple[str, str, str]]:
+    """Return rule, owner and field of the faults of the first replay that has one."""
+    first = run.faults[0][3] if run.faults else ""
+    return [fault[:3] for fault in run.faults if fault[3] == first]
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize(
+    ("before", "named"),
+    [
+        pytest.param(use(Rebound), ("GP01", "Rebound", "metadata.seq_lens"), marks=pytest.mark.smoke),
+        (use(Stale), ("GP02", "Stale", "block_table")),
+        (use(OtherDtype), ("GP07", "OtherDtype", "metadata.seq_lens")),
+        (use(Baked, BakedImpl), ("GP08", "Baked", "metadata.num_keys")),
+    ],
+    ids=["rebound", "stale", "dtype", "number"],
+)
+def test_a_builder_with_a_fault_is_named_at_its_first_replay(
+    right: Run, runner: int, before: Callable[[], None], named: tuple[str, str, str]
+) -> None:
+    """The guard names rule, owner and field before the first wrong replay."""
+    run = run_in_child(WORDS, before=before, runner=runner)
+    assert named in _named(run)
+    if named[0] != "GP07":  # its numbers are right
+        assert run.tokens != right.tokens
+    silent = run_in_child("tape", before=before, runner=runner)
+    assert silent.tokens == run.tokens
+    assert silent.state["guard"] is None
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_the_backend_for_cpus_is_no_backend_for_graphs(right: Run, runner: int) -> None:
+    """vLLM's own backend, declared to support graphs, is named by its field in the first replay."""
+    run = run_in_child(
+        WORDS, before=declare_cpu_attention, runner=runner, attention_backend="CPU_ATTN"
+    )
+    assert ("GP01", "CPUAttentionMetadataBuilder", "metadata.scheduler_metadata") in _named(run)
+    assert run.tokens != right.tokens
