@@ -1,8 +1,9 @@
-"""What a full graph of vLLM must find in its memory before a replay.
+"""What a graph of vLLM must find in its memory before a replay.
 
-The numbers of the scheduler are on the host: lengths, offsets of queries, and positions. From them and from
-the block table follows what the fields of attention metadata must hold whose meaning is known by their names
-(`FIELDS`). Padding rows have no queries and no keys, and padding tokens the slot -1.
+The numbers of the scheduler are on the host: lengths and offsets of queries. From them and from the block
+table follows what the fields must hold whose meaning is known by their names (`FIELDS`): those of what vLLM
+gives to all builders, and those of the metadata that a capture read. Padding rows have no queries and no
+keys, on the host too, and padding tokens the slot -1.
 
 Does not: know other fields, such as plans; an eager run covers them.
 """
@@ -17,6 +18,23 @@ from graphpact_guard import Expected
 from graphpact_vllm.builders import Built
 
 PAD_SLOT = -1
+_COMMON = "CommonAttentionMetadata"
+_GIVEN = ("seq_lens", "query_start_loc", "slot_mapping")
+"""The fields of what vLLM gives to all builders that are checked, beside the lengths on the host."""
+
+
+def has_exact_lengths(vllm_config: Any) -> bool:
+    """Return whether the host knows the lengths of a step, and every rank has all keys.
+
+    With asynchronous scheduling of drafts, and with drafts that the device drops, the host has a bound.
+    """
+    speculative, parallel = vllm_config.speculative_config, vllm_config.parallel_config
+    return (
+        (speculative is None or not vllm_config.scheduler_config.async_scheduling)
+        and not getattr(speculative, "enable_adaptive_verification", False)
+        and parallel.decode_context_parallel_size == 1
+        and parallel.prefill_context_parallel_size == 1
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,21 +74,40 @@ class StepRows:
         )
 
 
-def expected_metadata(
+def expected_of(
     built: Mapping[str, Built], leaves: Mapping[tuple[str, str], torch.Tensor]
 ) -> Iterator[Expected]:
-    """Yield what the known fields among ``leaves`` must be; see `GraphRecord.leaves`.
+    """Yield what the known fields must be; see `GraphRecord.leaves`.
 
     Args:
         built: What each builder made for the step, by its name.
-        leaves: The tensors by builder and field.
+        leaves: The tensors that the capture read, by builder and field.
     """
-    rows = {name: StepRows.of(each) for name, each in built.items()}
-    for (owner, field), memory in leaves.items():
-        expect = FIELDS.get(field.rpartition(".")[2])
-        its = rows.get(owner)
-        if expect is not None and its is not None:
-            yield from expect(its, owner, field, memory)
+    for name in dict.fromkeys(owner for owner, _ in leaves):
+        each = built.get(name)
+        rows = None if each is None else StepRows.of(each)
+        if each is None or rows is None:
+            continue
+        yield from _host_lengths(rows, each.common.seq_lens_cpu_upper_bound)
+        given = {field: getattr(each.common, field) for field in _GIVEN}
+        for field, memory in given.items():
+            yield from FIELDS[field](rows, _COMMON, field, memory)
+        known = {memory.data_ptr() for memory in given.values()}
+        for (owner, field), memory in leaves.items():
+            expect = FIELDS.get(field.rpartition(".")[2])
+            if owner == name and expect is not None and memory.data_ptr() not in known:
+                yield from expect(rows, owner, field, memory)
+
+
+def _host_lengths(rows: StepRows, memory: torch.Tensor) -> Iterator[Expected]:
+    """Yield the lengths on the host: a plan for padding rows is made of them."""
+    yield Expected(
+        owner=_COMMON,
+        field="seq_lens_cpu_upper_bound",
+        actual=memory[: len(rows.seq_lens)],
+        expected=rows.seq_lens.to(memory),
+        live=rows.live,
+    )
 
 
 def _lengths(rows: StepRows, owner: str, field: str, memory: torch.Tensor) -> Iterator[Expected]:

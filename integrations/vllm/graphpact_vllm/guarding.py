@@ -14,12 +14,13 @@ from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.forward_context import get_forward_context, override_forward_context, set_forward_context
 
 from graphpact_guard import GraphKey, Guard, Settings, log_at_exit
 from graphpact_vllm import installed_release
 from graphpact_vllm.builders import Builders, Built
-from graphpact_vllm.contents import expected_metadata
+from graphpact_vllm.contents import expected_of, has_exact_lengths
 from graphpact_vllm.graphs import (
     BREAKABLE,
     CAPTURE,
@@ -72,6 +73,7 @@ class VllmGuard:
         self._settings, self._builders, self._counts = settings, builders, counts
         self._buffers: Any = None  # the static inputs of the graphs that are captured now
         self._model: Any = None
+        self._is_exact = False  # whether contents can be checked
         self._model_inputs: dict[GraphKey, dict[str, Any]] = {}
 
     def register(self) -> None:
@@ -147,7 +149,8 @@ class VllmGuard:
 
     def _replay(self, original: Callable[..., Any], manager: Any, desc: Any) -> Any:
         if self.guard is not None:
-            self._check(key_of(manager, desc), {})
+            is_target = isinstance(manager, ModelCudaGraphManager)  # drafts count lengths on the device
+            self._check(key_of(manager, desc), {}, has_contents=is_target)
         return original(manager, desc)
 
     def _model_replay(self, original: Callable[..., Any], manager: Any, desc: Any) -> Any:
@@ -190,7 +193,7 @@ class VllmGuard:
         if call.graph is None:
             with guard.capturing(call.key, _held(built), {_INPUTS: inputs, _SLOTS: _slots(built)}):
                 return original(wrapper, *args, **kwargs)
-        self._check(call.key, inputs)
+        self._check(call.key, inputs, has_contents=True)
         output = original(wrapper, *args, **kwargs)
         is_full = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
         if is_full and guard.is_verify_due(call.key):
@@ -234,10 +237,11 @@ class VllmGuard:
                 unseen=_UNSEEN,
                 rank=rank_name(vllm_config),
             )
+            self._is_exact = has_exact_lengths(vllm_config)
             log_at_exit(self.guard)
         return self.guard
 
-    def _check(self, key: GraphKey, inputs: dict[str, Any]) -> None:
+    def _check(self, key: GraphKey, inputs: dict[str, Any], *, has_contents: bool) -> None:
         """Check the replay of ``key`` that follows."""
         guard = self.guard
         assert guard is not None  # noqa: S101  the callers have it
@@ -247,8 +251,8 @@ class VllmGuard:
         guard.prepared(_SLOTS, _slots(built))
         guard.prepared(_INPUTS, inputs or None)
         guard.replaying(key)
-        if guard.is_contents_due(key):
-            expected = [*expected_metadata(built, guard.records[key].leaves())]
+        if has_contents and self._is_exact and guard.is_contents_due(key):
+            expected = [*expected_of(built, guard.records[key].leaves())]
             if expected:
                 guard.check_contents(key, expected)
 
