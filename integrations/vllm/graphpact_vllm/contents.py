@@ -163,9 +163,7 @@ def _rows(
 ) -> Iterator[Expected]:
     actual = memory[: len(expected)]
     if len(actual) == len(expected):
-        yield Expected(
-            owner=owner, field=field, actual=actual, expected=expected.to(memory), live=rows.live
-        )
+        yield Expected(owner=owner, field=field, actual=actual, expected=expected.to(memory), live=rows.live)
 
 
 FIELDS: dict[str, Callable[[StepRows, str, str, torch.Tensor], Iterator[Expected]]] = {

@@ -40,6 +40,7 @@ METADATA = ("metadata",)
 """The attribute of `Held` that holds the metadata of a step."""
 _LIMITS = ("max_seq_len", "max_query_len", "max_seqlen_k", "max_seqlen_q", "num_actual_tokens")
 """Numbers of metadata that only bound a kernel: vLLM captures with the largest ones."""
+_CONTEXT = "vllm.forward_context.create_forward_context"
 _INPUTS = "model inputs"
 _SLOTS = "slot mapping"
 _UNSEEN = "graphs that other code captures by torch.cuda.CUDAGraph, and memory that kernels reach by pointers"
@@ -73,6 +74,7 @@ class VllmGuard:
         self._settings, self._builders, self._counts = settings, builders, counts
         self._buffers: Any = None  # the static inputs of the graphs that are captured now
         self._model: Any = None
+        self._readers: dict[int, Any] = {}  # what layers read during a capture, by id of the metadata
         self._is_exact = False  # whether contents can be checked
         self._model_inputs: dict[GraphKey, dict[str, Any]] = {}
 
@@ -86,6 +88,7 @@ class VllmGuard:
             (WRAPPER, self._call),
             (BREAKABLE, self._call),
             (f"{SEGMENTS}.add_eager", self._eager_call),
+            (_CONTEXT, self._context),
         ):
             wrap(target, hook)
 
@@ -94,7 +97,7 @@ class VllmGuard:
     def _capture(
         self, original: Callable[..., Any], manager: Any, create: Any, *args: Any, **kwargs: Any
     ) -> None:
-        guard = self._guard_of(manager.vllm_config)
+        self._guard_of(manager.vllm_config)
 
         def create_forward_fn(desc: Any, warmup: bool) -> Callable[[Any], None]:  # noqa: FBT001  vLLM's own
             forward = create(desc, warmup=warmup)
@@ -107,7 +110,7 @@ class VllmGuard:
                 inputs = {_SLOTS: _slots(built)}
                 if self._buffers is not None:
                     inputs[type(self._buffers).__name__] = self._buffers
-                with guard.capturing(key, _held(built), inputs), self._inputs_of(key):
+                with self._capturing(key, built, inputs), self._inputs_of(key):
                     forward(mode)
 
             return captured
@@ -191,8 +194,13 @@ class VllmGuard:
         inputs = {name: value for name, value in _tensors(args, kwargs)}
         built = self._builders.current()
         if call.graph is None:
-            with guard.capturing(call.key, _held(built), {_INPUTS: inputs, _SLOTS: _slots(built)}):
-                return original(wrapper, *args, **kwargs)
+            with self._capturing(call.key, built, {_INPUTS: inputs, _SLOTS: _slots(built)}):
+                context, metadata = get_forward_context(), get_forward_context().attn_metadata
+                context.attn_metadata = self._read_through(metadata)
+                try:
+                    return original(wrapper, *args, **kwargs)
+                finally:
+                    context.attn_metadata = metadata
         self._check(call.key, inputs, has_contents=True)
         output = original(wrapper, *args, **kwargs)
         is_full = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
@@ -241,6 +249,36 @@ class VllmGuard:
             log_at_exit(self.guard)
         return self.guard
 
+    @contextlib.contextmanager
+    def _capturing(self, key: GraphKey, built: Mapping[str, Built], inputs: dict[str, Any]) -> Iterator[None]:
+        """Watch the capture of a graph.
+
+        An object whose class cannot be changed is read through another one, which notes the reads. Layers
+        find metadata in the forward context, so it is replaced there.
+        """
+        assert self.guard is not None  # noqa: S101  the callers have it
+        held = {name: Held(each.metadata) for name, each in built.items()}
+        with self.guard.capturing(key, held, inputs):
+            self._readers = {id(each.metadata): held[name].metadata for name, each in built.items()}
+            try:
+                yield
+            finally:
+                self._readers = {}
+
+    def _context(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        context = original(*args, **kwargs)
+        if self._readers:
+            context.attn_metadata = self._read_through(context.attn_metadata)
+        return context
+
+    def _read_through(self, metadata: Any) -> Any:
+        """Return metadata by layer, or a list of it for micro-batches, with the objects that note reads."""
+        if isinstance(metadata, list):
+            return [self._read_through(each) for each in metadata]
+        if not isinstance(metadata, dict):
+            return metadata
+        return {layer: self._readers.get(id(each), each) for layer, each in metadata.items()}
+
     def _check(self, key: GraphKey, inputs: dict[str, Any], *, has_contents: bool) -> None:
         """Check the replay of ``key`` that follows."""
         guard = self.guard
@@ -272,10 +310,6 @@ class VllmGuard:
         """Return the tokens of the current step without padding; None if unknown."""
         commons = [each.common for each in self._builders.current().values() if each.common is not None]
         return min((int(common.query_start_loc_cpu[-1]) for common in commons), default=None)
-
-
-def _held(built: Mapping[str, Built]) -> dict[str, Held]:
-    return {name: Held(each.metadata) for name, each in built.items()}
 
 
 def _slots(built: Mapping[str, Built]) -> dict[str, torch.Tensor]:

@@ -1,4 +1,4 @@
-"""`wrap`: calls of a method of vLLM go through a function of ours.
+"""`wrap`: calls of a function or a method of vLLM go through a function of ours.
 
 vLLM has no registry of hooks, and only logs a plugin that fails. So a method is looked up when it is wrapped,
 and a missing one ends the start.
@@ -17,14 +17,14 @@ from graphpact_vllm import installed_release
 
 
 def wrap(target: str, hook: Callable[..., Any]) -> None:
-    """Let each call of a method go through ``hook(original, *args, **kwargs)``.
+    """Let each call of a function or a method go through ``hook(original, *args, **kwargs)``.
 
     Args:
-        target: The dotted path of a method, such as ``vllm.compilation.cuda_graph.CUDAGraphWrapper.__call__``.
+        target: Its dotted path, such as ``vllm.compilation.cuda_graph.CUDAGraphWrapper.__call__``.
         hook: Is called instead; it calls ``original`` or not.
 
     Raises:
-        EngineError: vLLM has no such method.
+        EngineError: vLLM has nothing there.
     """
     parent, _, name = target.rpartition(".")
     try:

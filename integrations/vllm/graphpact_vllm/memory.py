@@ -43,9 +43,7 @@ def declared_memory(model_runner: Any, builders: Builders) -> DeclaredMemory:
     }
     builders_memory = {f"{name} (builder)": builder for name, builder in builders.instances().items()}
     workspaces = names.claim(holders | builders_memory | _scratch())
-    return DeclaredMemory(
-        refreshed=refreshed, caches=caches, workspaces=workspaces, name_of=names.name_of
-    )
+    return DeclaredMemory(refreshed=refreshed, caches=caches, workspaces=workspaces, name_of=names.name_of)
 
 
 def _inputs(model_runner: Any) -> dict[str, Any]:
