@@ -10,9 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 
-def in_child(
-    function: Callable[..., Any], *args: Any, environment: Mapping[str, str], seconds: float
-) -> Any:
+def in_child(function: Callable[..., Any], *args: Any, environment: Mapping[str, str], seconds: float) -> Any:
     """Return what ``function(*args)`` returns in a forked child with other environment variables.
 
     Raises:

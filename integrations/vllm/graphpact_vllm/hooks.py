@@ -31,7 +31,7 @@ def register(settings: Settings) -> None:
         return
     if current_platform.is_cpu():
         # It replaces names of torch and of vLLM that modules below import by name.
-        import vllm.v1.worker.cpu.shm  # noqa: PLC0415  only on a CPU
+        import vllm.v1.worker.cpu.shm  # noqa: F401, PLC0415  for that, and only on a CPU
     from graphpact_vllm.builders import Builders  # noqa: PLC0415  after that
     from graphpact_vllm.guarding import VllmGuard  # noqa: PLC0415
     from graphpact_vllm.steps import StepCounts  # noqa: PLC0415

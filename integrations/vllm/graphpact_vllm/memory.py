@@ -1,7 +1,7 @@
 """`declared_memory`: the memory around the graph that vLLM captures now, by its use, for the tape.
 
-A strict tape refuses a graph that writes other memory, such as weights (GP19). It replays a new graph twice on
-the same inputs, and refuses one whose second result differs (GP18).
+A strict tape refuses a graph that writes other memory, such as weights (GP19). It replays a new graph twice
+on the same inputs, and refuses one whose second result differs (GP18).
 
 Does not: list what graphs only read; that is any memory. Host memory is not listed either: on a CPU vLLM has
 one buffer where a GPU has two.

@@ -9,7 +9,7 @@ Does not: decide where a graph is broken.
 
 import contextlib
 from types import TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
@@ -17,7 +17,7 @@ from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphCapture
 from graphpact_tape import EagerSection, TapeDriver
 
 
-class TapedSegments(BreakableCUDAGraphCapture):  # type: ignore[misc]  # vLLM has no types here
+class TapedSegments(BreakableCUDAGraphCapture):
     """A context that captures its block as one tape, which ``add_eager`` breaks.
 
     Args:
@@ -33,7 +33,7 @@ class TapedSegments(BreakableCUDAGraphCapture):  # type: ignore[misc]  # vLLM ha
         self._section = contextlib.ExitStack()
         self._eager: EagerSection | None = None
 
-    def __enter__(self) -> "TapedSegments":
+    def __enter__(self) -> Self:
         self._capture.enter_context(self._taped.capturing())
         super().__enter__()
         return self

@@ -91,7 +91,7 @@ class StepCounts:
         self, original: Callable[..., Any], manager: Any, create: Any, *args: Any, **kwargs: Any
     ) -> None:
         def create_forward_fn(desc: Any, warmup: bool) -> Callable[[Any], None]:  # noqa: FBT001  vLLM's own
-            forward = create(desc, warmup=warmup)
+            forward: Callable[[Any], None] = create(desc, warmup=warmup)
             if warmup or desc.cg_mode != CUDAGraphMode.FULL:
                 return forward
 

@@ -24,7 +24,7 @@ def let_vllm_use_triton() -> None:
         # Triton read the variable when torch imported it, before vLLM asked for a platform. No kernel is
         # defined yet, so that it can be imported again; its compiled part does not read the variable.
         for name in [*sys.modules]:
-            if name == "triton" or name.startswith("triton.") and not name.startswith("triton._C"):
+            if name == "triton" or (name.startswith("triton.") and not name.startswith("triton._C")):
                 del sys.modules[name]
         os.environ[_VARIABLE] = "1"
     from triton.backends import backends  # noqa: PLC0415  after the variable

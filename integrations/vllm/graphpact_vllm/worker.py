@@ -33,13 +33,15 @@ from graphpact_vllm.segments import TapedSegments
 class TapedModelRunner(CPUModelRunner):
     """The model runner V1, whose model is wrapped as that of GPUs is."""
 
+    model: Any
+
     def load_model(self, load_dummy_weights: bool = False) -> None:  # noqa: FBT001, FBT002  vLLM's own
         """Load the model and wrap it."""
         super().load_model(load_dummy_weights)
         mode = self.compilation_config.cudagraph_mode
         if is_breakable_cudagraph_enabled() and mode != CUDAGraphMode.NONE:
             self.model = _broken(self.model, self.vllm_config)
-            drafter = getattr(self, "drafter", None)
+            drafter: Any = getattr(self, "drafter", None)
             if hasattr(drafter, "model"):
                 drafter.model = _broken(drafter.model, self.vllm_config)
         if mode.has_full_cudagraphs():
@@ -50,7 +52,7 @@ class TapedModelRunner(CPUModelRunner):
         return self.model.unwrap() if hasattr(self.model, "unwrap") else self.model
 
 
-class TapeWorker(cpu_worker.CPUWorker):  # type: ignore[misc]  # vLLM has no types here
+class TapeWorker(cpu_worker.CPUWorker):
     """A worker with graphs on a tape."""
 
     def init_device(self) -> None:
@@ -66,7 +68,8 @@ class TapeWorker(cpu_worker.CPUWorker):  # type: ignore[misc]  # vLLM has no typ
         stand_in_for_cuda_graphs(driver, torch.cpu, memory=self._memory)
         record_launches(lambda: driver.is_capturing)
         GroupCoordinator.graph_capture = _no_streams
-        torch.ops._C.weak_ref_tensor = _itself
+        operators: Any = torch.ops._C  # noqa: SLF001  the name of vLLM's library
+        operators.weak_ref_tensor = _itself
         # The interpreter cannot run vLLM's kernel for it, in which a number of a loop is taken as a tensor.
         topk_topp_sampler.HAS_TRITON = False
         breakable_cudagraph.BreakableCUDAGraphCapture = TapedSegments

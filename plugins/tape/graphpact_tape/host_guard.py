@@ -235,7 +235,7 @@ class Watcher(DispatchMode, abc.ABC):
     def __torch_dispatch__(
         self,
         func: Any,
-        types: Iterable[type],
+        types: Iterable[type[torch.Tensor]],
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:

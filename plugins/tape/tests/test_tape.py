@@ -640,7 +640,7 @@ def test_a_tape_runs_on_any_device() -> None:
 
 
 @pytest.mark.parametrize("strict", [False, True])
-def test_the_data_of_a_parameter_is_read_at_each_replay(strict: bool) -> None:
+def test_the_data_of_a_parameter_is_read_at_each_replay(*, strict: bool) -> None:
     """A region may take ``.data`` of a parameter, whose class torch then passes, and replays read it anew."""
     weight = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     x = torch.arange(3.0)

@@ -17,8 +17,8 @@ os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "1"  # read at the import too; chil
 
 import pytest
 import vllm.v1.engine.llm_engine
-import vllm.v1.worker.cpu_worker
-import vllm.v1.worker.cpu.model_runner  # noqa: F401
+import vllm.v1.worker.cpu.model_runner
+import vllm.v1.worker.cpu_worker  # noqa: F401
 
 os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"
 gc.collect()
@@ -28,6 +28,11 @@ gc.freeze()
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Let a run take more steps."""
     parser.addoption("--steps", type=int, default=100, help="Replays of each right builder.")
+
+
+def pytest_sessionfinish() -> None:
+    """Let the interpreter collect everything at its end; Triton complains of what is left."""
+    gc.unfreeze()
 
 
 @pytest.fixture

@@ -97,7 +97,7 @@ def run_engine(
     if plant is not None:
         plant(engine)
     scheduler = engine.engine.engine_core.engine_core.scheduler
-    scheduler._preempt_request = preempt = Mock(wraps=scheduler._preempt_request)  # noqa: SLF001
+    scheduler._preempt_request = preempt = Mock(wraps=scheduler._preempt_request)
     for _ in range(rounds):
         engine.run(given)
     return Run(
