@@ -4,12 +4,14 @@ VENV   ?= .venv
 PINS   ?= constraints.txt
 BIN    := $(VENV)/bin
 DISTS  := core cli kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins/flashinfer plugins/fa3 plugins/trtllm_mla \
-          plugins/speculative engine conformance museum adapters guard integrations/sglang benchmarks
+          plugins/speculative engine conformance museum adapters guard integrations/sglang integrations/vllm \
+          benchmarks
 CPP    := $(wildcard kernels/graphpact_kernels/compiled/*.cpp kernels/graphpact_kernels/compiled/*.h)
 STAMP  := $(VENV)/.installed
 QUIET  := $$(test -t 1 || echo --quiet)  # pip shows its progress on a terminal
 
-.PHONY: help demo break test test-all bench models peers sglang sglang-smoke sglang-test check docs format clean
+.PHONY: help demo break test test-all bench models peers sglang sglang-smoke sglang-test vllm vllm-smoke \
+        vllm-test check docs format clean
 
 # Times are those of two cores. The first target makes the environment before, about five minutes and 2.5 GB, and
 # the first engine compiles kernels, a minute.
@@ -52,6 +54,14 @@ sglang-smoke: sglang  ## run a few of the tests with the real SGLang; three minu
 sglang-test: sglang   ## run the tests with the real SGLang on a tape; a quarter of an hour
 	cd integrations/sglang/tests/engine && $(abspath $(VENV))-sglang/bin/python -m pytest -q -n 2 --dist loadfile
 
+vllm: $(VENV)-vllm/.installed ## make .venv-vllm, in which vLLM runs on a CPU; a minute and 2.8 GB
+
+vllm-smoke: vllm      ## run a few of the tests with the real vLLM; three minutes
+	cd integrations/vllm/tests/engine && $(abspath $(VENV))-vllm/bin/python -m pytest -q -m smoke
+
+vllm-test: vllm       ## run the tests with the real vLLM on a tape; a quarter of an hour
+	cd integrations/vllm/tests/engine && $(abspath $(VENV))-vllm/bin/python -m pytest -q -n 2 --dist loadfile
+
 check: $(STAMP)       ## lint, format, types, imports, docstrings; some minutes
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -72,7 +82,7 @@ format: $(STAMP)      ## fix what ruff can fix
 	$(BIN)/clang-format -i $(CPP)
 
 clean:                ## forget the environment and every cache
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-sglang build docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-sglang $(VENV)-vllm build docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)-%/.installed: integrations/make_environment.py integrations/%/requirements.txt $(DISTS:%=%/pyproject.toml)
