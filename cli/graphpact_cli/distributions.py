@@ -34,6 +34,7 @@ FIRST_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     "graphpact-adapters": {"adapter": ("sglang", "vllm")},
     "graphpact-guard": {},
     "graphpact-sglang": {"command": ("sglang",), "engine": ("sglang",)},
+    "graphpact-vllm": {"command": ("vllm",), "engine": ("vllm",)},
     "graphpact-bench": {"command": ("bench",)},
 }
 """The distributions of this repository, and the plugins of each by kind."""
