@@ -54,11 +54,16 @@ NEEDS_SGLANG = (  # which its user has, or the extra for the tape
     *("in_process", "job", "live_tokens", "platform", "prefill_contents", "ranks"),
     *("recording", "segments", "start", "steps", "taping"),
 )
+NEEDS_VLLM = (  # the same
+    *("attention", "builders", "cli", "contents", "graphs", "guarding", "hooking", "hooks", "in_process", "job"),
+    *("memory", "platform", "ranks", "segments", "steps", "worker"),
+)
 NEEDS_AN_EXTRA = {
     "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client
     "graphpact-guard": ["graphpact_guard.metrics"],  # prometheus-client
     "graphpact-kernels": ["graphpact_kernels._triton_indices"],  # triton
     "graphpact-sglang": [f"graphpact_sglang.{module}" for module in NEEDS_SGLANG],
+    "graphpact-vllm": [f"graphpact_vllm.{module}" for module in NEEDS_VLLM],
 }
 COMMAND = """
 import sys
