@@ -51,7 +51,7 @@ class PagedMetadata:
     causal: bool
 
 
-class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ignore[misc]  # vLLM has no types here
+class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
     """Takes the metadata of a step from what vLLM gives to all builders."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.ALWAYS
@@ -89,7 +89,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):  # type: ig
         )
 
 
-class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]  # vLLM has no types here
+class PagedImpl(AttentionImpl[PagedMetadata]):
     """The attention of one layer.
 
     Args:
@@ -159,7 +159,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]  # vLLM has
         output_scale: torch.Tensor | None = None,
         output_block_scale: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Attend to the cache, and write the result to ``output``; without metadata do nothing, as in a warm-up.
+        """Attend to the cache, and write the result to ``output``. A warm-up has no metadata.
 
         Args:
             layer: The layer.
@@ -195,7 +195,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):  # type: ignore[misc]  # vLLM has
         return slots[..., : self.head_size], slots[..., self.head_size :]
 
 
-class PagedBackend(AttentionBackend):  # type: ignore[misc]  # vLLM has no types here
+class PagedBackend(AttentionBackend):
     """Attention over vLLM's block table, with FlashAttention's arguments."""
 
     forward_includes_kv_cache_update = False

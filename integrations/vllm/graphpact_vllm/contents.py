@@ -148,7 +148,7 @@ def _slots(rows: StepRows, owner: str, field: str, memory: torch.Tensor) -> Iter
 
 
 def _pages(rows: StepRows, owner: str, field: str, memory: torch.Tensor) -> Iterator[Expected]:
-    if not rows.page_size or memory.dim() != 2 or len(memory) < rows.live:  # noqa: PLR2004
+    if not rows.page_size or memory.dim() != 2 or len(memory) < rows.live:
         return
     actual = memory[: rows.live]
     expected = actual.clone()

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 from vllm.config import CUDAGraphMode
-from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from vllm.forward_context import get_forward_context, override_forward_context, set_forward_context
+from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 from graphpact_guard import GraphKey, Guard, Settings, log_at_exit
 from graphpact_vllm import installed_release
@@ -100,7 +100,7 @@ class VllmGuard:
         self._guard_of(manager.vllm_config)
 
         def create_forward_fn(desc: Any, warmup: bool) -> Callable[[Any], None]:  # noqa: FBT001  vLLM's own
-            forward = create(desc, warmup=warmup)
+            forward: Callable[[Any], None] = create(desc, warmup=warmup)
             if warmup or desc.cg_mode != CUDAGraphMode.FULL:
                 return forward
             key = key_of(manager, desc)
@@ -160,11 +160,9 @@ class VllmGuard:
         output = original(manager, desc)
         key = key_of(manager, desc)
         inputs = self._model_inputs.get(key)
-        if self.guard is None or inputs is None or not self.guard.is_verify_due(key):
+        if inputs is None or not self._is_verify_due(key):
             return output
         built = self._builders.current()
-        if any(each.is_recurrent for each in built.values()):
-            return output
 
         def eager() -> Any:
             layers = {layer: each for each in built.values() for layer in each.layers}
@@ -190,8 +188,8 @@ class VllmGuard:
         call = call_of(wrapper)
         if call is None:
             return original(wrapper, *args, **kwargs)
-        guard = self._guard_of(wrapper.vllm_config)
-        inputs = {name: value for name, value in _tensors(args, kwargs)}
+        self._guard_of(wrapper.vllm_config)
+        inputs = dict(_tensors(args, kwargs))
         built = self._builders.current()
         if call.graph is None:
             with self._capturing(call.key, built, {_INPUTS: inputs, _SLOTS: _slots(built)}):
@@ -204,16 +202,15 @@ class VllmGuard:
         self._check(call.key, inputs, has_contents=True)
         output = original(wrapper, *args, **kwargs)
         is_full = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
-        if is_full and guard.is_verify_due(call.key):
-            if not any(each.is_recurrent for each in built.values()):
-                context = copy.copy(get_forward_context())
-                context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+        if is_full and self._is_verify_due(call.key):
+            context = copy.copy(get_forward_context())
+            context.cudagraph_runtime_mode = CUDAGraphMode.NONE
 
-                def eager() -> Any:
-                    with override_forward_context(context):
-                        return wrapper.runnable(*args, **kwargs)
+            def eager() -> Any:
+                with override_forward_context(context):
+                    return wrapper.runnable(*args, **kwargs)
 
-                self._verify(call.key, output, eager)
+            self._verify(call.key, output, eager)
         return output
 
     def _eager_call(self, original: Callable[..., Any], capture: Any, fn: Callable[[], Any]) -> Any:
@@ -293,6 +290,12 @@ class VllmGuard:
             expected = [*expected_of(built, guard.records[key].leaves())]
             if expected:
                 guard.check_contents(key, expected)
+
+    def _is_verify_due(self, key: GraphKey) -> bool:
+        """Return whether the last replay of ``key`` is compared; an eager run advances recurrent state."""
+        if self.guard is None or not self.guard.is_verify_due(key):
+            return False
+        return not any(each.is_recurrent for each in self._builders.current().values())
 
     def _verify(self, key: GraphKey, output: Any, eager: Callable[[], Any]) -> None:
         """Compare the output of a replay with that of an eager run on the same inputs."""

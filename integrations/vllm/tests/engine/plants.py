@@ -5,8 +5,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 from vllm.v1.attention.backend import AttentionCGSupport
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
 from graphpact_vllm.attention import PagedBackend, PagedImpl, PagedMetadata, PagedMetadataBuilder
 
@@ -87,7 +87,7 @@ class BakedImpl(PagedImpl):
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Attend."""
-        metadata = kwargs.get("attn_metadata", args[5] if len(args) > 5 else None)  # noqa: PLR2004
+        metadata = kwargs.get("attn_metadata", args[5] if len(args) > 5 else None)
         output = super().forward(*args, **kwargs)
         return output if metadata is None else output.mul_(1 + 1 / max(metadata.num_keys, 1))
 
@@ -104,4 +104,4 @@ def use(builder: type, impl: type = PagedImpl) -> Callable[[], None]:
 
 def declare_cpu_attention() -> None:
     """Declare that vLLM's own backend for CPUs supports graphs, against its own word."""
-    CPUAttentionMetadataBuilder._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH  # noqa: SLF001
+    CPUAttentionMetadataBuilder._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH

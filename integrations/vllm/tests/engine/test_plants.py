@@ -48,7 +48,7 @@ def test_a_builder_with_a_fault_is_named_at_its_first_replay(
 
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_the_backend_for_cpus_is_no_backend_for_graphs(right: Run, runner: int) -> None:
-    """vLLM's own backend, declared to support graphs, is named by its field in the first replay."""
+    """VLLM's own backend, declared to support graphs, is named by its field in the first replay."""
     run = run_in_child(WORDS, before=declare_cpu_attention, runner=runner, attention_backend="CPU_ATTN")
     assert ("GP01", "CPUAttentionMetadataBuilder", "metadata.scheduler_metadata") in _named(run)
     assert run.tokens != right.tokens
