@@ -9,6 +9,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
 from graphpact_vllm.attention import PagedBackend, PagedImpl, PagedMetadata, PagedMetadataBuilder
+from graphpact_vllm.in_process import InProcessEngine
 
 
 class Rebound(PagedMetadataBuilder):
@@ -105,3 +106,77 @@ def use(builder: type, impl: type = PagedImpl) -> Callable[[], None]:
 def declare_cpu_attention() -> None:
     """Declare that vLLM's own backend for CPUs supports graphs, against its own word."""
     CPUAttentionMetadataBuilder._cudagraph_support = AttentionCGSupport.UNIFORM_BATCH
+
+
+# -- faults of the engine, as they were reported ------------------------------------------------------
+
+
+@dataclasses.dataclass
+class SplitMetadata(PagedMetadata):
+    """Metadata with the numbers of decodes and prefills, as most backends have.
+
+    Args:
+        num_decodes: Requests past their prompts.
+        num_prefills: Requests with prompt tokens in the step.
+    """
+
+    num_decodes: int
+    num_prefills: int
+
+
+class Split(PagedMetadataBuilder):
+    """Splits a batch into decodes and prefills by what vLLM says of each request."""
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, **kwargs: Any) -> SplitMetadata:
+        """Return the metadata of a step."""
+        metadata = super().build(common_prefix_len, common_attn_metadata, **kwargs)
+        prefills = int(common_attn_metadata.is_prefilling.sum())
+        decodes = common_attn_metadata.num_reqs - prefills
+        return SplitMetadata(**vars(metadata), num_decodes=decodes, num_prefills=prefills)
+
+
+class SplitImpl(PagedImpl):
+    """Takes another kernel for prefills."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Attend, and read which kernel is taken."""
+        metadata = args[5]
+        output = super().forward(*args, **kwargs)
+        return output.mul_(1) if metadata is not None and metadata.num_prefills else output
+
+
+def take_prompts_as_decodes() -> None:
+    """Take a prompt that is as long as a request with its drafts as a decode."""
+    from vllm.v1.worker.gpu import model_runner
+
+    right = model_runner.get_uniform_decode_token_count
+    model_runner.get_uniform_decode_token_count = lambda *args: right(*args[:3], True)  # noqa: FBT003
+    use(Split, SplitImpl)()
+
+
+def keep_host_lengths(engine: InProcessEngine) -> None:
+    """Leave the lengths on the host behind the live requests as an earlier step had them."""
+    runner = engine.model_runner
+    before = torch.zeros(64, dtype=torch.int32)
+
+    def stale(lengths: torch.Tensor, live: int) -> None:
+        lengths[live:] = before[live : len(lengths)]
+        before[: len(lengths)] = lengths
+
+    if hasattr(runner, "optimistic_seq_lens_cpu"):  # V1
+        build = runner._build_attention_metadata  # noqa: SLF001
+
+        def built(*args: Any, num_reqs: int, **kwargs: Any) -> Any:
+            stale(runner.optimistic_seq_lens_cpu, num_reqs)
+            return build(*args, num_reqs=num_reqs, **kwargs)
+
+        runner._build_attention_metadata = built  # noqa: SLF001
+        return
+    prepare = runner.prepare_inputs
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        batch = prepare(*args, **kwargs)
+        stale(batch.seq_lens_cpu_upper_bound, batch.num_reqs)
+        return batch
+
+    runner.prepare_inputs = prepared

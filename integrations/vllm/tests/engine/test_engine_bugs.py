@@ -1,0 +1,47 @@
+"""Public faults of engines, planted in the real vLLM: the guard names them, and is silent without them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from engines import requests, run_in_child
+from plants import Split, SplitImpl, keep_host_lengths, take_prompts_as_decodes, use
+
+WORDS = "tape,guard,contents:1"
+DRAFTS: dict[str, Any] = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    },
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [4, 8, 16, 32],
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("before", "is_named"),
+    [(take_prompts_as_decodes, True), (use(Split, SplitImpl), False)],
+    ids=["planted", "right"],
+)
+def test_a_prompt_of_the_width_of_drafts_is_no_decode(before: Callable[[], None], is_named: bool) -> None:
+    """A prompt of as many tokens as a request with drafts must not replay the graph of decodes."""
+    given = requests(["abab", "x = 1", "a a "], 8, every=3)
+    run = run_in_child(WORDS, given, before=before, **DRAFTS)
+    named = ("GP08", "Split", "metadata.num_prefills") in {fault[:3] for fault in run.faults}
+    assert named is is_named
+    assert is_named or run.faults == []
+    assert run.replays() > 2
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+@pytest.mark.parametrize("plant", [keep_host_lengths, None], ids=["planted", "right"])
+def test_lengths_on_the_host_are_reset_behind_the_live_requests(runner: int, plant: Any) -> None:
+    """A plan for padding rows is made of lengths on the host, which an earlier step may have left."""
+    run = run_in_child(WORDS, plant=plant, runner=runner)
+    found = {fault[:3] for fault in run.faults}
+    assert found == ({("GP03", "CommonAttentionMetadata", "seq_lens_cpu_upper_bound")} if plant else set())
