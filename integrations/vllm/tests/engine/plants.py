@@ -164,13 +164,13 @@ def keep_host_lengths(engine: InProcessEngine) -> None:
         before[: len(lengths)] = lengths
 
     if hasattr(runner, "optimistic_seq_lens_cpu"):  # V1
-        build = runner._build_attention_metadata  # noqa: SLF001
+        build = runner._build_attention_metadata
 
         def built(*args: Any, num_reqs: int, **kwargs: Any) -> Any:
             stale(runner.optimistic_seq_lens_cpu, num_reqs)
             return build(*args, num_reqs=num_reqs, **kwargs)
 
-        runner._build_attention_metadata = built  # noqa: SLF001
+        runner._build_attention_metadata = built
         return
     prepare = runner.prepare_inputs
 
