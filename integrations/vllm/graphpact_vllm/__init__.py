@@ -101,7 +101,6 @@ def _require_supported(settings: "Settings") -> None:
     for word, is_asked, instead in (
         ("start", settings.start, "write verify:N: it compares steps of the real load"),
         ("record", settings.record, "leave it out"),
-        ("eager", settings.on_fault == "eager", "write raise or log"),
     ):
         if is_asked:
             raise ConfigError(f"GRAPHPACT asks for {word}, which the guard in vLLM does not do", hint=instead)

@@ -8,12 +8,14 @@
 Does not: watch a capture or a replay.
 """
 
+import functools
+import itertools
 import weakref
 from typing import Any, NamedTuple
 
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import get_forward_context, is_forward_context_available
+from vllm.forward_context import BatchDescriptor, get_forward_context, is_forward_context_available
 
 from graphpact_guard import GraphKey
 
@@ -70,26 +72,29 @@ def call_of(wrapper: Any) -> GraphCall | None:
 def _numbered(holder: Any) -> str:
     """Return the class of an object that captures graphs, with a number from the second one on."""
     kind = type(holder)
-    if holder not in _NUMBERS:
-        _NUMBERS[holder] = sum(type(each) is kind for each in _NUMBERS)
-    number = _NUMBERS[holder]
+    number = _NUMBERS.get(holder)
+    if number is None:
+        used = {its for each, its in _NUMBERS.items() if type(each) is kind}
+        number = _NUMBERS[holder] = next(free for free in itertools.count() if free not in used)
     return f"{kind.__name__}[{number}]" if number else kind.__name__
 
 
+@functools.lru_cache(maxsize=1024)
 def _shape(desc: Any) -> str:
-    """Return the shape of a graph: ``8``, or ``8 tokens, 4 requests``."""
-    requests = getattr(desc, "num_reqs", None)
+    """Return the shape of a graph: ``8``, or ``8 tokens, 4 requests``.
+
+    Args:
+        desc: A ``BatchExecutionDescriptor`` of model runner V2, or a ``BatchDescriptor``.
+    """
     parts = [f"{desc.num_tokens}"]
-    if requests is not None and requests != desc.num_tokens:
-        parts = [f"{desc.num_tokens} tokens", f"{requests} requests"]
-    if requests is not None and not (getattr(desc, "uniform_token_count", None) or _is_uniform(desc)):
-        parts.append("mixed")
+    if desc.num_reqs is not None:
+        is_uniform = desc.uniform if isinstance(desc, BatchDescriptor) else desc.uniform_token_count
+        if desc.num_reqs != desc.num_tokens:
+            parts = [f"{desc.num_tokens} tokens", f"{desc.num_reqs} requests"]
+        if not is_uniform:
+            parts.append("mixed")
     for name, what in (("num_active_loras", "LoRAs"), ("num_ubatches", "micro-batches")):
         count = getattr(desc, name, 0)
         if count > (name == "num_ubatches"):
             parts.append(f"{count} {what}")
     return ", ".join(parts)
-
-
-def _is_uniform(desc: Any) -> bool:
-    return bool(getattr(desc, "uniform", False))

@@ -17,7 +17,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, override_forward_context, set_forward_context
 from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
-from graphpact_guard import GraphKey, Guard, Settings, log_at_exit
+from graphpact_guard import GraphKey, Guard, RankAgreement, Settings, log_at_exit
 from graphpact_vllm import installed_release
 from graphpact_vllm.builders import Builders, Built
 from graphpact_vllm.contents import expected_of, has_exact_lengths
@@ -33,7 +33,7 @@ from graphpact_vllm.graphs import (
     key_of,
 )
 from graphpact_vllm.hooking import wrap
-from graphpact_vllm.ranks import rank_name, rank_of_all
+from graphpact_vllm.ranks import agreement_of_ranks, rank_name, rank_of_all
 from graphpact_vllm.steps import StepCounts
 
 METADATA = ("metadata",)
@@ -76,6 +76,8 @@ class VllmGuard:
         self._model: Any = None
         self._readers: dict[int, Any] = {}  # what layers read during a capture, by id of the metadata
         self._is_exact = False  # whether contents can be checked
+        # Keeps refused graphs equal on all ranks; None if none is refused.
+        self._agreement: RankAgreement | None = None
         self._model_inputs: dict[GraphKey, dict[str, Any]] = {}
 
     def register(self) -> None:
@@ -157,15 +159,13 @@ class VllmGuard:
         return original(manager, desc)
 
     def _model_replay(self, original: Callable[..., Any], manager: Any, desc: Any) -> Any:
-        output = original(manager, desc)
         key = key_of(manager, desc)
         inputs = self._model_inputs.get(key)
-        if inputs is None or not self._is_verify_due(key):
-            return output
-        built = self._builders.current()
+        if inputs is None:  # captured before the guard was there
+            return original(manager, desc)
 
         def eager() -> Any:
-            layers = {layer: each for each in built.values() for layer in each.layers}
+            layers = {layer: each for each in self._builders.current().values() for layer in each.layers}
             with set_forward_context(
                 {layer: each.metadata for layer, each in layers.items()},
                 manager.vllm_config,
@@ -179,7 +179,11 @@ class VllmGuard:
             ):
                 return self._model(**inputs)
 
-        self._verify(key, output, eager)
+        if self._is_refused(key):
+            return self._in_place_of_a_replay(eager)
+        output = original(manager, desc)
+        if self._is_verify_due(key):
+            self._verify(key, output, eager)
         return output
 
     # -- wrappers of a model or of its pieces ----------------------------------------------------
@@ -199,17 +203,19 @@ class VllmGuard:
                     return original(wrapper, *args, **kwargs)
                 finally:
                     context.attn_metadata = metadata
+
+        def eager() -> Any:
+            context = copy.copy(get_forward_context())
+            context.cudagraph_runtime_mode = CUDAGraphMode.NONE
+            with override_forward_context(context):
+                return wrapper.runnable(*args, **kwargs)
+
+        if self._is_refused(call.key):
+            return self._in_place_of_a_replay(eager)
         self._check(call.key, inputs, has_contents=True)
         output = original(wrapper, *args, **kwargs)
         is_full = get_forward_context().cudagraph_runtime_mode == CUDAGraphMode.FULL
         if is_full and self._is_verify_due(call.key):
-            context = copy.copy(get_forward_context())
-            context.cudagraph_runtime_mode = CUDAGraphMode.NONE
-
-            def eager() -> Any:
-                with override_forward_context(context):
-                    return wrapper.runnable(*args, **kwargs)
-
             self._verify(call.key, output, eager)
         return output
 
@@ -243,6 +249,8 @@ class VllmGuard:
                 rank=rank_name(vllm_config),
             )
             self._is_exact = has_exact_lengths(vllm_config)
+            if self._settings.on_fault == "eager":
+                self._agreement = agreement_of_ranks(vllm_config)
             log_at_exit(self.guard)
         return self.guard
 
@@ -290,6 +298,17 @@ class VllmGuard:
             expected = [*expected_of(built, guard.records[key].leaves())]
             if expected:
                 guard.check_contents(key, expected)
+
+    def _is_refused(self, key: GraphKey) -> bool:
+        """Return whether a rank refused the graph after a fault; all ranks ask in each of their replays."""
+        if self._agreement is None or self.guard is None:
+            return False
+        self.guard.refused = self._agreement.update(self.guard.refused)
+        return key in self.guard.refused
+
+    def _in_place_of_a_replay(self, eager: Callable[[], Any]) -> Any:
+        with self._counts.because("the guard refused the graph after a fault"):
+            return eager()
 
     def _is_verify_due(self, key: GraphKey) -> bool:
         """Return whether the last replay of ``key`` is compared; an eager run advances recurrent state."""

@@ -55,6 +55,7 @@ class StepCounts:
         self.eager: Counter[tuple[str, str]] = Counter()
         self.is_serving = False
         self._builders = builders
+        self._reason: str | None = None
 
     def register(self) -> None:
         """Count captures and replays from now on."""
@@ -77,6 +78,15 @@ class StepCounts:
             yield
         finally:
             self.is_serving = before
+
+    @contextlib.contextmanager
+    def because(self, reason: str) -> Iterator[None]:
+        """Give the reason of an eager step in the context."""
+        self._reason = reason
+        try:
+            yield
+        finally:
+            self._reason = None
 
     def summary(self) -> dict[str, Any]:
         """Return the counts, ready for JSON."""
@@ -147,7 +157,8 @@ class StepCounts:
             return
         ids = kwargs.get("input_ids")
         tokens = len(ids if ids is not None else kwargs["positions"])
-        self.eager["mixed" if _has_prefill(self._builders) else "decode", _reason(model_runner, tokens)] += 1
+        kind = "mixed" if _has_prefill(self._builders) else "decode"
+        self.eager[kind, self._reason or _reason(model_runner, tokens)] += 1
 
 
 def _has_prefill(builders: Builders) -> bool:

@@ -43,7 +43,6 @@ def add_sum(numbers, BLOCK: tl.constexpr):
     [
         ("guard,start", "GRAPHPACT asks for start, which", "write verify:N"),
         ("record:steps.jsonl", "GRAPHPACT asks for record, which", "leave it out"),
-        ("tape,guard,eager", "GRAPHPACT asks for eager, which", "write raise or log"),
     ],
 )
 def test_words_that_the_guard_in_vllm_does_not_serve_end_the_process(

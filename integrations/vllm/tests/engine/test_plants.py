@@ -52,3 +52,13 @@ def test_the_backend_for_cpus_is_no_backend_for_graphs(right: Run, runner: int) 
     run = run_in_child(WORDS, before=declare_cpu_attention, runner=runner, attention_backend="CPU_ATTN")
     assert ("GP01", "CPUAttentionMetadataBuilder", "metadata.scheduler_metadata") in _named(run)
     assert run.tokens != right.tokens
+
+
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_a_refused_shape_runs_eagerly_from_then_on(right: Run, runner: int) -> None:
+    """With ``eager``, only the first replay of each graph is wrong; later steps of its shape run eagerly."""
+    run = run_in_child("tape,guard,contents:1,eager", before=use(Rebound), rounds=2, runner=runner)
+    assert run.tokens == right.tokens  # those of the second round
+    assert max(graph["replays"] for graph in run.state["guard"]["graphs"].values()) == 1
+    reasons = {each["reason"]: each["steps"] for each in run.state["steps"]["eager"]}
+    assert reasons["the guard refused the graph after a fault"] > 20
