@@ -63,6 +63,7 @@ class Guard:
         self.recording = None if settings.record is None else StepRecording(settings.record, rank)
         self._metadata, self._limits, self._unseen = metadata, limits, unseen
         self._prepared: dict[str, object] = {}
+        self._passed: dict[str, object] = {}
         self._watch: ReadWatch | None = None
 
     # -- capture ---------------------------------------------------------------------------------
@@ -152,8 +153,6 @@ class Guard:
     def prepared(self, owner: str, metadata: object, name: str | None = None) -> None:
         """Note the metadata that ``owner`` made for the next replay, if it made a new object; None if not.
 
-        Static inputs that an engine passes anew are noted by their own name.
-
         Args:
             owner: Whose metadata it is.
             metadata: The new object, or None.
@@ -165,6 +164,10 @@ class Guard:
         else:
             self._prepared.pop(path, None)
 
+    def passed(self, name: str, inputs: object) -> None:
+        """Note static inputs that the engine passes anew in the next replay, by the name of the capture's."""
+        self._passed[name] = inputs
+
     def replaying(self, key: GraphKey) -> None:
         """Check the replay of ``key`` that follows.
 
@@ -173,10 +176,11 @@ class Guard:
         """
         record = self.records.get(key)
         prepared, self._prepared = self._prepared, {}
+        passed, self._passed = self._passed, {}
         if record is None:  # captured before the guard was there
             return
         record.replays += 1
-        for fault in record.faults(prepared):
+        for fault in record.faults(prepared, passed):
             self.report(fault)
 
     def is_contents_due(self, key: GraphKey, *, ahead: bool = False) -> bool:

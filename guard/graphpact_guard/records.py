@@ -118,18 +118,18 @@ class GraphRecord:
         self._pact = Pact(self.key, roots)
         self._captured = {part.path: part.value for part in self.parts}
 
-    def faults(self, prepared: Mapping[str, object]) -> Iterator[ReplayFault]:
+    def faults(self, prepared: Mapping[str, object], passed: Mapping[str, object]) -> Iterator[ReplayFault]:
         """Yield the disagreements of a replay: one compiled comparison, unless it fails.
 
         Args:
-            prepared: What the replay has in the place of captured objects, where it has others: metadata by
-                owner or by path, static inputs by path.
+            prepared: New metadata of the replay, where an owner made a new object, by owner or by path.
+            passed: Static inputs that the engine passes anew, by name.
         """
         if not self._pact.keeps(self._captured):
             for part in self.parts:
                 yield from part.faults(self.key, part.value)
-        for part in self.parts if prepared else ():
-            made = prepared.get(part.path, prepared.get(part.owner) if part.name else None)
+        for part in self.parts if prepared or passed else ():
+            made = prepared.get(part.path, prepared.get(part.owner)) if part.name else passed.get(part.path)
             if made is not None and made is not part.value and not part.pact.keeps({part.path: made}):
                 yield from part.faults(self.key, made)
 

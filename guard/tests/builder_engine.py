@@ -132,12 +132,18 @@ class BuilderEngine:
         metadata = {layer: builder.build_for_capture(common) for layer, builder in self.builders.items()}
         held = {layer: Held(each) for layer, each in metadata.items()}
         with (
-            self.guard.capturing(self.key(desc), held, {"Inputs": self.inputs}),
+            self.guard.capturing(
+                self.key(desc), held, {"Inputs": self.inputs, "model inputs": self.model_inputs(desc)}
+            ),
             self._forward_context(metadata),
             self._driver.capturing() as capture,
         ):
             capture.outputs = self._forward(self.inputs.q[: desc.num_tokens])
         self._graphs[desc] = capture.graph
+
+    def model_inputs(self, desc: BatchDescriptor) -> dict[str, torch.Tensor]:
+        """Return the arguments of the model: views of the static inputs."""
+        return {"q": self.inputs.q[: desc.num_tokens]}
 
     @staticmethod
     def key(desc: BatchDescriptor) -> GraphKey:
@@ -155,6 +161,7 @@ class BuilderEngine:
         common = CommonMetadata(padded, int(padded.max()))
         for layer, builder in self.builders.items():
             self.guard.prepared(layer, builder.build(common), "metadata")
+        self.guard.passed("model inputs", self.model_inputs(desc))
         self.guard.replaying(self.key(desc))
         self._graphs[desc].replay()
         out: torch.Tensor = self._graphs[desc].outputs[: len(q)]

@@ -103,3 +103,16 @@ def test_a_wrong_builder_is_named_at_its_first_replay(
     assert (rule, field) in {(fault["rule"], fault["field"]) for fault in faults}
     assert {fault["owner"] for fault in faults} == {"second"}
     assert {fault["graph"] for fault in faults} == {"CudaGraphManager[2]", "CudaGraphManager[4]"}
+
+
+def test_a_static_input_that_is_passed_anew_is_named() -> None:
+    """An argument of the model is the captured tensor in every replay; another one is named with its path."""
+    guard = _guard()
+    engine = BuilderEngine({"first": Builder(4)}, guard)
+    q, lengths = torch.ones(2), torch.tensor([3, 5])
+    engine.step(q, lengths)
+    assert guard.log.summary()["faults"] == []
+    engine.model_inputs = lambda desc: {"q": engine.inputs.q[: desc.num_tokens] + 1}  # type: ignore[method-assign]
+    engine.step(q, lengths)
+    (fault,) = guard.log.summary()["faults"]
+    assert (fault["rule"], fault["owner"], fault["field"]) == ("GP01", "model inputs", "model inputs['q']")

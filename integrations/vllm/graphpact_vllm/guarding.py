@@ -291,8 +291,9 @@ class VllmGuard:
         built = self._builders.current()
         for name, each in built.items():
             guard.prepared(name, each.metadata, "metadata")
-        guard.prepared(_SLOTS, _slots(built))
-        guard.prepared(_INPUTS, inputs or None)
+        guard.passed(_SLOTS, _slots(built))
+        if inputs:
+            guard.passed(_INPUTS, inputs)
         guard.replaying(key)
         if has_contents and self._is_exact and guard.is_contents_due(key):
             expected = [*expected_of(built, guard.records[key].leaves())]
