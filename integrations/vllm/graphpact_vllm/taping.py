@@ -12,6 +12,19 @@ from types import SimpleNamespace
 _VARIABLE = "TRITON_INTERPRET"
 
 
+class _CpuDriver:
+    """A driver of Triton without a compiler: vLLM asks which one is active, and what it compiles for."""
+
+    @staticmethod
+    def is_active() -> bool:
+        """Return True."""
+        return True
+
+    def get_current_target(self) -> SimpleNamespace:
+        """Return the target, whose name vLLM takes as the name of the device in torch."""
+        return SimpleNamespace(backend="cpu", arch="interpreter", warp_size=1)
+
+
 def let_vllm_use_triton() -> None:
     """Let vLLM find Triton, whose interpreter runs its kernels.
 
@@ -29,4 +42,4 @@ def let_vllm_use_triton() -> None:
         os.environ[_VARIABLE] = "1"
     from triton.backends import backends  # noqa: PLC0415  after the variable
 
-    backends.setdefault("cpu", SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True)))
+    backends.setdefault("cpu", SimpleNamespace(driver=_CpuDriver))
