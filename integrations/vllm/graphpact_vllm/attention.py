@@ -145,7 +145,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
     ) -> None:
         """Write keys and values of the new tokens to their KV slots."""
         del layer
-        _write(key, value, *self._slots(kv_cache), slot_mapping)
+        write_slots(key, value, *self._slots(kv_cache), slot_mapping)
 
     def forward(
         self,
@@ -252,7 +252,7 @@ def _write_slots(
     v_cache[slots] = value[:tokens][is_live]
 
 
-_write = define_kernel(
+write_slots = define_kernel(
     "write_slots(Tensor key, Tensor value, Tensor(a!) k_cache, Tensor(b!) v_cache, Tensor slot_mapping)"
     " -> ()",
     _write_slots,

@@ -41,12 +41,12 @@ class TapePlatform(CpuPlatform):
         """Return the path of the backend that was chosen; without a choice, of one that can be recorded."""
         from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415  as above
 
-        if selected_backend is not None:
-            path: str = selected_backend.get_path()
-            return path
-        if attn_selector_config.use_mla or attn_selector_config.use_sparse:
+        ours = AttentionBackendEnum[ATTENTION_BACKEND]
+        if attn_selector_config.use_sparse:
             return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
-        return str(AttentionBackendEnum[ATTENTION_BACKEND].get_path())
+        if attn_selector_config.use_mla and selected_backend in (None, ours):
+            return "graphpact_vllm.latents.LatentBackend"
+        return str((selected_backend or ours).get_path())
 
     @classmethod
     def opaque_attention_op(cls) -> bool:
