@@ -15,6 +15,8 @@
     segments       vLLM's breakable graphs on a tape
     memory         what a graph may write, for the strict tape
     attention      an attention backend that runs on a CPU and can be recorded
+    latents        the same for latents (MLA)
+    in_process     vLLM's engine in this process, driven step by step
     offer          vLLM for commands that start an engine
 
 vLLM calls `platform_class` and `register` by its entry points, in each of its processes, sometimes twice.
