@@ -55,19 +55,8 @@ NEEDS_SGLANG = (  # which its user has, or the extra for the tape
     *("recording", "segments", "start", "steps", "taping"),
 )
 NEEDS_VLLM = (  # the same
-    *(
-        "attention",
-        "builders",
-        "cli",
-        "contents",
-        "graphs",
-        "guarding",
-        "hooking",
-        "hooks",
-        "in_process",
-        "job",
-    ),
-    *("memory", "platform", "ranks", "segments", "steps", "worker"),
+    *("attention", "builders", "cli", "contents", "graphs", "guarding", "hooking", "hooks", "in_process"),
+    *("job", "latents", "memory", "platform", "ranks", "registering", "segments", "steps", "worker"),
 )
 NEEDS_AN_EXTRA = {
     "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client

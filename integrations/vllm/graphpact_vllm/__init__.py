@@ -17,6 +17,7 @@
     attention      an attention backend that runs on a CPU and can be recorded
     latents        the same for latents (MLA)
     in_process     vLLM's engine in this process, driven step by step
+    registering    the same in vLLM's registry, in each process
     offer          vLLM for commands that start an engine
 
 vLLM calls `platform_class` and `register` by its entry points, in each of its processes, sometimes twice.

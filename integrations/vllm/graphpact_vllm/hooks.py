@@ -8,7 +8,6 @@ from typing import Any
 from vllm.platforms import current_platform
 
 from graphpact_guard import Settings
-from graphpact_vllm import ATTENTION_BACKEND
 
 
 class InProcess:
@@ -44,9 +43,9 @@ def register(settings: Settings) -> None:
         InProcess.guard = VllmGuard(settings, builders, counts)
         InProcess.guard.register()
     if settings.tape is not None:
-        from vllm.v1.attention.backends.registry import register_backend  # noqa: PLC0415  only on the tape
+        from graphpact_vllm.registering import attention_backend  # noqa: PLC0415  only on the tape
 
-        register_backend(ATTENTION_BACKEND, "graphpact_vllm.attention.PagedBackend")
+        attention_backend()
 
 
 def state() -> dict[str, Any]:
