@@ -26,14 +26,14 @@ from graphpact_vllm.attention import write_slots
 
 
 @dataclass
-class LatentMetadata(MLACommonMetadata[MLACommonDecodeMetadata]):  # type: ignore[misc]  # vLLM has no types here
+class LatentMetadata(MLACommonMetadata[MLACommonDecodeMetadata]):
     """vLLM's metadata for latents."""
 
     def __post_init__(self) -> None:
         """Take latents of every width; vLLM's own class takes those of its kernels."""
 
 
-class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: ignore[misc]  # as above
+class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):
     """vLLM's builder, whose metadata has views of vLLM's own tensors only."""
 
     _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
@@ -45,7 +45,7 @@ class LatentMetadataBuilder(MLACommonMetadataBuilder[LatentMetadata]):  # type: 
         super().__init__(kv_cache_spec, layer_names, vllm_config, device, LatentMetadata)
 
 
-class LatentImpl(CPUMLAImpl):  # type: ignore[misc]  # as above
+class LatentImpl(CPUMLAImpl):
     """The attention of one layer over latents."""
 
     def forward_mqa(
@@ -107,7 +107,7 @@ class LatentImpl(CPUMLAImpl):  # type: ignore[misc]  # as above
             write_slots(kv_c_normed, k_pe.squeeze(1), slots[:, :rank], slots[:, rank:], slot_mapping)
 
 
-class LatentBackend(CPUMLABackend):  # type: ignore[misc]  # as above
+class LatentBackend(CPUMLABackend):
     """Attention over vLLM's block table of latents."""
 
     @classmethod
