@@ -6,6 +6,7 @@
     reads        which attributes a captured region reads
     contents     what must be in the memory that a graph reads, and what a replay gives
     recording    the steps of an engine in a file
+    counts       how often each graph was replayed
     faults       faults, each reported once
     agreement    the graphs that all ranks refuse alike
     closing      what a guard has seen, when its process ends
@@ -17,6 +18,7 @@ Does not: import an engine; its integration does.
 from graphpact_guard.agreement import RankAgreement
 from graphpact_guard.closing import log_at_exit
 from graphpact_guard.contents import Expected
+from graphpact_guard.counts import GraphCounts, summary_of_steps
 from graphpact_guard.faults import FaultLog, GraphKey, ReplayFault
 from graphpact_guard.guard import Guard, GuardError
 from graphpact_guard.reads import ReadWatch
@@ -27,6 +29,7 @@ from graphpact_guard.settings import Ignored, Settings
 __all__ = [
     "Expected",
     "FaultLog",
+    "GraphCounts",
     "GraphKey",
     "GraphRecord",
     "Guard",
@@ -38,4 +41,5 @@ __all__ = [
     "Settings",
     "StepRecording",
     "log_at_exit",
+    "summary_of_steps",
 ]

@@ -8,13 +8,12 @@ Does not: change a step.
 
 import time
 from collections import Counter
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from sglang.srt.model_executor.runner import prefill_cuda_graph_runner
 from sglang.srt.plugins.hook_registry import HookType
 
-from graphpact_guard import GraphKey
+from graphpact_guard import GraphCounts, GraphKey, summary_of_steps
 from graphpact_sglang.hooking import register_hook
 from graphpact_sglang.runners import key_of
 
@@ -30,25 +29,6 @@ DRAFT_EXTEND = f"{_SPECULATIVE}.eagle_draft_extend_cuda_graph_runner.EAGLEDraftE
 RUNNERS = (DECODE, PREFILL, DRAFT, DRAFT_EXTEND)
 """The graph runners that graphpact knows."""
 SEGMENTS = f"{SRT}.runner_backend_utils.breakable_cuda_graph.breakable_cuda_graph.BreakableCUDAGraphCapture"
-
-
-@dataclass(slots=True)
-class GraphCounts:
-    """The counts of one graph.
-
-    Args:
-        capture_seconds: How long its capture took, warm-up included.
-        nodes: Recorded operations; -1 if unknown.
-        replays: How often it was replayed.
-        raw: Requests of all replays, or tokens if the graph's size counts tokens.
-        padded: The same with padding.
-    """
-
-    capture_seconds: float
-    nodes: int = -1
-    replays: int = 0
-    raw: int = 0
-    padded: int = 0
 
 
 class StepCounts:
@@ -74,10 +54,7 @@ class StepCounts:
 
     def summary(self) -> dict[str, Any]:
         """Return the counts, ready for JSON."""
-        return {
-            "graphs": {str(key): asdict(counts) for key, counts in self.graphs.items()},
-            "eager": [{"mode": mode, "reason": why, "steps": n} for (mode, why), n in self.eager.items()],
-        }
+        return summary_of_steps(self.graphs, self.eager)
 
     def _capture_begins(self, *args: Any, **kwargs: Any) -> None:
         del args, kwargs

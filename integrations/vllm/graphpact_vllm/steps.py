@@ -9,35 +9,15 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
 from typing import Any
 
 from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
-from graphpact_guard import GraphKey
+from graphpact_guard import GraphCounts, GraphKey, summary_of_steps
 from graphpact_vllm.builders import Builders
 from graphpact_vllm.graphs import BREAKABLE, CAPTURE, REPLAY, WRAPPER, call_of, key_of
 from graphpact_vllm.hooking import wrap
-
-
-@dataclass(slots=True)
-class GraphCounts:
-    """The counts of one graph.
-
-    Args:
-        capture_seconds: How long its capture took, without the warm-up.
-        nodes: Recorded operations; -1 if unknown.
-        replays: How often it was replayed.
-        raw: Tokens of all replays.
-        padded: The same with padding.
-    """
-
-    capture_seconds: float
-    nodes: int = -1
-    replays: int = 0
-    raw: int = 0
-    padded: int = 0
 
 
 class StepCounts:
@@ -90,10 +70,7 @@ class StepCounts:
 
     def summary(self) -> dict[str, Any]:
         """Return the counts, ready for JSON."""
-        return {
-            "graphs": {str(key): asdict(counts) for key, counts in self.graphs.items()},
-            "eager": [{"mode": mode, "reason": why, "steps": n} for (mode, why), n in self.eager.items()],
-        }
+        return summary_of_steps(self.graphs, self.eager)
 
     # -- hooks -----------------------------------------------------------------------------------
 
