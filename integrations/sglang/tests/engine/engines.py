@@ -4,75 +4,37 @@ import os
 import socket
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import forked_child
+from engine_run import MODEL, PROMPTS, ROOT, SECONDS, EngineRun, requests
 from sglang.srt.plugins import load_plugins
-from transformers import AutoTokenizer
 
 from graphpact.engines import PromptRequest
 from graphpact_sglang.in_process import InProcessEngine
 from graphpact_sglang.runs import GRAPHS, LAPTOP
 
-ROOT = Path(__file__).parents[4]
-MODEL = ROOT / "examples/models/tiny-llama"
-PROMPTS = (
-    "Return the number of",
-    "Open a file for",
-    "The ",
-    "def main(",
-    "Write the ",
-    "a",
-    "import ",
-    "x = ",
-)
+__all__ = [
+    "ENGINE",
+    "MODEL",
+    "PROMPTS",
+    "ROOT",
+    "SECONDS",
+    "Run",
+    "in_child",
+    "requests",
+    "run_engine",
+    "run_in_child",
+    "run_ranks",
+]
+
+Run = EngineRun
 ENGINE: dict[str, Any] = LAPTOP | GRAPHS | {"model_path": str(MODEL), "log_level": "error"}
-SECONDS = 240
-"""How long a child may take."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Run:
-    """What a run gave.
-
-    Args:
-        tokens: The tokens of each answer.
-        reasons: Why each answer ended.
-        state: What graphpact counted; see `graphpact_sglang.hooks.state`.
-    """
-
-    tokens: list[list[int]]
-    reasons: list[str | None]
-    state: dict[str, Any]
-
-    @property
-    def faults(self) -> list[tuple[str, str, str, str]]:
-        """Rule, owner, field and graph of each fault."""
-        found = self.state["guard"]["faults"] if self.state["guard"] else []
-        return [(each["rule"], each["owner"], each["field"], each["graph"]) for each in found]
-
-    def replays(self, runner: str = "") -> int:
-        """Return how often the graphs of a runner were replayed."""
-        graphs = self.state["steps"]["graphs"].items()
-        return sum(counts["replays"] for name, counts in graphs if name.startswith(runner))
 
 
 def in_child(function: Callable[..., Any], *args: Any, words: str, seconds: float = SECONDS) -> Any:
     """Return what ``function(*args)`` returns in a forked child with ``GRAPHPACT=words``."""
     return forked_child.in_child(function, *args, environment={"GRAPHPACT": words}, seconds=seconds)
-
-
-def requests(
-    prompts: Sequence[str] = PROMPTS, max_new_tokens: int = 16, every: int = 2
-) -> list[PromptRequest]:
-    """Return a request for each prompt, one after every few passes of the event loop."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    return [
-        PromptRequest(token_ids=tokenizer.encode(text), max_new_tokens=max_new_tokens, arrives_in=at * every)
-        for at, text in enumerate(prompts)
-    ]
 
 
 def run_engine(

@@ -2,75 +2,34 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
 import forked_child
-from transformers import AutoTokenizer
+from engine_run import MODEL, PROMPTS, ROOT, SECONDS, EngineRun, requests
 
 from graphpact.engines import PromptRequest
 from graphpact_vllm.in_process import InProcessEngine
 from graphpact_vllm.runs import GRAPHS, LAPTOP
 
-ROOT = Path(__file__).parents[4]
-MODEL = ROOT / "examples/models/tiny-llama"
-PROMPTS = (
-    "Return the number of",
-    "Open a file for",
-    "The ",
-    "def main(",
-    "Write the ",
-    "a",
-    "import ",
-    "x = ",
-)
+__all__ = ["ENGINE", "MODEL", "PROMPTS", "ROOT", "SECONDS", "Run", "requests", "run_engine", "run_in_child"]
+
 ENGINE: dict[str, Any] = LAPTOP | GRAPHS | {"model": str(MODEL)}
-SECONDS = 240
-"""How long a child may take."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
+class Run(EngineRun):
     """What a run gave.
 
     Args:
-        tokens: The tokens of each answer.
-        reasons: Why each answer ended.
-        state: What graphpact counted; see `graphpact_vllm.hooks.state`.
         preemptions: How often the scheduler preempted a request.
     """
 
-    tokens: list[list[int]]
-    reasons: list[str | None]
-    state: dict[str, Any]
     preemptions: int
-
-    @property
-    def faults(self) -> list[tuple[str, str, str, str]]:
-        """Rule, owner, field and graph of each fault."""
-        found = self.state["guard"]["faults"] if self.state["guard"] else []
-        return [(each["rule"], each["owner"], each["field"], each["graph"]) for each in found]
-
-    def replays(self, runner: str = "") -> int:
-        """Return how often the graphs of a runner were replayed."""
-        graphs = self.state["steps"]["graphs"].items()
-        return sum(counts["replays"] for name, counts in graphs if name.startswith(runner))
 
     def verified(self) -> int:
         """Return how many replays were compared with an eager run."""
         return sum(graph["verified"] for graph in self.state["guard"]["graphs"].values())
-
-
-def requests(
-    prompts: Sequence[str] = PROMPTS, max_new_tokens: int = 16, every: int = 2
-) -> list[PromptRequest]:
-    """Return a request for each prompt, one before every few steps of the engine."""
-    tokenizer = AutoTokenizer.from_pretrained(MODEL)
-    return [
-        PromptRequest(token_ids=tokenizer.encode(text), max_new_tokens=max_new_tokens, arrives_in=at * every)
-        for at, text in enumerate(prompts)
-    ]
 
 
 def run_engine(
