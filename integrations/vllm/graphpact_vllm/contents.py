@@ -45,7 +45,7 @@ class StepRows:
         offsets: ``[rows + 1]`` int64, on the host: where the queries of each request begin.
         seq_lens: ``[rows]`` int64, on the host: keys of each request, its queries included.
         block_table: ``[rows, pages]`` int: its pages.
-        page_size: KV slots in a page; 0 if unknown.
+        page_size: KV slots in a page; 0 for a recurrent state, or if unknown.
         live: Requests with queries; the rest is padding.
     """
 
@@ -69,7 +69,7 @@ class StepRows:
             offsets,
             torch.where(counts > 0, seq_lens, 0),
             common.block_table_tensor[:rows],
-            built.page_size,
+            0 if built.is_recurrent else built.page_size,  # a state has no slot for each token
             int((counts > 0).sum()),
         )
 
