@@ -61,6 +61,11 @@ class Builders:
             if (built := self._built.get(builder)) is not None
         }
 
+    def num_tokens(self) -> int | None:
+        """Return the tokens of the current step without padding; None if unknown."""
+        commons = [built.common for built in self.current().values() if built.common is not None]
+        return min((int(common.query_start_loc_cpu[-1]) for common in commons), default=None)
+
     def instances(self) -> dict[str, Any]:
         """Return the builders by name."""
         if not self._names:

@@ -320,7 +320,7 @@ class VllmGuard:
     def _verify(self, key: GraphKey, output: Any, eager: Callable[[], Any]) -> None:
         """Compare the output of a replay with that of an eager run on the same inputs."""
         assert self.guard is not None  # noqa: S101  the callers have it
-        rows = self._live_tokens()
+        rows = self._builders.num_tokens()
         kept = [(tensor, tensor.clone()) for _, tensor in _outputs(output)]
         replayed = {name: tensor[:rows].clone() for name, tensor in _outputs(output)}
         with torch.inference_mode(), self._counts.paused():
@@ -328,11 +328,6 @@ class VllmGuard:
             for tensor, before in kept:  # the eager run may have used the same memory
                 tensor.copy_(before)
         self.guard.verify(key, replayed, expected)
-
-    def _live_tokens(self) -> int | None:
-        """Return the tokens of the current step without padding; None if unknown."""
-        commons = [each.common for each in self._builders.current().values() if each.common is not None]
-        return min((int(common.query_start_loc_cpu[-1]) for common in commons), default=None)
 
 
 def _slots(built: Mapping[str, Built]) -> dict[str, torch.Tensor]:

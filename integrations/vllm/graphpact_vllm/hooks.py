@@ -38,7 +38,8 @@ def register(settings: Settings) -> None:
     InProcess.builders = builders = Builders()
     builders.register()
     InProcess.counts = counts = StepCounts(builders)
-    counts.register()
+    if settings.tape is not None:  # only its worker says when vLLM serves, and gives the counts out
+        counts.register()
     if settings.guard:
         InProcess.guard = VllmGuard(settings, builders, counts)
         InProcess.guard.register()

@@ -117,13 +117,9 @@ class StepCounts:
         if counts is None or not self.is_serving:  # None: it was captured before the hooks were there
             return
         counts.replays += 1
-        counts.raw += self._num_tokens(padded)
+        tokens = self._builders.num_tokens()
+        counts.raw += padded if tokens is None else min(tokens, padded)
         counts.padded += padded
-
-    def _num_tokens(self, padded: int) -> int:
-        """Return the tokens of the current step without padding."""
-        commons = [built.common for built in self._builders.current().values() if built.common is not None]
-        return min([padded, *(int(common.query_start_loc_cpu[-1]) for common in commons)])
 
     def _forward(self, model_runner: Any, args: Any, kwargs: Any) -> None:
         del args
