@@ -15,6 +15,7 @@
     memory         what a graph may write, for the strict tape
     stand_ins      stand-ins for packages that a CPU cannot load
     offer          SGLang for commands that start an engine
+    surface        what others build on in SGLang, for ``graphpact sglang diff``
 
 SGLang calls `platform_class` and `register` by its entry points, in each of its processes. Both do nothing
 unless ``GRAPHPACT`` asks for something.

@@ -1,11 +1,13 @@
-"""``graphpact sglang``: SGLang's engine on a laptop, eagerly and on a tape, and what differs.
+"""``graphpact sglang``: SGLang's engine on a laptop, eagerly and on a tape, and what its releases changed.
 
-Does not: import SGLang; each run is a process of its own.
+Does not: import SGLang; each run is a process of its own, and releases are only read.
 """
 
 from graphpact_cli.engine_runs import LaptopEngine, engine_app
+from graphpact_cli.releases.command import add_diff
 from graphpact_sglang.offer import SglangOffer
 from graphpact_sglang.runs import GRAPHS, LAPTOP
+from graphpact_sglang.surface import RELEASES
 
 sglang = engine_app(
     LaptopEngine(
@@ -17,3 +19,4 @@ sglang = engine_app(
         left_out=("cuda_graph", "attention_backend", "speculative"),
     )
 )
+add_diff(sglang, RELEASES)

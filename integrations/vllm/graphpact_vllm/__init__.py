@@ -19,6 +19,7 @@
     in_process     vLLM's engine in this process, driven step by step
     registering    the same in vLLM's registry, in each process
     offer          vLLM for commands that start an engine
+    surface        what others build on in vLLM, for ``graphpact vllm diff``
 
 vLLM calls `platform_class` and `register` by its entry points, in each of its processes, sometimes twice.
 Both do nothing unless ``GRAPHPACT`` asks for something.
