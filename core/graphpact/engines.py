@@ -124,6 +124,17 @@ class EngineOffer(ABC):
     def unavailable(self) -> str | None:
         """Return why the engine cannot run in this environment, with what to do; None if it can."""
 
+    def is_installed(self) -> bool:
+        """Return whether the engine is installed in this environment, in any release."""
+        return self.unavailable() is None
+
+    def builder_values(self) -> Any:
+        """Return what an adapter gives to the engine's own builders, in this process; None for stand-ins.
+
+        What it has is up to the adapter: for vLLM see `graphpact_adapters.vllm.values.Values`.
+        """
+        return None
+
     @abstractmethod
     def run(self, words: str, job: EngineJob) -> EngineResult:
         """Run a job greedily, in processes of its own.
@@ -165,6 +176,14 @@ class ProcessOffer(EngineOffer):
         if installed in self.supported:
             return None
         return f"{self.name} {installed} is none of {', '.join(self.supported)}"
+
+    def is_installed(self) -> bool:
+        """Return whether the engine is installed in this environment, in any release."""
+        try:
+            self.installed()
+        except PackageNotFoundError:
+            return False
+        return True
 
     def installed(self) -> str:
         """Return the installed release of the engine.

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from graphpact_adapters.vllm import Builders
+from graphpact_adapters.vllm.values import STAND_INS
 from peers import other_builders, other_sglang, sglang_checks
 from peers.job import Known, Row
 from peers.wheels import TRITON, unpack
@@ -65,6 +66,7 @@ def __getattr__(name: str) -> Any:
         modes=row.modes,
         pads_replays=row.pads_replays,
         tasks=row.tasks,
+        values=STAND_INS,
     )
 
 

@@ -13,6 +13,7 @@ from graphpact.batch import ForwardMode
 from graphpact_adapters.kernel_reads import Reader
 from graphpact_adapters.vllm import Builders
 from graphpact_adapters.vllm.readers import read_vllm_metadata
+from graphpact_adapters.vllm.values import STAND_INS
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.targets import Options
 from peers import vllm_builders, vllm_readers
@@ -149,6 +150,7 @@ def __getattr__(name: str) -> Any:
         head_sizes=_HEAD_SIZES.get(row.kind, (64,)),
         modes=check.modes,
         of_low_caches=check.of_low_caches,
+        values=STAND_INS,  # the wheel is on the path, not installed
     )
 
 

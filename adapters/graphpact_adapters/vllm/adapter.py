@@ -29,8 +29,9 @@ from graphpact_adapters.needs import needs_of
 from graphpact_adapters.recurrent_states import LinearOracle, StateMemory
 from graphpact_adapters.tasks import Tasks
 from graphpact_adapters.vllm.backend import UPDATE, ModelRunner, VllmBackend, updates_block_tables, vllm_sizes
-from graphpact_adapters.vllm.plain_values import Kind, NotGivenError, kv_cache_spec, vllm_config
+from graphpact_adapters.vllm.plain_values import Kind, NotGivenError, plain_layers
 from graphpact_adapters.vllm.readers import read_vllm_metadata
+from graphpact_adapters.vllm.values import STAND_INS, Values, installed_values
 from graphpact_conformance.draws.cases import Case
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.experiments import Experiment
@@ -85,7 +86,7 @@ class Builders:
 
     Args:
         make: ``(kv_cache_spec, layer_names, vllm_config, device) -> builder``: a builder class, or a
-            function. It gets plain values: see `graphpact_adapters.vllm.plain_values`.
+            function. For what it gets see ``values``.
         read: ``(metadata, slot_mapping) -> reads``: returns the data that the kernel reads. The default
             recognizes metadata by the names of its fields.
         kind: The kind of data in the KV cache.
@@ -97,6 +98,8 @@ class Builders:
             and the graph reads the old contents of the rows after them.
         tasks: The kernel arguments that the engine updates for each replay, as on an NPU. An update gets the
             metadata of the step by layer name. Recurrent states and drafts of several steps have no tasks.
+        values: What ``make`` and the builders get; None for the classes of the installed engine, or
+            stand-ins without it.
     """
 
     make: Make
@@ -107,6 +110,7 @@ class Builders:
     modes: frozenset[ForwardMode] | None = None
     pads_replays: bool = True
     tasks: Tasks | None = None
+    values: Values | None = None
 
     def __post_init__(self) -> None:
         """Refuse tasks of recurrent states."""
@@ -129,10 +133,31 @@ class Builders:
     @property
     def not_shown(self) -> Sequence[str]:
         """The code that no lane checks: the kernels themselves, and the code that stand-ins replace."""
+        values = self.given
+        given = (
+            "vLLM's specs, configuration and batches: builders get stand-ins"
+            if values is STAND_INS
+            else f"vLLM's layers: builders get stand-ins, beside what they get of {values.name}"
+        )
         return (
+            given,
             "the builder's own kernels, all rules: a model of them reads the metadata",
             *stand_ins.notes(),
         )
+
+    @property
+    def given(self) -> Values:
+        """What builders get.
+
+        Raises:
+            ConfigError: The installed release of the engine is not supported.
+        """
+        return installed_values() if self.values is None else self.values
+
+    @staticmethod
+    def prepare() -> None:
+        """Let builders of the installed engine be imported, before the author's module is."""
+        installed_values()
 
     # -- lanes -----------------------------------------------------------------------------------
 
@@ -183,6 +208,7 @@ class Builders:
             """Builders of a given factory."""
 
             make = staticmethod(adapter.make)
+            values = adapter.given
             read = staticmethod(adapter.read)
             kind = adapter.kind
             tasks = adapter.tasks
@@ -204,7 +230,8 @@ class Builders:
         sizes = vllm_sizes(
             _ContextOfLane(config), [s.num_tokens for s in config.shapes], self.kind, group, varlen
         )
-        spec, engine = kv_cache_spec(sizes), vllm_config(sizes)
+        spec = self.given.kv_cache_spec(sizes)
+        engine = self.given.vllm_config(sizes, plain_layers(sizes))
         try:
             with two_memories(HostMemory(), DEVICE):
                 builder: Any = self.make(spec, sizes.layer_names, engine, DEVICE)

@@ -33,8 +33,9 @@ from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
 from graphpact_adapters.backend import NUM_GROUPS, BuilderBackend, Built, DraftStep, Make, Phase, Words
 from graphpact_adapters.kernel_reads import Reader
-from graphpact_adapters.vllm.plain_values import Kind, Sizes, kv_cache_spec, vllm_config
+from graphpact_adapters.vllm.plain_values import Kind, Sizes, plain_layers
 from graphpact_adapters.vllm.runner import Lent, RunnerBuffers, is_all_padding
+from graphpact_adapters.vllm.values import STAND_INS, Values
 
 
 class OfLane(Protocol):
@@ -137,6 +138,7 @@ class VllmBackend(BuilderBackend):
 
     Attributes:
         make: The factory: ``(kv_cache_spec, layer_names, vllm_config, device) -> builder``.
+        values: What it gets.
         read: Returns what the kernel reads from metadata.
         kind: What the KV cache holds.
         capture_sizes: Token counts that the lane captures.
@@ -146,6 +148,7 @@ class VllmBackend(BuilderBackend):
     """
 
     make: ClassVar[Make]
+    values: ClassVar[Values] = STAND_INS
     read: ClassVar[Reader]
     kind: ClassVar[Kind] = "full"
     capture_sizes: ClassVar[Sequence[int]] = ()
@@ -185,17 +188,18 @@ class VllmBackend(BuilderBackend):
             varlen=cls.varlen,
             states=states,
             windows=[sizes.sliding_window for sizes in of_groups],
+            common=cls.values.common,
         )
+        given = [
+            (
+                cls.values.kv_cache_spec(sized),
+                sized.layer_names[group::NUM_GROUPS],
+                cls.values.vllm_config(sized, plain_layers(sized)),
+            )
+            for group, sized in enumerate(sizes.times(self.room) for sizes in of_groups)
+        ]
         with self.two_memories():
-            self._builders: list[Any] = [
-                cls.make(
-                    kv_cache_spec(sized),
-                    sized.layer_names[group::NUM_GROUPS],
-                    vllm_config(sized),
-                    self.device,
-                )
-                for group, sized in enumerate(sizes.times(self.room) for sizes in of_groups)
-            ]
+            self._builders: list[Any] = [cls.make(*each, self.device) for each in given]
         self._builds = 0
         self._found: dict[int, Any] = {}  # the metadata of the last build by group, which the engine keeps
         self._objects: dict[int, tuple[Built, dict[int, Any]]] = {}
@@ -216,7 +220,7 @@ class VllmBackend(BuilderBackend):
 
     def host_tensors(self, lent: Lent) -> Mapping[str, torch.Tensor]:
         """Return the tensors on the host, which the groups of a step share."""
-        found = {name: getattr(lent.common[0], name) for name in _ON_HOST}
+        found = {name: getattr(lent.common[0], name, None) for name in _ON_HOST}
         found["num_decode_draft_tokens_cpu"] = lent.num_decode_draft_tokens_cpu
         return {name: tensor for name, tensor in found.items() if tensor is not None}
 

@@ -196,8 +196,13 @@ def kv_cache_spec(sizes: Sizes) -> Namespace:
     return Namespace("kv_cache_spec", attention)
 
 
-def vllm_config(sizes: Sizes) -> Namespace:
-    """Return an engine's configuration, in which each group of settings is a namespace."""
+def vllm_config(sizes: Sizes, layers: Mapping[str, Any] | None = None) -> Namespace:
+    """Return an engine's configuration, in which each group of settings is a namespace.
+
+    Args:
+        sizes: The sizes of a lane.
+        layers: The layers by name; None for those of `plain_layers`.
+    """
     path = "vllm_config"
 
     def group(name: str, **values: Any) -> Namespace:
@@ -223,7 +228,7 @@ def vllm_config(sizes: Sizes) -> Namespace:
                 cudagraph_capture_sizes=list(sizes.capture_sizes),
                 max_cudagraph_capture_size=max(sizes.capture_sizes, default=None),
                 max_capture_size=max(sizes.capture_sizes, default=None),  # the name in releases up to 0.11
-                static_forward_context={name: _layer(sizes, name) for name in sizes.layer_names},
+                static_forward_context=dict(plain_layers(sizes) if layers is None else layers),
             ),
             "scheduler_config": group(
                 "scheduler_config",
@@ -282,6 +287,11 @@ def _model(sizes: Sizes) -> Namespace:
             "get_mamba_chunk_size": lambda: sizes.chunk_size,
         },
     )
+
+
+def plain_layers(sizes: Sizes) -> dict[str, Namespace]:
+    """Return the layers of a lane by name, as namespaces."""
+    return {name: _layer(sizes, name) for name in sizes.layer_names}
 
 
 def _layer(sizes: Sizes, name: str) -> Namespace:

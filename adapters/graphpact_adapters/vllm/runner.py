@@ -17,8 +17,8 @@ Does not: copy token ids or sample; the lane's runner does.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from dataclasses import dataclass, fields
+from typing import Any, Protocol
 
 import torch
 
@@ -86,6 +86,7 @@ class RunnerBuffers:
             only the number of tokens of a batch, so its offsets share them evenly.
         states: The state rows and accepted tokens of the suite's requests; None without recurrent states.
         windows: For each group, the number of keys that a query sees, its own included; None for all.
+        common: The dataclass of a batch.
     """
 
     def __init__(
@@ -100,7 +101,9 @@ class RunnerBuffers:
         varlen: int | None = None,
         states: States | None = None,
         windows: Sequence[int | None] = (),
+        common: type[Any] = CommonAttentionMetadata,
     ) -> None:
+        self._common, self._fields = common, {each.name for each in fields(common)}
         self._windows = windows or [None] * num_groups
         self._varlen = varlen
         self._sizes, self._table, self._states = sizes, table, states
@@ -307,7 +310,7 @@ class RunnerBuffers:
     ) -> tuple[CommonAttentionMetadata, ...]:
         on_host = torch.tensor([*starts, *[starts[-1]] * (num_reqs + 1 - len(starts))], dtype=torch.int32)
         return tuple(
-            CommonAttentionMetadata(
+            self._batch(
                 query_start_loc=self.query_start_loc[: num_reqs + 1],
                 query_start_loc_cpu=on_host,
                 seq_lens=self.seq_lens[:num_reqs],
@@ -325,6 +328,10 @@ class RunnerBuffers:
             )
             for group, table in enumerate(self.block_tables)
         )
+
+    def _batch(self, **values: Any) -> Any:
+        """Return a batch with those values that its class has; releases differ."""
+        return self._common(**{name: value for name, value in values.items() if name in self._fields})
 
 
 def _even(total: int, requests: int) -> list[int]:

@@ -5,6 +5,8 @@ An entry point is a class, ``cls(factory)``, or an object of one: a third party'
     graphpact check --adapter vllm package.module:make_builder      cls(make_builder)
     graphpact check --adapter acme                                  the object of the entry point ``acme``
 
+A class may have a static method ``prepare()``, which is called before ``package.module`` is imported.
+
 Does not: know an engine; `graphpact_adapters` does.
 """
 
@@ -103,6 +105,8 @@ def adapter_of(target: Target, catalog: PluginCatalog) -> Adapter:
             f"adapter {target.adapter!r} needs what it is to check",
             hint=f"give a builder class or a factory: --adapter {target.adapter} package.module:make_builder",
         )
+    if (prepare := getattr(found, "prepare", None)) is not None:
+        prepare()
     given = _imported(target.name)
     cls: Any = found
     adapter: Adapter = given if isinstance(given, cls) else cls(given)

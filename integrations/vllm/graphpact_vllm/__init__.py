@@ -20,6 +20,7 @@
     registering    the same in vLLM's registry, in each process
     offer          vLLM for commands that start an engine
     surface        what others build on in vLLM, for ``graphpact vllm diff``
+    builder_values  its specs, configurations and batches, for checks of builders
 
 vLLM calls `platform_class` and `register` by its entry points, in each of its processes, sometimes twice.
 Both do nothing unless ``GRAPHPACT`` asks for something.

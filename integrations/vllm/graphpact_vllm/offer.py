@@ -1,9 +1,9 @@
 """`VllmOffer`: vLLM for commands that start an engine, found in the group ``graphpact.engines``.
 
-Does not: import vLLM; each run is a process of its own.
+Does not: import vLLM for runs; each is a process of its own.
 """
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from graphpact.engines import ProcessOffer
 from graphpact_vllm import SUPPORTED, installed_release
@@ -21,3 +21,9 @@ class VllmOffer(ProcessOffer):
     def installed(self) -> str:
         """Return the installed release of vLLM, which several distributions have."""
         return installed_release()
+
+    def builder_values(self) -> Any:
+        """Return what vLLM gives to its metadata builders."""
+        from graphpact_vllm.builder_values import BuilderValues  # noqa: PLC0415  it imports vLLM
+
+        return BuilderValues()
