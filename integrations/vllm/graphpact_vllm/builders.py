@@ -32,6 +32,7 @@ class Built:
         layers: The names of its layers.
         page_size: KV slots of a page of its block table; 0 if its layers have no keys.
         is_recurrent: Whether its layers keep a recurrent state instead of keys.
+        pads_rows_itself: Whether its padding rows are others than vLLM's.
     """
 
     metadata: Any
@@ -39,6 +40,7 @@ class Built:
     layers: tuple[str, ...]
     page_size: int
     is_recurrent: bool
+    pads_rows_itself: bool = False
 
 
 class Builders:
@@ -95,6 +97,7 @@ class Builders:
         layers = tuple(group.layer_names)
         page_size = getattr(builder.kv_cache_spec, "block_size", 0)
         is_recurrent = bool(group.backend.is_ssm()) or "Mamba" in type(spec).__name__
+        pads_rows_itself = bool(getattr(builder, "pads_rows_itself", False))
         reference = weakref.ref(builder)
 
         def watched(name: str) -> Any:
@@ -106,7 +109,7 @@ class Builders:
                 metadata = build(its, *args, **kwargs)
                 given = (*args, *kwargs.values())
                 common = next((each for each in given if isinstance(each, CommonAttentionMetadata)), None)
-                self._built[its] = Built(metadata, common, layers, page_size, is_recurrent)
+                self._built[its] = Built(metadata, common, layers, page_size, is_recurrent, pads_rows_itself)
                 return metadata
 
             return method

@@ -9,7 +9,7 @@ Does not: know other fields, such as plans; an eager run covers them.
 """
 
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -96,7 +96,14 @@ def expected_of(
         for (owner, field), memory in leaves.items():
             expect = FIELDS.get(field.rpartition(".")[2])
             if owner == name and expect is not None and memory.data_ptr() not in known:
-                yield from expect(rows, owner, field, memory)
+                found = expect(rows, owner, field, memory)
+                yield from map(_live, found) if each.pads_rows_itself else found
+
+
+def _live(expected: Expected) -> Expected:
+    """Return what the live rows must be, without padding rows."""
+    live = expected.live
+    return replace(expected, actual=expected.actual[:live], expected=expected.expected[:live])
 
 
 def _host_lengths(rows: StepRows, memory: torch.Tensor) -> Iterator[Expected]:

@@ -44,9 +44,9 @@ def register(settings: Settings) -> None:
         InProcess.guard = VllmGuard(settings, builders, counts)
         InProcess.guard.register()
     if settings.tape is not None:
-        from graphpact_vllm.registering import attention_backend  # noqa: PLC0415  only on the tape
+        from graphpact_vllm.registering import attention_backends  # noqa: PLC0415  only on the tape
 
-        attention_backend()
+        attention_backends()
 
 
 def state() -> dict[str, Any]:

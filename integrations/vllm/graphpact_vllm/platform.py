@@ -12,7 +12,8 @@ from typing import Any
 
 from vllm.platforms.cpu import CpuPlatform
 
-from graphpact_vllm import ATTENTION_BACKEND
+from graphpact.errors import ConfigError
+from graphpact_vllm import ATTENTION_BACKEND, PLUGGED
 
 
 class TapePlatform(CpuPlatform):
@@ -42,6 +43,15 @@ class TapePlatform(CpuPlatform):
         from vllm.v1.attention.backends.registry import AttentionBackendEnum  # noqa: PLC0415  as above
 
         ours = AttentionBackendEnum[ATTENTION_BACKEND]
+        if selected_backend is not None and selected_backend.name.startswith(PLUGGED):
+            kinds = {"latents (MLA)": attn_selector_config.use_mla, "sparse": attn_selector_config.use_sparse}
+            if any(kinds.values()):
+                what = " and ".join(kind for kind, is_asked in kinds.items() if is_asked)
+                raise ConfigError(
+                    f"the attention backend {selected_backend.name} cannot serve this model in vLLM: {what}"
+                    " attention is not served by graphpact backends there",
+                    hint=f"choose {ATTENTION_BACKEND}, which serves latents, or leave the backend out",
+                )
         if attn_selector_config.use_sparse:
             return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
         if attn_selector_config.use_mla and selected_backend in (None, ours):
