@@ -515,6 +515,15 @@ class RecordingDriver(GraphDriver):
         finally:
             self._recorder = None
 
+    def add_host_memory(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Declare ``tensors`` as host memory during a capture, in which an engine made or received them.
+
+        Outside a capture nothing is refused, and nothing is noted; see `DeclaredMemory` for memory that is
+        known before.
+        """
+        if self._recorder is not None:
+            self._recorder.guard.host.add(tensors)
+
     def break_graph(self, fn: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         """Call ``fn(*args)`` now, and at every replay, between two segments."""
         assert self._recorder is not None  # noqa: S101  it is capturing

@@ -207,3 +207,21 @@ def test_the_stand_in_asks_for_the_memory_of_each_graph(monkeypatch: pytest.Monk
     ):
         mine.fill_(4)
     assert caught.value.rule == "GP19"
+
+
+@MODES
+def test_host_memory_that_a_block_gets_may_be_read_in_it(strict: bool) -> None:  # noqa: FBT001
+    """A tensor that is declared during the capture is read on the host, as is what is computed of it."""
+    counts, x = torch.tensor([3, 4]), torch.ones(2)
+    driver = _driver(strict)
+    with pytest.raises(CaptureError, match="tolist"), driver.capturing():
+        counts.tolist()
+    driver = _driver(strict)
+    driver.add_host_memory([counts])  # before a capture it is not kept
+    with driver.capturing() as capture:
+        driver.add_host_memory([counts])
+        out = x * sum((counts * 2).tolist())
+    x.fill_(2.0)
+    capture.graph.replay()
+    assert out.tolist() == [28.0, 28.0]
+    assert capture.graph.num_nodes == 1
