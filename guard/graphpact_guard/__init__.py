@@ -9,6 +9,7 @@
     counts       how often each graph was replayed
     faults       faults, each reported once
     agreement    the graphs that all ranks refuse alike
+    comparison   what each rank is about to do, compared before it does it
     closing      what a guard has seen, when its process ends
     metrics      the same for Prometheus, with the extra ``metrics``
 
@@ -17,6 +18,7 @@ Does not: import an engine; its integration does.
 
 from graphpact_guard.agreement import RankAgreement
 from graphpact_guard.closing import log_at_exit
+from graphpact_guard.comparison import RankComparison, described
 from graphpact_guard.contents import Expected
 from graphpact_guard.counts import GraphCounts, summary_of_steps
 from graphpact_guard.faults import FaultLog, GraphKey, ReplayFault
@@ -36,10 +38,12 @@ __all__ = [
     "GuardError",
     "Ignored",
     "RankAgreement",
+    "RankComparison",
     "ReadWatch",
     "ReplayFault",
     "Settings",
     "StepRecording",
+    "described",
     "log_at_exit",
     "summary_of_steps",
 ]

@@ -25,7 +25,7 @@ logger = logging.getLogger("graphpact.guard")
 
 
 class GuardError(ContractError):
-    """A replay disagrees with its capture, and ``raise`` was asked for."""
+    """A replay disagrees with its capture, and ``raise`` was asked for, or ranks disagree on their graphs."""
 
 
 class Guard:
@@ -258,11 +258,18 @@ class Guard:
         if not counted:
             return
         if self.settings.on_fault == "raise":
-            first = counted[0]
-            where = f"{first.owner}.{first.field} in {first.key}"
-            raise GuardError(f"{where}: {first.text}", hint=first.advice, rule=first.rule)
+            raise _error_of(counted[0])
         if self.settings.on_fault == "eager":
             self.refused |= {fault.key for fault in counted}
+
+    def end(self, fault: ReplayFault) -> None:
+        """Report a fault after which the step cannot go on, whatever was asked for.
+
+        Raises:
+            GuardError: The fault is not ignored.
+        """
+        if self.log.report(fault):
+            raise _error_of(fault)
 
     # -- state -----------------------------------------------------------------------------------
 
@@ -283,6 +290,11 @@ class Guard:
             "recorded": None if self.recording is None else self.recording.summary(),
             **self.log.summary(),
         }
+
+
+def _error_of(fault: ReplayFault) -> GuardError:
+    where = f"{fault.owner}.{fault.field} in {fault.key}"
+    return GuardError(f"{where}: {fault.text}", hint=fault.advice, rule=fault.rule)
 
 
 def _tensors(owner: str, value: object, read: Collection[str], metadata: Collection[str]) -> set[str]:

@@ -64,6 +64,7 @@ class Settings:
         verify: Every N-th replay is compared with an eager run of the same batch; 0 for never.
         start: So many synthetic steps of each captured shape are compared with eager runs before the engine
             serves; 0 for none.
+        ranks: Whether ranks that take the same steps compare before each one which graph they take.
         record: The file in which the last steps are recorded; None for no recording.
         ignore: Faults that are not reported.
     """
@@ -74,6 +75,7 @@ class Settings:
     contents: int = 64
     verify: int = 0
     start: int = 0
+    ranks: bool = False
     record: Path | None = None
     ignore: tuple[Ignored, ...] = ()
 
@@ -89,7 +91,7 @@ class Settings:
         for word in environment.get(WORDS_VARIABLE, "").split(","):
             if word.strip():
                 values |= _values_of_word(word.strip())
-        if any(values.get(name) for name in ("verify", "contents", "start", "record")):
+        if any(values.get(name) for name in ("verify", "contents", "start", "ranks", "record")):
             values["guard"] = True
         return cls(**values)
 
@@ -148,6 +150,12 @@ WORDS: dict[str, Word] = {
         "start",
         _count,
         3,
+    ),
+    "ranks": Word(
+        "ranks",
+        "compare in each step which graph each rank takes, and end it if they differ",
+        "ranks",
+        alone=True,
     ),
     "record": Word("record:FILE", "record the last steps for `graphpact check --scenario`", "record", _file),
     "log": Word("log", "write faults to the log", "on_fault", alone="log"),
@@ -213,7 +221,7 @@ def _checked(path: Path, name: str, value: Any) -> Any:
         if isinstance(value, str) and value.strip():
             return Path(value)
         is_valid, accepted = False, "the path of a file"
-    elif name == "guard":
+    elif name in ("guard", "ranks"):
         is_valid, accepted = isinstance(value, bool), "true or false"
     else:
         is_valid = isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -30,6 +30,7 @@ def test_nothing_is_asked_for_without_the_variables() -> None:
         ("verify:8", {"guard": True, "verify": 8}),
         ("start", {"guard": True, "start": 3}),
         ("tape,start:5", {"guard": True, "start": 5}),
+        ("tape,ranks", {"guard": True, "ranks": True}),
         ("record:a/steps.jsonl", {"guard": True, "record": Path("a/steps.jsonl")}),
         ("contents:0,guard,raise", {"guard": True, "contents": 0, "on_fault": "raise"}),
         ("guard,eager", {"on_fault": "eager"}),

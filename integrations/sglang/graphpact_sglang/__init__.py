@@ -92,6 +92,11 @@ def _require_supported(settings: "Settings") -> None:
             f"GRAPHPACT is set, and SGLang {installed} is installed, whose seams were not compared",
             hint=f"install one of {', '.join(SUPPORTED)}, or a newer graphpact-sglang, or unset GRAPHPACT",
         )
+    if settings.ranks:
+        raise ConfigError(
+            "GRAPHPACT asks for ranks, which the guard in SGLang does not do",
+            hint="leave it out; verify:N compares the steps of each rank with eager runs",
+        )
     if settings.start and installed not in RUN:
         raise ConfigError(
             f"GRAPHPACT asks for start, which SGLang {installed} does not serve",
