@@ -99,18 +99,14 @@ def engine_app(engine: LaptopEngine) -> typer.Typer:
             typer.Option(metavar="FILE", help="Write both runs as JSON to FILE.", show_default=False),
         ] = None,
     ) -> None:
-        _require_available(engine.offer)
-        if not (model / "config.json").is_file():
-            raise UsageError(
-                f"--model {model}: there is no config.json", hint="name the folder of a checkpoint"
-            )
+        require_ready(engine.offer, model)
         texts = [*(prompts or []), *(() if file is None else prompt_lines(file, hint=_HINT))]
         if not texts:
             raise UsageError("there is no prompt", hint=_HINT)
         arguments = {**engine.laptop, engine.checkpoint: str(model.resolve())}
         mode = "tape:strict" if strict else "tape"
         eager, taped = _both_runs(
-            engine, arguments, dict(map(_setting, sets or [])), texts, max_new_tokens, f"{mode},{words}"
+            engine, arguments, dict(map(parse_setting, sets or [])), texts, max_new_tokens, f"{mode},{words}"
         )
         both = {"eager": asdict(eager), "tape": asdict(taped)}
         if report is not None:
@@ -125,16 +121,20 @@ def engine_app(engine: LaptopEngine) -> typer.Typer:
     return app
 
 
-def _require_available(offer: ProcessOffer) -> None:
+def require_ready(offer: ProcessOffer, model: Path) -> None:
+    """Raise `UsageError` if the engine cannot run in this environment, or if ``model`` is no checkpoint."""
     reason = offer.unavailable()
     if reason is not None:
         target = offer.make_target
         raise UsageError(
             reason, hint=f"`make {target}`, and then .venv-{target}/bin/graphpact {target} run ..."
         )
+    if not (model / "config.json").is_file():
+        raise UsageError(f"--model {model}: there is no config.json", hint="name the folder of a checkpoint")
 
 
-def _setting(text: str) -> tuple[str, Any]:
+def parse_setting(text: str) -> tuple[str, Any]:
+    """Return the name and the value of an argument ``KEY=VALUE``; raise `UsageError` if it is none."""
     key, equals, value = text.partition("=")
     if not equals or not key.isidentifier():
         raise UsageError(f"--set {text!r} is not KEY=VALUE", hint="for example --set page_size=16")
