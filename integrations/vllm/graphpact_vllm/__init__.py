@@ -8,6 +8,10 @@
     contents       what a graph must find in its memory
     steps          counts of replays and of eager steps
     ranks          the place among the ranks of a model
+    rank_steps     the graph that each rank takes in a step, compared
+    after_capture  what is checked once, after the capture
+    dispatching    the graph that vLLM takes for each batch
+    shapes         the shapes of graphs
 
     taping         what the tape gives to vLLM before it starts
     platform       the platform of the tape: graphs on a CPU
@@ -20,6 +24,8 @@
     plugged_steps  its metadata from vLLM's batches
     in_process     vLLM's engine in this process, driven step by step
     registering    all of these in vLLM's registry, in each process
+    registering    the same in vLLM's registry, in each process
+    uneven         collectives that vLLM's communicator for CPUs lacks
     offer          vLLM for commands that start an engine
     surface        what others build on in vLLM, for ``graphpact vllm diff``
     builder_values  its specs, configurations and batches, for checks of builders
@@ -31,6 +37,7 @@ Does not: import vLLM when it is imported; modules that need it do.
 """
 
 import re
+import os
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -54,6 +61,7 @@ SUPPORTED = ("0.32.0",)
 """The releases of vLLM that were run."""
 
 _DISTRIBUTION = "graphpact-vllm"
+_COPIED = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
 
 
 def platform_class() -> str | None:
@@ -72,6 +80,7 @@ def register() -> None:
     settings = _settings()
     if not settings.is_active:
         return
+    _carry_to_ray()
     with ended_by_errors(_DISTRIBUTION):
         from graphpact_vllm import hooks  # noqa: PLC0415  it imports vLLM
 
@@ -82,6 +91,13 @@ def plugged_names(catalog: "PluginCatalog") -> dict[str, str]:
     """Return the graphpact attention backends of a catalog by their names in vLLM."""
     infos = catalog.infos("attention_backend")
     return {PLUGGED + re.sub(r"\W", "_", info.name).upper(): info.name for info in infos}
+def _carry_to_ray() -> None:
+    """Let vLLM copy what was asked for to its workers under Ray, which have an environment of their node."""
+    from graphpact_guard.settings import FILE_VARIABLE, WORDS_VARIABLE  # noqa: PLC0415  as in _settings
+
+    names = dict.fromkeys(os.environ.get(_COPIED, "").split(","))
+    names |= dict.fromkeys([WORDS_VARIABLE, FILE_VARIABLE])
+    os.environ[_COPIED] = ",".join(name for name in names if name)
 
 
 def installed_release() -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from graphpact_vllm.graphs import V1_RUNNER, V2_RUNNER
 from graphpact_vllm.hooking import wrap
 
 _CREATE = "vllm.v1.worker.utils.AttentionGroup.create_metadata_builders"
@@ -44,9 +45,15 @@ class Built:
 
 
 class Builders:
-    """The metadata builders of this process."""
+    """The metadata builders of this process.
+
+    Attributes:
+        is_dummy: Whether the current step has a dummy batch, by which an idle rank takes part in the step of
+            the others. It has no requests, and writes no keys.
+    """
 
     def __init__(self) -> None:
+        self.is_dummy = False
         self._builders: list[weakref.ref[Any]] = []
         self._built: weakref.WeakKeyDictionary[Any, Built] = weakref.WeakKeyDictionary()
         self._names: dict[int, str] = {}
@@ -54,6 +61,8 @@ class Builders:
     def register(self) -> None:
         """Watch every builder that is made from now on."""
         wrap(_CREATE, self._create)
+        for runner in (V1_RUNNER, V2_RUNNER):
+            wrap(f"{runner}._dummy_run", self._dummy_run)
 
     def current(self) -> dict[str, Built]:
         """Return what each builder made last, by its name: its class, with a number if there are several."""
@@ -65,6 +74,8 @@ class Builders:
 
     def num_tokens(self) -> int | None:
         """Return the tokens of the current step without padding; None if unknown."""
+        if self.is_dummy:
+            return 0
         commons = [built.common for built in self.current().values() if built.common is not None]
         return min((int(common.query_start_loc_cpu[-1]) for common in commons), default=None)
 
@@ -74,6 +85,13 @@ class Builders:
             self._name()
         builders = [builder for each in self._builders if (builder := each()) is not None]
         return {self._names[id(builder)]: builder for builder in builders}
+
+    def _dummy_run(self, original: Any, runner: Any, *args: Any, **kwargs: Any) -> Any:
+        self.is_dummy = True
+        try:
+            return original(runner, *args, **kwargs)
+        finally:
+            self.is_dummy = False
 
     def _name(self) -> None:
         builders = [builder for each in self._builders if (builder := each()) is not None]

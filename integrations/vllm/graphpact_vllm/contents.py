@@ -75,18 +75,23 @@ class StepRows:
 
 
 def expected_of(
-    built: Mapping[str, Built], leaves: Mapping[tuple[str, str], torch.Tensor]
+    built: Mapping[str, Built], leaves: Mapping[tuple[str, str], torch.Tensor], *, is_dummy: bool = False
 ) -> Iterator[Expected]:
     """Yield what the known fields must be; see `GraphRecord.leaves`.
 
     Args:
         built: What each builder made for the step, by its name.
         leaves: The tensors that the capture read, by builder and field.
+        is_dummy: Whether the step has no requests: then all that is known is that it must write no KV slot.
     """
     for name in dict.fromkeys(owner for owner, _ in leaves):
         each = built.get(name)
         rows = None if each is None else StepRows.of(each)
         if each is None or rows is None:
+            continue
+        if is_dummy:
+            no_rows = replace(rows, offsets=torch.zeros_like(rows.offsets), live=0)
+            yield from _slots(no_rows, _COMMON, "slot_mapping", each.common.slot_mapping)
             continue
         yield from _host_lengths(rows, each.common.seq_lens_cpu_upper_bound)
         given = {field: getattr(each.common, field) for field in _GIVEN}

@@ -8,22 +8,24 @@
 Does not: watch a capture or a replay.
 """
 
-import functools
 import itertools
 import weakref
 from typing import Any, NamedTuple
 
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.config import CUDAGraphMode
-from vllm.forward_context import BatchDescriptor, get_forward_context, is_forward_context_available
+from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from graphpact_guard import GraphKey
+from graphpact_vllm.shapes import shape_of
 
 _V2 = "vllm.v1.worker.gpu.cudagraph_utils"
 CAPTURE = f"{_V2}.CudaGraphManager.capture"
 REPLAY = f"{_V2}.CudaGraphManager.run_fullgraph"
 MODEL_CAPTURE = f"{_V2}.ModelCudaGraphManager.capture"
 MODEL_REPLAY = f"{_V2}.ModelCudaGraphManager.run_fullgraph"
+V1_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
+V2_RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 WRAPPER = "vllm.compilation.cuda_graph.CUDAGraphWrapper.__call__"
 BREAKABLE = "vllm.compilation.breakable_cudagraph.BreakableCUDAGraphWrapper.__call__"
 SEGMENTS = "vllm.compilation.breakable_cudagraph.BreakableCUDAGraphCapture"
@@ -49,7 +51,7 @@ class GraphCall(NamedTuple):
 
 def key_of(manager: Any, desc: Any) -> GraphKey:
     """Return the name of a graph of model runner V2."""
-    return GraphKey(runner=_numbered(manager), shape=_shape(desc))
+    return GraphKey(runner=_numbered(manager), shape=shape_of(desc))
 
 
 def call_of(wrapper: Any) -> GraphCall | None:
@@ -66,7 +68,7 @@ def call_of(wrapper: Any) -> GraphCall | None:
     else:
         entry = wrapper.entries.get(desc)
         graph = None if entry is None else entry.capture
-    return GraphCall(GraphKey(runner=_numbered(wrapper), shape=_shape(desc)), desc.num_tokens, graph)
+    return GraphCall(GraphKey(runner=_numbered(wrapper), shape=shape_of(desc)), desc.num_tokens, graph)
 
 
 def _numbered(holder: Any) -> str:
@@ -77,24 +79,3 @@ def _numbered(holder: Any) -> str:
         used = {its for each, its in _NUMBERS.items() if type(each) is kind}
         number = _NUMBERS[holder] = next(free for free in itertools.count() if free not in used)
     return f"{kind.__name__}[{number}]" if number else kind.__name__
-
-
-@functools.lru_cache(maxsize=1024)
-def _shape(desc: Any) -> str:
-    """Return the shape of a graph: ``8``, or ``8 tokens, 4 requests``.
-
-    Args:
-        desc: A ``BatchExecutionDescriptor`` of model runner V2, or a ``BatchDescriptor``.
-    """
-    parts = [f"{desc.num_tokens}"]
-    if desc.num_reqs is not None:
-        is_uniform = desc.uniform if isinstance(desc, BatchDescriptor) else desc.uniform_token_count
-        if desc.num_reqs != desc.num_tokens:
-            parts = [f"{desc.num_tokens} tokens", f"{desc.num_reqs} requests"]
-        if not is_uniform:
-            parts.append("mixed")
-    for name, what in (("num_active_loras", "LoRAs"), ("num_ubatches", "micro-batches")):
-        count = getattr(desc, name, 0)
-        if count > (name == "num_ubatches"):
-            parts.append(f"{count} {what}")
-    return ", ".join(parts)

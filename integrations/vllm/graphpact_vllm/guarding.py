@@ -78,7 +78,7 @@ class VllmGuard:
         self._is_exact = False  # whether contents can be checked
         # Keeps refused graphs equal on all ranks; None if none is refused.
         self._agreement: RankAgreement | None = None
-        self._model_inputs: dict[GraphKey, dict[str, Any]] = {}
+        self._model_inputs: dict[GraphKey, tuple[dict[str, Any], Any]] = {}  # and the forward context
 
     def register(self) -> None:
         """Wrap the captures and replays of vLLM."""
@@ -144,7 +144,7 @@ class VllmGuard:
 
         def note(model: Any, args: Any, kwargs: dict[str, Any]) -> None:
             del model, args
-            self._model_inputs[key] = kwargs
+            self._model_inputs[key] = kwargs, get_forward_context()
 
         hook = self._model.register_forward_pre_hook(note, with_kwargs=True)
         try:
@@ -160,9 +160,9 @@ class VllmGuard:
 
     def _model_replay(self, original: Callable[..., Any], manager: Any, desc: Any) -> Any:
         key = key_of(manager, desc)
-        inputs = self._model_inputs.get(key)
-        if inputs is None:  # captured before the guard was there
+        if key not in self._model_inputs:  # captured before the guard was there
             return original(manager, desc)
+        inputs, captured = self._model_inputs[key]
 
         def eager() -> Any:
             layers = {layer: each for each in self._builders.current().values() for layer in each.layers}
@@ -171,6 +171,8 @@ class VllmGuard:
                 manager.vllm_config,
                 num_tokens=desc.num_tokens,
                 cudagraph_runtime_mode=CUDAGraphMode.NONE,
+                num_tokens_across_dp=captured.dp_metadata and captured.dp_metadata.num_tokens_across_dp_cpu,
+                is_padding=captured.is_padding,
                 slot_mapping={
                     layer: each.common.slot_mapping
                     for layer, each in layers.items()
@@ -296,7 +298,7 @@ class VllmGuard:
             guard.passed(_INPUTS, inputs)
         guard.replaying(key)
         if has_contents and self._is_exact and guard.is_contents_due(key):
-            expected = [*expected_of(built, guard.records[key].leaves())]
+            expected = [*expected_of(built, guard.records[key].leaves(), is_dummy=self._builders.is_dummy)]
             if expected:
                 guard.check_contents(key, expected)
 

@@ -36,8 +36,10 @@ def wrap(target: str, hook: Callable[..., Any]) -> None:
             hint="install vLLM's release as it was published, or unset GRAPHPACT",
         ) from error
 
-    @functools.wraps(original)
-    def hooked(*args: Any, **kwargs: Any) -> Any:
-        return hook(original, *args, **kwargs)
+    called = original.__func__ if isinstance(original, staticmethod) else original
 
-    setattr(owner, name, hooked)
+    @functools.wraps(called)
+    def hooked(*args: Any, **kwargs: Any) -> Any:
+        return hook(called, *args, **kwargs)
+
+    setattr(owner, name, staticmethod(hooked) if isinstance(original, staticmethod) else hooked)

@@ -41,8 +41,15 @@ def register(settings: Settings) -> None:
     if settings.tape is not None:  # only its worker says when vLLM serves, and gives the counts out
         counts.register()
     if settings.guard:
-        InProcess.guard = VllmGuard(settings, builders, counts)
-        InProcess.guard.register()
+        from graphpact_vllm.after_capture import AfterCapture  # noqa: PLC0415  after that
+        from graphpact_vllm.rank_steps import RankSteps  # noqa: PLC0415  after that
+
+        InProcess.guard = hooked = VllmGuard(settings, builders, counts)
+        hooked.register()
+        steps = RankSteps(lambda: hooked.guard) if settings.ranks else None
+        if steps is not None:
+            steps.register()
+        AfterCapture(lambda: hooked.guard, steps).register()
     if settings.tape is not None:
         from graphpact_vllm.registering import attention_backends  # noqa: PLC0415  only on the tape
 

@@ -40,7 +40,10 @@ class InProcessEngine:
         return self.worker.model_runner
 
     def run(self, requests: Sequence[PromptRequest], most_steps: int = 10_000) -> int:
-        """Run requests to their ends, and return the number of steps of the engine.
+        """Run requests to their ends, and return the number of passes of the loop.
+
+        With data parallelism all ranks ask in each pass whether one of them has work. So the last request of
+        each rank arrives in the same pass, or a rank has none.
 
         Raises:
             RuntimeError: They are not done after ``most_steps``.
@@ -50,8 +53,8 @@ class InProcessEngine:
         self._runs += 1
         names = {f"{self._runs}-{at}": request for at, request in enumerate(requests)}
         last = max((request.arrives_in for request in requests), default=0)
-        at = 0
-        while at <= last or self.engine.has_unfinished_requests():
+        at, has_work = 0, True
+        while at <= last or has_work:
             if at > most_steps:
                 raise RuntimeError(f"the requests are not done after {most_steps} steps")
             for name, request in names.items():
@@ -62,7 +65,8 @@ class InProcessEngine:
                 if request.aborted_in == at:
                     self.engine.abort_request([name])
                     request.finish_reason = "abort"
-            for output in self.engine.step() if self.engine.has_unfinished_requests() else ():
+            has_work = self.engine.has_unfinished_requests()
+            for output in self.engine.step() if has_work else ():
                 answer, request = output.outputs[0], names[output.request_id]
                 request.output_ids = list(answer.token_ids)
                 request.finish_reason = answer.finish_reason or request.finish_reason

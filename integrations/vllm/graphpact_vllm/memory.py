@@ -3,14 +3,15 @@
 A strict tape refuses a graph that writes other memory, such as weights (GP19). It replays a new graph twice
 on the same inputs, and refuses one whose second result differs (GP18).
 
-Does not: list what graphs only read; that is any memory. Host memory is not listed either: on a CPU vLLM has
-one buffer where a GPU has two.
+Does not: list what graphs only read; that is any memory. Other host memory is not listed either: on a CPU
+vLLM has one buffer where a GPU has two.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from vllm.forward_context import get_forward_context, is_forward_context_available
 from vllm.v1.utils import CpuGpuBuffer
 from vllm.v1.worker import workspace
 
@@ -43,7 +44,9 @@ def declared_memory(model_runner: Any, builders: Builders) -> DeclaredMemory:
     }
     builders_memory = {f"{name} (builder)": builder for name, builder in builders.instances().items()}
     workspaces = names.claim(holders | builders_memory | _scratch())
-    return DeclaredMemory(refreshed=refreshed, caches=caches, workspaces=workspaces, name_of=names.name_of)
+    return DeclaredMemory(
+        refreshed=refreshed, caches=caches, workspaces=workspaces, host=_host(), name_of=names.name_of
+    )
 
 
 def _inputs(model_runner: Any) -> dict[str, Any]:
@@ -64,6 +67,14 @@ def _inputs(model_runner: Any) -> dict[str, Any]:
 
 def _device_tensors(table: Any) -> Mapping[str, torch.Tensor]:
     return {name: value.gpu for name, value in vars(table).items() if isinstance(value, CpuGpuBuffer)}
+
+
+def _host() -> list[torch.Tensor]:
+    """Return the numbers of tokens of all ranks, which vLLM keeps on the host to read them."""
+    if not is_forward_context_available():
+        return []
+    across = get_forward_context().dp_metadata
+    return [] if across is None else [across.num_tokens_across_dp_cpu]
 
 
 def _scratch() -> dict[str, Any]:

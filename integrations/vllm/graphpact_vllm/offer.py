@@ -27,3 +27,8 @@ class VllmOffer(ProcessOffer):
         from graphpact_vllm.builder_values import BuilderValues  # noqa: PLC0415  it imports vLLM
 
         return BuilderValues()
+
+class VllmDispatchers(VllmOffer):
+    """The same, for runs that only ask for the choices of vLLM's dispatchers."""
+
+    job_module: ClassVar[str] = "graphpact_vllm.dispatch_job"

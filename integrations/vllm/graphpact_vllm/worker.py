@@ -4,7 +4,7 @@ Does not: capture or replay; vLLM's model runners do.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 # isort: off
@@ -26,8 +26,12 @@ from graphpact_guard import Settings
 from graphpact_kernels.interpreter import record_launches
 from graphpact_tape import TapeDriver, stand_in_for_cuda_graphs
 from graphpact_vllm import hooks
+from graphpact_vllm.after_capture import dispatched
+from graphpact_vllm.dispatching import rows
+from graphpact_vllm.hooking import wrap
 from graphpact_vllm.memory import declared_memory
 from graphpact_vllm.segments import TapedSegments
+from graphpact_vllm.uneven import lend_uneven_collectives
 
 
 class TapedModelRunner(CPUModelRunner):
@@ -68,6 +72,8 @@ class TapeWorker(cpu_worker.CPUWorker):
         stand_in_for_cuda_graphs(driver, torch.cpu, memory=self._memory)
         record_launches(lambda: driver.is_capturing)
         GroupCoordinator.graph_capture = _no_streams
+        lend_uneven_collectives()
+        wrap("vllm.forward_context.DPMetadata.make", _on_host(driver))
         operators: Any = torch.ops._C  # noqa: SLF001  the name of vLLM's library
         operators.weak_ref_tensor = _itself
         # The interpreter cannot run vLLM's kernel for it, in which a number of a loop is taken as a tensor.
@@ -99,6 +105,10 @@ class TapeWorker(cpu_worker.CPUWorker):
         """Return the state of graphpact in this process; called by ``collective_rpc("graphpact_state")``."""
         return hooks.state()
 
+    def graphpact_dispatch(self) -> dict[str, Any]:
+        """Return which graph each batch takes, by the name of the dispatcher; called as `graphpact_state`."""
+        return {name: rows(found) for name, found in dispatched(self.model_runner).items()}
+
 
 def _broken(model: Any, vllm_config: Any) -> BreakableCUDAGraphWrapper:
     return BreakableCUDAGraphWrapper(model, vllm_config, runtime_mode=CUDAGraphMode.PIECEWISE)
@@ -109,6 +119,16 @@ def _no_streams(group: Any, context: Any = None) -> Iterator[Any]:
     """Stand in for ``GroupCoordinator.graph_capture``, which prepares CUDA streams and communicators."""
     del group
     yield context
+
+
+def _on_host(driver: TapeDriver) -> Callable[..., Any]:
+    """Return a hook for the numbers of tokens of all ranks, which vLLM keeps on the host to read them."""
+
+    def make(original: Callable[..., Any], parallel_config: Any, tokens: int, across: torch.Tensor) -> Any:
+        driver.add_host_memory([across])
+        return original(parallel_config, tokens, across)
+
+    return make
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Which vLLM is found, which words are refused, and how the tape lets vLLM find Triton. No engine starts."""
 
+import contextlib
+import os
 import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError
@@ -82,6 +84,19 @@ def test_without_vllm_no_release_is_found(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(sys, "path", [str(tmp_path)])
     with pytest.raises(PackageNotFoundError, match=r"vllm$"):
         graphpact_vllm.installed_release()
+
+
+@pytest.mark.parametrize("given", ["", "HTTP_PROXY", "GRAPHPACT,HTTP_PROXY"])
+def test_workers_under_ray_get_the_words(monkeypatch: pytest.MonkeyPatch, given: str) -> None:
+    """VLLM is told to copy both variables to workers of other nodes, beside those of the user."""
+    copied = "VLLM_RAY_EXTRA_ENV_VARS_TO_COPY"
+    monkeypatch.setenv("GRAPHPACT", "guard")
+    monkeypatch.setenv(copied, given)
+    monkeypatch.setattr(graphpact_vllm, "version", lambda name: "0.32.0")
+    with contextlib.suppress(SystemExit):  # without vLLM the hooks cannot be registered
+        graphpact_vllm.register()
+    names = os.environ[copied].split(",")
+    assert sorted(names) == sorted({*filter(None, given.split(",")), "GRAPHPACT", "GRAPHPACT_CONFIG"})
 
 
 def _output_of_a_start(folder: Path, monkeypatch: pytest.MonkeyPatch, runner: str | None) -> list[str]:

@@ -7,12 +7,24 @@ from unittest.mock import Mock
 
 import forked_child
 from engine_run import MODEL, PROMPTS, ROOT, SECONDS, EngineRun, requests
+from vllm.utils.network_utils import get_open_port
 
 from graphpact.engines import PromptRequest
 from graphpact_vllm.in_process import InProcessEngine
 from graphpact_vllm.runs import GRAPHS, LAPTOP
 
-__all__ = ["ENGINE", "MODEL", "PROMPTS", "ROOT", "SECONDS", "Run", "requests", "run_engine", "run_in_child"]
+__all__ = [
+    "ENGINE",
+    "MODEL",
+    "PROMPTS",
+    "ROOT",
+    "SECONDS",
+    "Run",
+    "requests",
+    "run_engine",
+    "run_in_child",
+    "run_in_ranks",
+]
 
 ENGINE: dict[str, Any] = LAPTOP | GRAPHS | {"model": str(MODEL)}
 
@@ -91,3 +103,43 @@ def run_in_child(
         seconds=seconds,
     )
     return found
+
+
+def run_in_ranks(
+    words: str,
+    given: Sequence[Sequence[PromptRequest]],
+    before: Sequence[Callable[[], None] | None] = (None, None),
+    runner: int = 2,
+    seconds: float = SECONDS,
+    **arguments: Any,
+) -> list[tuple[Run | None, str | None]]:
+    """Run an engine in a child for each rank of data parallelism, as vLLM's example for offline use does.
+
+    Args:
+        words: The value of ``GRAPHPACT``.
+        given: The requests of each rank.
+        before: For each rank, is called before its engine starts.
+        runner: The model runner, 1 or 2.
+        seconds: How long all of it may take.
+        arguments: Arguments of vLLM.
+
+    Returns:
+        For each rank the run, or the traceback of its error.
+    """
+    shared = {
+        "GRAPHPACT": words,
+        "VLLM_USE_V2_MODEL_RUNNER": str(runner - 1),
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        "VLLM_DP_SIZE": str(len(given)),
+        "VLLM_DP_MASTER_IP": "127.0.0.1",
+        "VLLM_DP_MASTER_PORT": str(get_open_port()),
+    }
+    arguments = {"distributed_executor_backend": "uni"} | arguments
+    calls = [
+        (
+            (its, arguments, None, 1, before[rank]),
+            shared | {"VLLM_DP_RANK": str(rank), "VLLM_DP_RANK_LOCAL": str(rank)},
+        )
+        for rank, its in enumerate(given)
+    ]
+    return forked_child.in_children(run_engine, calls, seconds)
