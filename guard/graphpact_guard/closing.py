@@ -34,8 +34,9 @@ def log_at_exit(guard: Guard, before: Callable[[], object] | None = None) -> Non
 def closing_line(guard: Guard) -> str:
     """Return what ``guard`` has seen, in one line."""
     records = guard.records.values()
+    name = f"{guard.rank}: " if guard.rank else ""
     parts = [
-        f"{sum(record.replays for record in records):,} replays of {len(records)} graphs",
+        f"{name}{sum(record.replays for record in records):,} replays of {len(records)} graphs",
         f"contents checked in {sum(record.contents for record in records):,}",
         f"{sum(record.verified for record in records):,} verified",
     ]

@@ -37,9 +37,10 @@ class Guard:
         metadata: Names of the owners' attributes that hold metadata of a step.
         limits: Names of fields whose number may be smaller at replay than at capture.
         unseen: What this guard cannot see in this engine, for the announcement.
-        rank: The name of this process if there are several, for the file of recorded steps.
+        rank: The name of this process if there are several, such as ``tp1``.
 
     Attributes:
+        rank: It.
         recording: The recorded steps; None if none are asked for. An integration gives it each step.
 
     Raises:
@@ -56,7 +57,7 @@ class Guard:
         unseen: str = "",
         rank: str = "",
     ) -> None:
-        self.settings = settings
+        self.settings, self.rank = settings, rank
         self.log = FaultLog(settings.ignore, provenance)
         self.records: dict[GraphKey, GraphRecord] = {}
         self.refused: set[GraphKey] = set()
@@ -129,7 +130,8 @@ class Guard:
         asked += [f"{self.settings.start} steps of each shape before serving"] if self.settings.start else []
         unseen = f"; not seen: {self._unseen}" if self._unseen else ""
         logger.warning(
-            "graphpact guard: on; every replay is held to its pact%s%s",
+            "graphpact guard: on%s; every replay is held to its pact%s%s",
+            self.rank and f" for {self.rank}",
             "".join(f", {text}" for text in asked),
             unseen,
         )

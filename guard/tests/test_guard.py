@@ -11,7 +11,8 @@ import pytest
 import torch
 from small_engine import Backend, Metadata, SmallEngine
 
-from graphpact_guard import Guard, GuardError, Ignored, Settings
+from graphpact_guard import GraphKey, Guard, GuardError, Ignored, ReplayFault, Settings
+from graphpact_guard.closing import closing_line
 
 
 def _guard(**settings: Any) -> Guard:
@@ -337,6 +338,26 @@ def test_the_guard_announces_itself_once(caplog: pytest.LogCaptureFixture) -> No
     (message,) = [r.message for r in caplog.records]
     assert "graphpact guard: on; every replay is held to its pact, " in message
     assert "an eager run of every 8th replay" in message
+
+
+def test_one_of_several_ranks_names_itself_in_every_line(caplog: pytest.LogCaptureFixture) -> None:
+    """The announcement and the last line have the name of the rank."""
+    guard = Guard(Settings(guard=True), {}, rank="dp0.tp7")
+    SmallEngine(Backend(4), guard)
+    assert "graphpact guard: on for dp0.tp7; " in caplog.records[0].message
+    assert closing_line(guard).startswith("dp0.tp7: 0 replays of ")
+
+
+def test_a_disagreement_of_ranks_ends_the_step_whatever_was_asked_for() -> None:
+    """`Guard.end` raises with ``log`` too, unless the fault is ignored."""
+    key = GraphKey(runner="Runner", shape="4")
+    fault = ReplayFault(rule="GP17", owner="ranks", field="step", key=key, text="differ", advice="agree")
+    guard = Guard(Settings(guard=True), {})
+    with pytest.raises(GuardError, match=r"ranks.step in Runner\[4\]: differ") as caught:
+        guard.end(fault)
+    assert caught.value.rule == "GP17"
+    assert guard.summary()["faults"][0]["rule"] == "GP17"
+    Guard(Settings(guard=True, ignore=(Ignored("GP17", "*", "a test"),)), {}).end(fault)
 
 
 def test_raise_ends_the_step() -> None:
