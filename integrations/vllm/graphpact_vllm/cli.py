@@ -25,6 +25,9 @@ from graphpact_vllm.choices_report import judge_choices, print_choices
 from graphpact_vllm.offer import VllmDispatchers, VllmOffer
 from graphpact_vllm.runs import GRAPHS, LAPTOP
 from graphpact_vllm.surface import RELEASES
+from graphpact_cli.engine_runs import LaptopEngine, engine_app
+from graphpact_vllm.offer import VllmOffer
+from graphpact_vllm.runs import EAGER, GRAPHS, LAPTOP
 
 vllm = engine_app(
     LaptopEngine(
@@ -32,7 +35,7 @@ vllm = engine_app(
         checkpoint="model",
         laptop=LAPTOP,
         graphs=GRAPHS,
-        eager={"enforce_eager": True},
+        eager=EAGER,
         left_out=("compilation_config", "attention_backend", "speculative"),
     )
 )

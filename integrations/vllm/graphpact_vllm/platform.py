@@ -14,6 +14,8 @@ from vllm.platforms.cpu import CpuPlatform
 
 from graphpact.errors import ConfigError
 from graphpact_vllm import ATTENTION_BACKEND, PLUGGED
+from graphpact_vllm import ATTENTION_BACKEND
+from graphpact_vllm.runs import NATIVE_ROPE
 
 
 class TapePlatform(CpuPlatform):
@@ -21,7 +23,10 @@ class TapePlatform(CpuPlatform):
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
-        """Keep what was asked of graphs and of pieces, which vLLM's platform for CPUs clears."""
+        """Keep what was asked of graphs and of pieces, which vLLM's platform for CPUs clears.
+
+        RoPE is left to torch, unless ``custom_ops`` say something of it; see `NATIVE_ROPE`.
+        """
         from vllm.config import CompilationMode  # noqa: PLC0415  it asks for a platform
 
         compilation, parallel = vllm_config.compilation_config, vllm_config.parallel_config
@@ -32,6 +37,8 @@ class TapePlatform(CpuPlatform):
         super().check_and_update_config(vllm_config)
         for name, value in asked.items():
             setattr(compilation, name, value)
+        if not any(word.endswith("rotary_embedding") for word in compilation.custom_ops):
+            compilation.custom_ops.append(NATIVE_ROPE)
         if compilation.mode == CompilationMode.VLLM_COMPILE:
             compilation.backend = "eager"  # a tape records what torch dispatches, not compiled kernels
 

@@ -1,4 +1,4 @@
-"""`LAPTOP` and `GRAPHS`: arguments of vLLM's engine on a laptop.
+"""`LAPTOP`, `EAGER` and `GRAPHS`: arguments of vLLM's engine on a laptop.
 
 Does not: start it; `graphpact_vllm.offer` does, in a process of its own.
 """
@@ -13,6 +13,14 @@ LAPTOP: dict[str, Any] = {
     "disable_log_stats": True,
 }
 """Arguments of vLLM's ``LLM`` on a laptop, but for the checkpoint."""
+NATIVE_ROPE = "-rotary_embedding"
+"""The word of ``custom_ops`` by which torch computes RoPE.
+
+vLLM's kernel for CPUs takes queries of ``[T, num_heads, head_dim]`` for queries of one head. So it is wrong
+for DeepSeek and for LFM2.
+"""
+EAGER: dict[str, Any] = {"enforce_eager": True, "compilation_config": {"custom_ops": [NATIVE_ROPE]}}
+"""Arguments by which it runs without graphs, and right."""
 GRAPHS: dict[str, Any] = {
     "compilation_config": {
         "mode": 0,

@@ -4,6 +4,7 @@ Does not: capture or replay; vLLM's model runners do.
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,6 +13,7 @@ from vllm.v1.worker import cpu_worker  # the first: it replaces names of torch a
 
 # isort: on
 import torch
+from vllm import _custom_ops
 from vllm.compilation import breakable_cudagraph
 from vllm.compilation.breakable_cudagraph import BreakableCUDAGraphWrapper, is_breakable_cudagraph_enabled
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
@@ -66,8 +68,10 @@ class TapeWorker(cpu_worker.CPUWorker):
             # vLLM compiles small functions, whose kernels no tape sees.
             torch.compiler.set_stance("force_eager")
         if strict:
-            # vLLM's layers for CPUs make tensors without a device, which is no fault there.
+            # vLLM's layers for CPUs make tensors without a device, which is no fault there. In an operator
+            # that Python implements, such as vllm.short_conv, torch has no default device.
             torch.set_default_device("cpu")
+            _custom_ops.onednn_mm = _with_device(_custom_ops.onednn_mm)
         driver = TapeDriver(torch.device("cpu"), strict=strict)
         stand_in_for_cuda_graphs(driver, torch.cpu, memory=self._memory)
         record_launches(lambda: driver.is_capturing)
@@ -112,6 +116,17 @@ class TapeWorker(cpu_worker.CPUWorker):
 
 def _broken(model: Any, vllm_config: Any) -> BreakableCUDAGraphWrapper:
     return BreakableCUDAGraphWrapper(model, vllm_config, runtime_mode=CUDAGraphMode.PIECEWISE)
+
+
+def _with_device(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    """Return ``function`` as it runs where a CPU is the default device."""
+
+    @functools.wraps(function)
+    def wrapped(*args: Any) -> torch.Tensor:
+        with torch.device("cpu"):
+            return function(*args)
+
+    return wrapped
 
 
 @contextlib.contextmanager

@@ -30,7 +30,8 @@ def test_each_run_gets_arguments_of_vllm(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (words, taped_words) == ("", "tape,guard")
     assert eager.engine["model"] == taped.engine["model"] == str(MODEL)
     assert (eager.engine["block_size"], eager.engine["enforce_eager"]) == (16, True)
-    assert not {"compilation_config", "attention_backend", "speculative_config"} & eager.engine.keys()
+    assert not {"attention_backend", "speculative_config"} & eager.engine.keys()
+    assert eager.engine["compilation_config"] == {"custom_ops": ["-rotary_embedding"]}
     assert "enforce_eager" not in taped.engine
     assert taped.engine["attention_backend"] == "TRITON_ATTN"
     assert taped.engine["speculative_config"] == {"method": "ngram"}
