@@ -22,6 +22,7 @@
     latents        the same for latents (MLA)
     plugged        any graphpact attention backend, by name
     plugged_steps  its metadata from vLLM's batches
+    adapters       operations with LoRA adapters, of the same kind
     in_process     vLLM's engine in this process, driven step by step
     registering    all of these in vLLM's registry, in each process
     registering    the same in vLLM's registry, in each process

@@ -71,6 +71,11 @@ class TapePlatform(CpuPlatform):
         return True
 
     @classmethod
+    def get_punica_wrapper(cls) -> str:
+        """Return the path of operations with LoRA adapters that can be recorded."""
+        return "graphpact_vllm.adapters.AdapterOperations"
+
+    @classmethod
     def support_static_graph_mode(cls) -> bool:
         """Return whether graphs are captured."""
         return True
