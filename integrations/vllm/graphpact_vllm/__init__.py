@@ -23,13 +23,12 @@
     plugged        any graphpact attention backend, by name
     plugged_steps  its metadata from vLLM's batches
     adapters       operations with LoRA adapters, of the same kind
-    in_process     vLLM's engine in this process, driven step by step
     registering    all of these in vLLM's registry, in each process
-    registering    the same in vLLM's registry, in each process
     uneven         collectives that vLLM's communicator for CPUs lacks
+    in_process     vLLM's engine in this process, driven step by step
     offer          vLLM for commands that start an engine
     surface        what others build on in vLLM, for ``graphpact vllm diff``
-    builder_values  its specs, configurations and batches, for checks of builders
+    builder_values its specs, configurations and batches, for checks of builders
 
 vLLM calls `platform_class` and `register` by its entry points, in each of its processes, sometimes twice.
 Both do nothing unless ``GRAPHPACT`` asks for something.
@@ -37,8 +36,8 @@ Both do nothing unless ``GRAPHPACT`` asks for something.
 Does not: import vLLM when it is imported; modules that need it do.
 """
 
-import re
 import os
+import re
 from importlib.metadata import PackageNotFoundError, version
 from typing import TYPE_CHECKING
 
@@ -92,6 +91,8 @@ def plugged_names(catalog: "PluginCatalog") -> dict[str, str]:
     """Return the graphpact attention backends of a catalog by their names in vLLM."""
     infos = catalog.infos("attention_backend")
     return {PLUGGED + re.sub(r"\W", "_", info.name).upper(): info.name for info in infos}
+
+
 def _carry_to_ray() -> None:
     """Let vLLM copy what was asked for to its workers under Ray, which have an environment of their node."""
     from graphpact_guard.settings import FILE_VARIABLE, WORDS_VARIABLE  # noqa: PLC0415  as in _settings

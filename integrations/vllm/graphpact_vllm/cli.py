@@ -1,15 +1,10 @@
-"""``graphpact vllm``: vLLM's engine on a laptop, eagerly and on a tape, and what its releases changed.
+"""``graphpact vllm``: vLLM's engine on a laptop, eagerly and on a tape, and what differs.
 
-Does not: import vLLM; each run is a process of its own, and releases are only read.
-"""
-
-from graphpact_cli.engine_runs import LaptopEngine, engine_app
-from graphpact_cli.releases.command import add_diff
-from graphpact_vllm.offer import VllmOffer
     run         continue prompts, and compare both runs
     dispatch    the graph that vLLM's dispatcher takes for each batch
+    diff        what two releases changed for those who build on them
 
-Does not: import vLLM; each run is a process of its own.
+Does not: import vLLM; each run is a process of its own, and releases are only read.
 """
 
 import json
@@ -21,13 +16,11 @@ import typer
 from graphpact.engines import EngineJob
 from graphpact_cli.console import data, note
 from graphpact_cli.engine_runs import LaptopEngine, engine_app, parse_setting, require_ready
+from graphpact_cli.releases.command import add_diff
 from graphpact_vllm.choices_report import judge_choices, print_choices
 from graphpact_vllm.offer import VllmDispatchers, VllmOffer
-from graphpact_vllm.runs import GRAPHS, LAPTOP
-from graphpact_vllm.surface import RELEASES
-from graphpact_cli.engine_runs import LaptopEngine, engine_app
-from graphpact_vllm.offer import VllmOffer
 from graphpact_vllm.runs import EAGER, GRAPHS, LAPTOP
+from graphpact_vllm.surface import RELEASES
 
 vllm = engine_app(
     LaptopEngine(
@@ -39,7 +32,6 @@ vllm = engine_app(
         left_out=("compilation_config", "attention_backend", "speculative"),
     )
 )
-add_diff(vllm, RELEASES)
 
 
 @vllm.command("dispatch")
@@ -76,3 +68,6 @@ def dispatch(
     else:
         print_choices(tables[0])
     judge_choices(tables)
+
+
+add_diff(vllm, RELEASES)

@@ -28,6 +28,7 @@ class VllmOffer(ProcessOffer):
 
         return BuilderValues()
 
+
 class VllmDispatchers(VllmOffer):
     """The same, for runs that only ask for the choices of vLLM's dispatchers."""
 

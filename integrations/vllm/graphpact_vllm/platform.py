@@ -14,7 +14,6 @@ from vllm.platforms.cpu import CpuPlatform
 
 from graphpact.errors import ConfigError
 from graphpact_vllm import ATTENTION_BACKEND, PLUGGED
-from graphpact_vllm import ATTENTION_BACKEND
 from graphpact_vllm.runs import NATIVE_ROPE
 
 
