@@ -9,6 +9,7 @@ Does not: change what a builder makes.
 import functools
 import weakref
 from collections import Counter
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,6 +78,17 @@ class Builders:
         if self.is_dummy:
             return 0
         commons = [built.common for built in self.current().values() if built.common is not None]
+    def num_tokens(self, names: Collection[str] | None = None) -> int | None:
+        """Return the tokens of the current step without padding; None if unknown.
+
+        Args:
+            names: The builders of the step's layers; None for all.
+        """
+        commons = [
+            built.common
+            for name, built in self.current().items()
+            if built.common is not None and (names is None or name in names)
+        ]
         return min((int(common.query_start_loc_cpu[-1]) for common in commons), default=None)
 
     def instances(self) -> dict[str, Any]:

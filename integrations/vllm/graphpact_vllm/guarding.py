@@ -75,6 +75,8 @@ class VllmGuard:
         self._buffers: Any = None  # the static inputs of the graphs that are captured now
         self._model: Any = None
         self._readers: dict[int, Any] = {}  # what layers read during a capture, by id of the metadata
+        self._given: set[int] = set()  # the metadata that layers were given during a capture, by id
+        self._builders_of: dict[GraphKey, set[str]] = {}  # the builders of the layers of a graph, by name
         self._is_exact = False  # whether contents can be checked
         # Keeps refused graphs equal on all ranks; None if none is refused.
         self._agreement: RankAgreement | None = None
@@ -267,10 +269,17 @@ class VllmGuard:
         held = {name: Held(each.metadata) for name, each in built.items()}
         with self.guard.capturing(key, held, inputs):
             self._readers = {id(each.metadata): held[name].metadata for name, each in built.items()}
+            self._given.clear()
             try:
                 yield
             finally:
                 self._readers = {}
+                # Builders of drafts have metadata too, which this graph's layers were not given.
+                self._builders_of[key] = {
+                    name for name, each in built.items() if id(each.metadata) in self._given
+                }
+                for name in built.keys() - self._builders_of[key]:
+                    inputs[_SLOTS].pop(name, None)
 
     def _context(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         context = original(*args, **kwargs)
@@ -284,6 +293,7 @@ class VllmGuard:
             return [self._read_through(each) for each in metadata]
         if not isinstance(metadata, dict):
             return metadata
+        self._given.update(map(id, metadata.values()))
         return {layer: self._readers.get(id(each), each) for layer, each in metadata.items()}
 
     def _check(self, key: GraphKey, inputs: dict[str, Any], *, has_contents: bool) -> None:
@@ -293,7 +303,8 @@ class VllmGuard:
         built = self._builders.current()
         for name, each in built.items():
             guard.prepared(name, each.metadata, "metadata")
-        guard.passed(_SLOTS, _slots(built))
+        names = self._builders_of.get(key, built.keys())
+        guard.passed(_SLOTS, _slots({name: each for name, each in built.items() if name in names}))
         if inputs:
             guard.passed(_INPUTS, inputs)
         guard.replaying(key)
@@ -322,7 +333,7 @@ class VllmGuard:
     def _verify(self, key: GraphKey, output: Any, eager: Callable[[], Any]) -> None:
         """Compare the output of a replay with that of an eager run on the same inputs."""
         assert self.guard is not None  # noqa: S101  the callers have it
-        rows = self._builders.num_tokens()
+        rows = self._builders.num_tokens(self._builders_of.get(key))
         kept = [(tensor, tensor.clone()) for _, tensor in _outputs(output)]
         replayed = {name: tensor[:rows].clone() for name, tensor in _outputs(output)}
         with torch.inference_mode(), self._counts.paused():

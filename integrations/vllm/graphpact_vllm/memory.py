@@ -35,8 +35,9 @@ def declared_memory(model_runner: Any, builders: Builders) -> DeclaredMemory:
     names.claim({"model": dict(model.named_parameters())})
     caches = names.claim({"kv_caches": model_runner.kv_caches})
     metadata = {name: built.metadata for name, built in builders.current().items()}
-    refreshed = names.claim(_inputs(model_runner) | metadata)
     drafter = getattr(model_runner, "speculator", getattr(model_runner, "drafter", None))
+    drafts = {"input_buffers (drafts)": getattr(drafter, "input_buffers", None)}
+    refreshed = names.claim(_inputs(model_runner) | drafts | metadata)
     holders = {
         type(holder).__name__: holder
         for holder in (getattr(model_runner, "cudagraph_manager", None), drafter)
