@@ -73,17 +73,14 @@ class Builders:
             if (built := self._built.get(builder)) is not None
         }
 
-    def num_tokens(self) -> int | None:
-        """Return the tokens of the current step without padding; None if unknown."""
-        if self.is_dummy:
-            return 0
-        commons = [built.common for built in self.current().values() if built.common is not None]
     def num_tokens(self, names: Collection[str] | None = None) -> int | None:
         """Return the tokens of the current step without padding; None if unknown.
 
         Args:
             names: The builders of the step's layers; None for all.
         """
+        if self.is_dummy:
+            return 0
         commons = [
             built.common
             for name, built in self.current().items()
