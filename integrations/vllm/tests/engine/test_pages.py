@@ -10,6 +10,7 @@ from page_commands import commands, get, parts, run, serving
 
 LAPTOP = ROOT / "docs/vllm-laptop.md"
 GUARD = ROOT / "docs/vllm-guard.md"
+MANY = ROOT / "docs/vllm-many-machines.md"
 RUNS = commands(LAPTOP, ".venv-vllm/bin/graphpact vllm run")
 
 
@@ -32,6 +33,16 @@ def test_a_command_compares_the_engine_with_itself(command: str, graph: str, ans
     assert f"{answers} of {answers} answers have the eager tokens" in done.stderr
     assert "; 0 faults;" in done.stderr
     assert re.search(rf"^{re.escape(graph)} +[1-9]", done.stderr, re.MULTILINE)
+
+
+def test_a_command_writes_the_choice_for_each_batch() -> None:
+    """Decodes take full graphs, a batch with a prefill none, and no choice is wrong."""
+    (command,) = commands(MANY, ".venv-vllm/bin/graphpact vllm dispatch")
+    done = run(command)
+    assert done.returncode == 0, done.stderr
+    assert re.search(r"^ModelCudaGraphManager +decode of 1 +5 to 8 +FULL\[8\]", done.stdout, re.MULTILINE)
+    assert re.search(r"^ModelCudaGraphManager +with a prefill +1 to 9 +eager", done.stdout, re.MULTILINE)
+    assert "0 of their graphs are wrong; 1 ranks" in done.stderr
 
 
 def test_a_server_is_guarded_as_the_page_says(tmp_path: Path) -> None:

@@ -1,20 +1,28 @@
-"""vLLM's own processes of tensor parallelism on a tape: the answers are those of one process."""
+"""vLLM's own processes of tensor and pipeline parallelism on a tape: the answers are those of one process."""
 
 import pytest
-from engines import ENGINE, PROMPTS, requests, run_in_child
+from engines import ENGINE, PROMPTS, Run, requests, run_in_child
 
 from graphpact.engines import EngineJob
 from graphpact_vllm.offer import VllmOffer
 
-RANKS = {"tensor_parallel_size": 2, "distributed_executor_backend": "mp"}
+
+@pytest.fixture(scope="module")
+def one() -> Run:
+    """The run of one process."""
+    return run_in_child("tape", requests(every=0))
 
 
-def test_two_ranks_give_the_answers_of_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Collectives inside of graphs are replayed, and no rank has a fault; all verify the same steps."""
+@pytest.mark.parametrize("kind", ["tensor", "pipeline"])
+def test_two_ranks_give_the_answers_of_one(monkeypatch: pytest.MonkeyPatch, one: Run, kind: str) -> None:
+    """Collectives inside of graphs are replayed, and no rank has a fault; all verify the same steps.
+
+    Ranks of tensor parallelism compare every step, and always take the same graph.
+    """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
-    one = run_in_child("tape", requests(every=0))
-    job = EngineJob(engine=ENGINE | RANKS, prompts=list(PROMPTS), max_new_tokens=16)
-    two = VllmOffer().run("tape,guard,contents:1,verify:4", job)
+    ranks = {f"{kind}_parallel_size": 2, "distributed_executor_backend": "mp"}
+    job = EngineJob(engine=ENGINE | ranks, prompts=list(PROMPTS), max_new_tokens=16)
+    two = VllmOffer().run("tape,guard,contents:1,verify:4,ranks", job)
     assert [answer.token_ids for answer in two.answers] == one.tokens
     graphs = []
     for state in two.states:
@@ -22,4 +30,6 @@ def test_two_ranks_give_the_answers_of_one(monkeypatch: pytest.MonkeyPatch) -> N
         graphs.append(state["guard"]["graphs"])
     assert graphs[0] == graphs[1]
     assert sum(graph["replays"] for graph in graphs[0].values()) > 10
-    assert {state["guard"]["provenance"]["rank"] for state in two.states} == {"0 of 2 (tp0)", "1 of 2 (tp1)"}
+    name = {"tensor": "tp", "pipeline": "pp"}[kind]
+    found = {state["guard"]["provenance"]["rank"] for state in two.states}
+    assert found == {f"0 of 2 ({name}0)", f"1 of 2 ({name}1)"}
