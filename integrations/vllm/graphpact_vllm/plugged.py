@@ -62,7 +62,6 @@ class PluggedBuilder(AttentionMetadataBuilder[PluggedMetadata]):
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._steps: PluggedSteps | None = None
-        self.memory: dict[str, torch.Tensor] = {}
 
     @classmethod
     def get_cudagraph_support(cls, vllm_config: Any, kv_cache_spec: Any) -> AttentionCGSupport:
@@ -72,10 +71,7 @@ class PluggedBuilder(AttentionMetadataBuilder[PluggedMetadata]):
 
     def build_for_cudagraph_capture(self, common_attn_metadata: Any) -> PluggedMetadata:
         """Return the metadata that a graph keeps, from the plugin's capture hook."""
-        steps = self._made()
-        made = steps.captured(self._required(common_attn_metadata), is_ragged=self._is_ragged)
-        self.memory = dict(steps.memory())
-        return made
+        return self._made().captured(self._required(common_attn_metadata), is_ragged=self._is_ragged)
 
     def build(
         self,

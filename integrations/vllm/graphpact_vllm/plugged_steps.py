@@ -15,7 +15,7 @@ Padding requests have row 0, whose KV slots are all 0: they are in vLLM's block 
 Does not: decide what is captured; vLLM does.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,15 +122,6 @@ class PluggedSteps:
         """
         batch = self._batch(common, is_ragged=is_ragged)
         return self._lane(batch.forward_mode).stepped(batch, _shape(batch, common))
-
-    def memory(self) -> Mapping[str, torch.Tensor]:
-        """Return the memory of the slots of all backends, by name."""
-        return {
-            f"{mode.value}.{slot.name}": slot.buffer
-            for mode, lane in self._lanes.items()
-            for slot in lane.registry or ()
-            if slot.buffer is not None
-        }
 
     def _lane(self, mode: ForwardMode) -> "_PluggedLane":
         if mode not in self._lanes:

@@ -14,17 +14,22 @@ MANY = ROOT / "docs/vllm-many-machines.md"
 RUNS = commands(LAPTOP, ".venv-vllm/bin/graphpact vllm run")
 
 
-def test_the_page_has_three_commands() -> None:
-    """The page shows a run on the tape, one on the strict tape, and piecewise graphs in model runner V1."""
-    fast, strict, pieces = RUNS
+def test_the_page_has_four_commands() -> None:
+    """The page shows a run on the tape, a strict one, piecewise graphs in V1, and a third party's backend."""
+    fast, strict, pieces, plugged = RUNS
+    assert "attention_backend=GRAPHPACT_MY_ATTENTION" in plugged
     assert shlex.split(strict) == [*shlex.split(fast), "--strict"]
     assert parts(pieces)[0] == {"VLLM_USE_V2_MODEL_RUNNER": "0"}
 
 
 @pytest.mark.parametrize(
     ("command", "graph", "answers"),
-    [(RUNS[1], "ModelCudaGraphManager[8]", 6), (RUNS[2], "CUDAGraphWrapper[6][1]", 1)],
-    ids=["strict", "pieces"],
+    [
+        (RUNS[1], "ModelCudaGraphManager[8]", 6),
+        (RUNS[2], "CUDAGraphWrapper[6][1]", 1),
+        (RUNS[3], "ModelCudaGraphManager[1]", 1),
+    ],
+    ids=["strict", "pieces", "third party"],
 )
 def test_a_command_compares_the_engine_with_itself(command: str, graph: str, answers: int) -> None:
     """The real engine, in processes of its own, gives its eager answers on the tape."""
