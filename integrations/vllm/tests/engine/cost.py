@@ -1,0 +1,108 @@
+"""What the guard costs in vLLM's own throughput benchmark: runs with and without it take turns in a process.
+
+    python cost.py [TURNS]
+
+Requests and the clock are those of ``vllm bench throughput``, on the tape, with random tokens and the model
+runner that ``VLLM_USE_V2_MODEL_RUNNER`` names. The tape is slower than a GPU, so the microseconds of the
+guard matter more than their share of a step.
+
+Does not: measure a GPU, or the two calls that each wrapped method costs without the guard too.
+"""
+
+import dataclasses
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ["GRAPHPACT"] = "tape,guard"
+os.environ.setdefault("TRITON_INTERPRET", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("VLLM_USE_V2_MODEL_RUNNER", "1")
+os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+
+sys.path.append(str(Path(__file__).parents[3]))  # what tests of all engines share
+
+from engines import ENGINE
+from vllm import LLM
+from vllm.benchmarks import throughput
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from graphpact_guard import Guard
+from graphpact_vllm.hooks import InProcess, state
+
+WAYS: dict[str, dict[str, int] | None] = {
+    "no guard": None,
+    "pact": {"contents": 0, "verify": 0},
+    "pact, contents:64": {"contents": 64, "verify": 0},
+    "pact, contents:64, verify:64": {"contents": 64, "verify": 64},
+    "pact, contents:1": {"contents": 1, "verify": 0},
+    "pact, verify:1": {"contents": 0, "verify": 1},
+}
+LOAD = {"random-input-len": "32", "random-output-len": "64", "num-prompts": "8"}
+
+
+def main(turns: int) -> None:
+    """Print tokens a second, microseconds of a replayed step, and the difference from none for each way."""
+    parser = FlexibleArgumentParser()
+    throughput.add_cli_args(parser)
+    load = [word for key, value in LOAD.items() for word in (f"--{key}", value)]
+    args = parser.parse_args(["--model", ENGINE["model"], "--dataset-name", "random", *load])
+    throughput.validate_args(args)
+    llm = LLM(**ENGINE)
+    requests = throughput.get_requests(args, llm.get_tokenizer())
+    hooks = InProcess.guard
+    guard = hooks.guard
+
+    def run_with(settings: dict[str, int] | None) -> tuple[float, float]:
+        """Return the seconds of a run, and the microseconds for each replay in it."""
+        hooks.guard = None if settings is None else guard
+        if settings is not None:
+            guard.settings = dataclasses.replace(guard.settings, **settings)
+        before = _replays()
+        seconds, _ = throughput._run_vllm_requests(llm, requests, 1, True, False, False, False)  # noqa: FBT003  vLLM's own
+        return seconds, seconds * 1e6 / (_replays() - before)
+
+    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
+    for turn in range(turns + 1):
+        for name, settings in WAYS.items():
+            took = run_with(settings)
+            if turn:  # the first turn is a warm-up
+                taken[name].append(took)
+    tokens = sum(request.expected_output_len for request in requests)
+    _print(taken, tokens)
+    sys.stdout.write(f"the pact alone, one replay: {_microseconds_of_a_check(guard):.1f} us\n")
+    if guard.faults:
+        sys.exit(f"the guard reported {len(guard.faults)} faults")
+
+
+def _print(taken: dict[str, list[tuple[float, float]]], tokens: int) -> None:
+    sys.stdout.write(f"{'':32}{'tokens/s':>12}{'us a step':>12}{'less none':>12}\n")
+    none = [step for _, step in taken["no guard"]]
+    for name, times in taken.items():
+        rate = tokens / statistics.median(seconds for seconds, _ in times)
+        steps = [step for _, step in times]
+        gap = statistics.median(a - b for a, b in zip(steps, none, strict=True))
+        sys.stdout.write(f"{name:32}{rate:12,.0f}{statistics.median(steps):12,.0f}{gap:12,.0f}\n")
+
+
+def _replays() -> int:
+    return sum(counts["replays"] for counts in state()["steps"]["graphs"].values())
+
+
+def _microseconds_of_a_check(guard: Guard) -> float:
+    """Return the median time of one check of a graph."""
+    record, calls, times = next(iter(guard.records.values())), 2000, []
+    for _ in range(20):
+        begin = time.perf_counter()
+        for _ in range(calls):
+            list(record.faults({}, {}))
+        times.append((time.perf_counter() - begin) * 1e6 / calls)
+    return statistics.median(times)
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 10)
