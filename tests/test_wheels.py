@@ -52,11 +52,15 @@ NEEDS_SGLANG = (  # which its user has, or the extra for the tape
         "hooks",
     ),
     *("in_process", "job", "live_tokens", "platform", "prefill_contents", "ranks"),
-    *("recording", "segments", "start", "steps", "taping"),
+    *("recording", "segments", "start", "steps", "surface", "taping"),
 )
 NEEDS_VLLM = (  # the same
-    *("attention", "builders", "cli", "contents", "graphs", "guarding", "hooking", "hooks", "in_process"),
-    *("job", "latents", "memory", "platform", "ranks", "registering", "segments", "steps", "worker"),
+    *("attention.latents", "attention.paged", "attention.plugged", "attention.registering", "hooks"),
+    *("guard.after_capture", "guard.contents", "guard.guarding", "guard.rank_steps"),
+    *("runs.builder_values", "runs.choices_report", "runs.cli", "runs.dispatch_job", "runs.in_process"),
+    *("runs.job", "runs.surface"),
+    *("seams.builders", "seams.graphs", "seams.ranks", "seams.steps"),
+    *("tape.memory", "tape.platform", "tape.segments", "tape.worker"),
 )
 NEEDS_AN_EXTRA = {
     "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client

@@ -18,7 +18,7 @@ Does not: import an engine; its integration does.
 
 from graphpact_guard.agreement import RankAgreement
 from graphpact_guard.closing import log_at_exit
-from graphpact_guard.comparison import RankComparison, described
+from graphpact_guard.comparison import RankComparison, describe_ranks
 from graphpact_guard.contents import Expected
 from graphpact_guard.counts import GraphCounts, summary_of_steps
 from graphpact_guard.faults import FaultLog, GraphKey, ReplayFault
@@ -43,7 +43,7 @@ __all__ = [
     "ReplayFault",
     "Settings",
     "StepRecording",
-    "described",
+    "describe_ranks",
     "log_at_exit",
     "summary_of_steps",
 ]

@@ -50,7 +50,7 @@ class RankComparison:
         return dict(said)
 
 
-def described(said: Mapping[str, str]) -> str:
+def describe_ranks(said: Mapping[str, str]) -> str:
     """Return what each rank said in one line, the rarest first: ``dp3: eager; dp0, dp1: X``."""
     ranks: dict[str, list[str]] = {}
     for name, text in said.items():

@@ -12,12 +12,12 @@ import sys
 
 import torch.distributed as dist
 
-from graphpact_guard import RankComparison, described
+from graphpact_guard import RankComparison, describe_ranks
 
 rank, size, store, *choices = sys.argv[1:]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=int(rank), world_size=int(size))
 comparison = RankComparison(dist.group.WORLD, f"dp{rank}")
 found = [comparison.differing(choice, f"replays {choice}") for choice in choices]
-print(json.dumps([None if said is None else described(said) for said in found]))  # noqa: T201  for the test
+print(json.dumps([None if said is None else describe_ranks(said) for said in found]))  # noqa: T201  for the test
 dist.barrier()  # a rank that leaves while others connect would end them
 dist.destroy_process_group()

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from rank_processes import run_ranks
 
-from graphpact_guard import RankComparison, described
+from graphpact_guard import RankComparison, describe_ranks
 
 SCRIPT = Path(__file__).parent / "comparison_rank.py"
 
@@ -26,4 +26,4 @@ def test_a_rank_among_many_is_named_alone() -> None:
     said = {f"dp{rank // 8}.tp{rank % 8}": "replays X[8]" for rank in range(16)}
     said["dp0.tp7"] = "runs 5 tokens eagerly"
     line = "dp0.tp7: runs 5 tokens eagerly; 15 ranks from dp0.tp0 to dp1.tp7: replays X[8]"
-    assert described(said) == line
+    assert describe_ranks(said) == line

@@ -1,34 +1,12 @@
 """graphpact inside vLLM: its real engine on a tape, and a guard of its replays.
 
-    hooks          what is wrapped in vLLM
-    hooking        wraps a method, or ends the start
-    graphs         where vLLM captures and replays graphs, and their names
-    builders       what each metadata builder made last
-    guarding       the guard around captures and replays
-    contents       what a graph must find in its memory
-    steps          counts of replays and of eager steps
-    ranks          the place among the ranks of a model
-    rank_steps     the graph that each rank takes in a step, compared
-    after_capture  what is checked once, after the capture
-    dispatching    the graph that vLLM takes for each batch
-    shapes         the shapes of graphs
+    hooks        what is wrapped in vLLM in this process
 
-    taping         what the tape gives to vLLM before it starts
-    platform       the platform of the tape: graphs on a CPU
-    worker         the worker of the tape, for both model runners
-    segments       vLLM's breakable graphs on a tape
-    memory         what a graph may write, for the strict tape
-    attention      an attention backend that runs on a CPU and can be recorded
-    latents        the same for latents (MLA)
-    plugged        any graphpact attention backend, by name
-    plugged_steps  its metadata from vLLM's batches
-    adapters       operations with LoRA adapters, of the same kind
-    registering    all of these in vLLM's registry, in each process
-    uneven         collectives that vLLM's communicator for CPUs lacks
-    in_process     vLLM's engine in this process, driven step by step
-    offer          vLLM for commands that start an engine
-    surface        what others build on in vLLM, for ``graphpact vllm diff``
-    builder_values its specs, configurations and batches, for checks of builders
+    seams        its builders, graphs, steps and ranks, which graphpact watches
+    guard        what is checked at a replay, in a step of many ranks, and after the capture
+    tape         its worker, model runners and graphs on a CPU
+    attention    attention backends that run on a CPU and can be recorded
+    runs         runs of its engine, for commands
 
 vLLM calls `platform_class` and `register` by its entry points, in each of its processes, sometimes twice.
 Both do nothing unless ``GRAPHPACT`` asks for something.
@@ -69,10 +47,10 @@ def platform_class() -> str | None:
     if _settings().tape is None:
         return None
     with ended_by_errors(_DISTRIBUTION):
-        from graphpact_vllm import taping  # noqa: PLC0415  it imports torch
+        from graphpact_vllm.tape import taping  # noqa: PLC0415  it imports torch
 
         taping.let_vllm_use_triton()
-    return "graphpact_vllm.platform.TapePlatform"
+    return "graphpact_vllm.tape.platform.TapePlatform"
 
 
 def register() -> None:

@@ -31,9 +31,9 @@ def register(settings: Settings) -> None:
     if current_platform.is_cpu():
         # It replaces names of torch and of vLLM that modules below import by name.
         import vllm.v1.worker.cpu.shm  # noqa: F401, PLC0415  for that, and only on a CPU
-    from graphpact_vllm.builders import Builders  # noqa: PLC0415  after that
-    from graphpact_vllm.guarding import VllmGuard  # noqa: PLC0415
-    from graphpact_vllm.steps import StepCounts  # noqa: PLC0415
+    from graphpact_vllm.guard.guarding import VllmGuard  # noqa: PLC0415
+    from graphpact_vllm.seams.builders import Builders  # noqa: PLC0415  after that
+    from graphpact_vllm.seams.steps import StepCounts  # noqa: PLC0415
 
     InProcess.builders = builders = Builders()
     builders.register()
@@ -41,8 +41,8 @@ def register(settings: Settings) -> None:
     if settings.tape is not None:  # only its worker says when vLLM serves, and gives the counts out
         counts.register()
     if settings.guard:
-        from graphpact_vllm.after_capture import AfterCapture  # noqa: PLC0415  after that
-        from graphpact_vllm.rank_steps import RankSteps  # noqa: PLC0415  after that
+        from graphpact_vllm.guard.after_capture import AfterCapture  # noqa: PLC0415  after that
+        from graphpact_vllm.guard.rank_steps import RankSteps  # noqa: PLC0415  after that
 
         InProcess.guard = hooked = VllmGuard(settings, builders, counts)
         hooked.register()
@@ -51,7 +51,7 @@ def register(settings: Settings) -> None:
             steps.register()
         AfterCapture(lambda: hooked.guard, steps).register()
     if settings.tape is not None:
-        from graphpact_vllm.registering import attention_backends  # noqa: PLC0415  only on the tape
+        from graphpact_vllm.attention.registering import attention_backends  # noqa: PLC0415  only on the tape
 
         attention_backends()
 

@@ -8,7 +8,7 @@ import pytest
 import graphpact_vllm
 from graphpact.engines import EngineAnswer, EngineJob, EngineResult
 from graphpact_cli import main
-from graphpact_vllm.offer import VllmOffer
+from graphpact_vllm.runs.offer import VllmOffer
 
 MODEL = Path(__file__).parents[3] / "examples/models/tiny-llama"
 

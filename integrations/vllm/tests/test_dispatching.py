@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 
-import graphpact_vllm.cli as command
+import graphpact_vllm.runs.cli as command
 from graphpact.engines import EngineJob, EngineResult
 from graphpact_cli import main
-from graphpact_vllm.dispatching import choices, faults, rows
-from graphpact_vllm.offer import VllmDispatchers
+from graphpact_vllm.guard.dispatching import choices, faults, rows
+from graphpact_vllm.runs.offer import VllmDispatchers
 
 MODEL = Path(__file__).parents[3] / "examples/models/tiny-llama"
 

@@ -12,7 +12,7 @@ from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardMode
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
-from graphpact_vllm.plugged_steps import Caches, PluggedMetadata, PluggedSteps, StepSizes
+from graphpact_vllm.attention.plugged_steps import Caches, PluggedMetadata, PluggedSteps, StepSizes
 
 PAGE, PAGES, MOST = 4, 24, 32
 LAYER = LayerSpec(layer_id=0, num_q_heads=4, num_kv_heads=2, head_dim=16, v_head_dim=16, scaling=0.25)

@@ -123,7 +123,7 @@ def test_on_the_tape_vllm_finds_a_triton_that_interprets(
     Triton was imported before, for a GPU, and vLLM is not imported.
     """
     platform, backend, numbers = _output_of_a_start(tmp_path, monkeypatch, runner=None)
-    assert platform == "graphpact_vllm.platform.TapePlatform False"
+    assert platform == "graphpact_vllm.tape.platform.TapePlatform False"
     assert backend == "True 1"
     assert numbers == "[1.0, 2.0, 7.0, 8.0]"
 
@@ -131,5 +131,5 @@ def test_on_the_tape_vllm_finds_a_triton_that_interprets(
 def test_the_model_runner_v1_needs_no_triton(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With ``VLLM_USE_V2_MODEL_RUNNER=0`` Triton stays as it is."""
     platform, backend = _output_of_a_start(tmp_path, monkeypatch, runner="0")
-    assert platform == "graphpact_vllm.platform.TapePlatform False"
+    assert platform == "graphpact_vllm.tape.platform.TapePlatform False"
     assert backend == "False None"

@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from graphpact_vllm.attention import PagedMetadata, PagedMetadataBuilder
+from graphpact_vllm.attention.paged import PagedMetadata, PagedMetadataBuilder
 
 
 class NewObject(PagedMetadataBuilder):

@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
 
-from graphpact_vllm.in_process import InProcessEngine
-from graphpact_vllm.platform import TapePlatform
+from graphpact_vllm.runs.in_process import InProcessEngine
+from graphpact_vllm.tape.platform import TapePlatform
 
 RANK, ALPHA = 4, 8
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")

@@ -14,7 +14,7 @@ from graphpact.attention import GraphSupport
 from graphpact.batch import ForwardMode
 from graphpact.engines import PromptRequest
 from graphpact_fa3 import FA3Backend
-from graphpact_vllm import plugged
+from graphpact_vllm.attention import plugged
 
 FAST, STRICT = "tape,guard,contents:1,verify:1", "tape:strict,guard,contents:1"
 EAGER = {"enforce_eager": True, "attention_backend": "CPU_ATTN"}

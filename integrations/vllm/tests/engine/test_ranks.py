@@ -4,7 +4,7 @@ import pytest
 from engines import ENGINE, PROMPTS, Run, requests, run_in_child
 
 from graphpact.engines import EngineJob
-from graphpact_vllm.offer import VllmOffer
+from graphpact_vllm.runs.offer import VllmOffer
 
 
 @pytest.fixture(scope="module")

@@ -1,4 +1,4 @@
-"""The kernel of RoPE of vLLM for CPUs, which graphpact switches off, see `graphpact_vllm.runs`."""
+"""The kernel of RoPE of vLLM for CPUs, which graphpact switches off, see `graphpact_vllm.runs.arguments`."""
 
 import torch
 from vllm import _custom_ops

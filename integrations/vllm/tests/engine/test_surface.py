@@ -6,7 +6,7 @@ import pytest
 
 from graphpact_cli.releases.sources import open_source
 from graphpact_cli.releases.surface import read_surface
-from graphpact_vllm.surface import RELEASES
+from graphpact_vllm.runs.surface import RELEASES
 
 
 @pytest.mark.smoke

@@ -17,7 +17,7 @@ from vllm.v1.worker import workspace
 
 from graphpact.graphs import DeclaredMemory
 from graphpact.memory_names import MemoryNames
-from graphpact_vllm.builders import Builders
+from graphpact_vllm.seams.builders import Builders
 
 _INPUTS = ("input_buffers", "intermediate_tensors")
 """Attributes of the model runner V2 that hold static inputs."""

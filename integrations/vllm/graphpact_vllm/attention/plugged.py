@@ -29,7 +29,13 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError
 from graphpact.plugins import PluginCatalog
 from graphpact_vllm import plugged_names
-from graphpact_vllm.plugged_steps import Caches, PluggedMetadata, PluggedSteps, StepSizes, mode_of_drafts
+from graphpact_vllm.attention.plugged_steps import (
+    Caches,
+    PluggedMetadata,
+    PluggedSteps,
+    StepSizes,
+    mode_of_drafts,
+)
 
 _LEVELS = {
     GraphSupport.NEVER: AttentionCGSupport.NEVER,

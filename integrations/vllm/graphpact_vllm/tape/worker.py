@@ -28,12 +28,12 @@ from graphpact_guard import Settings
 from graphpact_kernels.interpreter import record_launches
 from graphpact_tape import TapeDriver, stand_in_for_cuda_graphs
 from graphpact_vllm import hooks
-from graphpact_vllm.after_capture import dispatched
-from graphpact_vllm.dispatching import rows
-from graphpact_vllm.hooking import wrap
-from graphpact_vllm.memory import declared_memory
-from graphpact_vllm.segments import TapedSegments
-from graphpact_vllm.uneven import lend_uneven_collectives
+from graphpact_vllm.guard.after_capture import dispatched
+from graphpact_vllm.guard.dispatching import rows
+from graphpact_vllm.seams.hooking import wrap
+from graphpact_vllm.tape.memory import declared_memory
+from graphpact_vllm.tape.segments import TapedSegments
+from graphpact_vllm.tape.uneven import lend_uneven_collectives
 
 
 class TapedModelRunner(CPUModelRunner):

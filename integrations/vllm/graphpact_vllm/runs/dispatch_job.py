@@ -1,13 +1,13 @@
-"""The choices of vLLM's dispatchers on a laptop: ``python -m graphpact_vllm.dispatch_job JOB RESULT``.
+"""The choices of vLLM's dispatchers on a laptop: ``python -m graphpact_vllm.runs.dispatch_job JOB RESULT``.
 
-Does not: answer the prompts of the job, or judge the choices; `graphpact_vllm.cli` does.
+Does not: answer the prompts of the job, or judge the choices; `graphpact_vllm.runs.cli` does.
 """
 
 import sys
 from pathlib import Path
 
 from graphpact.engines import EngineJob, EngineResult
-from graphpact_vllm import job as _  # noqa: F401  its variables, before vLLM is imported
+from graphpact_vllm.runs import job as _  # noqa: F401  its variables, before vLLM is imported
 
 
 def run(job: EngineJob) -> EngineResult:

@@ -1,6 +1,6 @@
 """`LAPTOP`, `EAGER` and `GRAPHS`: arguments of vLLM's engine on a laptop.
 
-Does not: start it; `graphpact_vllm.offer` does, in a process of its own.
+Does not: start it; `graphpact_vllm.runs.offer` does, in a process of its own.
 """
 
 from typing import Any

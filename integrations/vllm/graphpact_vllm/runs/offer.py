@@ -15,7 +15,7 @@ class VllmOffer(ProcessOffer):
     name: ClassVar[str] = "vLLM"
     distribution: ClassVar[str] = "vllm"
     supported: ClassVar[tuple[str, ...]] = SUPPORTED
-    job_module: ClassVar[str] = "graphpact_vllm.job"
+    job_module: ClassVar[str] = "graphpact_vllm.runs.job"
     make_target: ClassVar[str] = "vllm"
 
     def installed(self) -> str:
@@ -24,7 +24,7 @@ class VllmOffer(ProcessOffer):
 
     def builder_values(self) -> Any:
         """Return what vLLM gives to its metadata builders."""
-        from graphpact_vllm.builder_values import BuilderValues  # noqa: PLC0415  it imports vLLM
+        from graphpact_vllm.runs.builder_values import BuilderValues  # noqa: PLC0415  it imports vLLM
 
         return BuilderValues()
 
@@ -32,4 +32,4 @@ class VllmOffer(ProcessOffer):
 class VllmDispatchers(VllmOffer):
     """The same, for runs that only ask for the choices of vLLM's dispatchers."""
 
-    job_module: ClassVar[str] = "graphpact_vllm.dispatch_job"
+    job_module: ClassVar[str] = "graphpact_vllm.runs.dispatch_job"

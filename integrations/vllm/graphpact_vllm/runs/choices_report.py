@@ -1,6 +1,6 @@
 """`print_choices` and `judge_choices`: the choices of vLLM's dispatchers, as a table and as a verdict.
 
-Does not: import vLLM, or ask a dispatcher; `graphpact_vllm.dispatching` does.
+Does not: import vLLM, or ask a dispatcher; `graphpact_vllm.guard.dispatching` does.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,7 +11,7 @@ from graphpact.errors import ContractError
 from graphpact_cli.console import data, note, print_table
 
 Rows = Sequence[Mapping[str, Any]]
-"""The choices of one dispatcher, as `graphpact_vllm.dispatching.rows` gives them."""
+"""The choices of one dispatcher, as `graphpact_vllm.guard.dispatching.rows` gives them."""
 
 _COLUMNS = ("dispatcher", "batch", "tokens", "graph", "")
 _HINT = "a batch replays a graph that holds it, captured for its kind, or runs eagerly; fix the dispatcher"

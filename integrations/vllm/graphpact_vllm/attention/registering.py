@@ -3,7 +3,7 @@
 vLLM starts processes with its configuration, which they read before they call plugins. A backend that was
 chosen by name and is not registered then ends them. So its name is sent with how to register it.
 
-Does not: choose one; `graphpact_vllm.platform` does, without a choice of the user.
+Does not: choose one; `graphpact_vllm.tape.platform` does, without a choice of the user.
 """
 
 from typing import Any
@@ -25,7 +25,11 @@ def attention_backend(name: str) -> Any:
     """Return vLLM's name of an attention backend of ours, which is registered if it was not."""
     if name not in AttentionBackendEnum.__members__:
         is_ours = name == ATTENTION_BACKEND
-        path = "graphpact_vllm.attention.PagedBackend" if is_ours else f"graphpact_vllm.plugged.{name}"
+        path = (
+            "graphpact_vllm.attention.paged.PagedBackend"
+            if is_ours
+            else f"graphpact_vllm.attention.plugged.{name}"
+        )
         register_backend(name, path)
         made: Any = AttentionBackendEnum[name]
         made.__reduce_ex__ = lambda _: (attention_backend, (name,))

@@ -22,7 +22,7 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLABackend, CPUMLAImpl
 
 from graphpact_kernels import PageTableCall, PageTableRows, ScoreOptions, page_table_attention
 from graphpact_vllm import ATTENTION_BACKEND
-from graphpact_vllm.attention import write_slots
+from graphpact_vllm.attention.paged import write_slots
 
 
 @dataclass

@@ -13,10 +13,10 @@ from typing import Any
 
 from vllm.config import CUDAGraphMode
 
-from graphpact_guard import GraphKey, Guard, RankComparison, ReplayFault, described
-from graphpact_vllm.graphs import MODEL_REPLAY, V1_RUNNER, V2_RUNNER, key_of
-from graphpact_vllm.hooking import wrap
-from graphpact_vllm.shapes import shape_of
+from graphpact_guard import GraphKey, Guard, RankComparison, ReplayFault, describe_ranks
+from graphpact_vllm.seams.graphs import MODEL_REPLAY, V1_RUNNER, V2_RUNNER, key_of
+from graphpact_vllm.seams.hooking import wrap
+from graphpact_vllm.seams.shapes import shape_of
 
 _STEPS = (f"{V1_RUNNER}.execute_model", f"{V1_RUNNER}._dummy_run", f"{V2_RUNNER}.execute_model")
 _CONTEXT = "vllm.forward_context.create_forward_context"
@@ -88,7 +88,7 @@ class RankSteps:
                     owner="ranks",
                     field="step",
                     key=key,
-                    text=f"ranks take different graphs: {described(said)}",
+                    text=f"ranks take different graphs: {describe_ranks(said)}",
                     advice=_ADVICE,
                 )
             )

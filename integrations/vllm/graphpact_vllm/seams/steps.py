@@ -15,9 +15,9 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from graphpact_guard import GraphCounts, GraphKey, summary_of_steps
-from graphpact_vllm.builders import Builders
-from graphpact_vllm.graphs import BREAKABLE, CAPTURE, REPLAY, WRAPPER, call_of, key_of
-from graphpact_vllm.hooking import wrap
+from graphpact_vllm.seams.builders import Builders
+from graphpact_vllm.seams.graphs import BREAKABLE, CAPTURE, REPLAY, WRAPPER, call_of, key_of
+from graphpact_vllm.seams.hooking import wrap
 
 
 class StepCounts:

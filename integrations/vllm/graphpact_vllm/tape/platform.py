@@ -14,7 +14,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from graphpact.errors import ConfigError
 from graphpact_vllm import ATTENTION_BACKEND, PLUGGED
-from graphpact_vllm.runs import NATIVE_ROPE
+from graphpact_vllm.runs.arguments import NATIVE_ROPE
 
 
 class TapePlatform(CpuPlatform):
@@ -32,7 +32,7 @@ class TapePlatform(CpuPlatform):
         names = ("mode", "cudagraph_mode", "cudagraph_capture_sizes", "max_cudagraph_capture_size")
         asked = {name: getattr(compilation, name) for name in names}
         if parallel.worker_cls == "auto":
-            parallel.worker_cls = "graphpact_vllm.worker.TapeWorker"
+            parallel.worker_cls = "graphpact_vllm.tape.worker.TapeWorker"
         super().check_and_update_config(vllm_config)
         for name, value in asked.items():
             setattr(compilation, name, value)
@@ -61,7 +61,7 @@ class TapePlatform(CpuPlatform):
         if attn_selector_config.use_sparse:
             return str(super().get_attn_backend_cls(selected_backend, attn_selector_config, num_heads))
         if attn_selector_config.use_mla and selected_backend in (None, ours):
-            return "graphpact_vllm.latents.LatentBackend"
+            return "graphpact_vllm.attention.latents.LatentBackend"
         return str((selected_backend or ours).get_path())
 
     @classmethod
@@ -72,7 +72,7 @@ class TapePlatform(CpuPlatform):
     @classmethod
     def get_punica_wrapper(cls) -> str:
         """Return the path of operations with LoRA adapters that can be recorded."""
-        return "graphpact_vllm.adapters.AdapterOperations"
+        return "graphpact_vllm.tape.adapters.AdapterOperations"
 
     @classmethod
     def support_static_graph_mode(cls) -> bool:

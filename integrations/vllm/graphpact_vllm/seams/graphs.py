@@ -17,7 +17,7 @@ from vllm.config import CUDAGraphMode
 from vllm.forward_context import get_forward_context, is_forward_context_available
 
 from graphpact_guard import GraphKey
-from graphpact_vllm.shapes import shape_of
+from graphpact_vllm.seams.shapes import shape_of
 
 _V2 = "vllm.v1.worker.gpu.cudagraph_utils"
 CAPTURE = f"{_V2}.CudaGraphManager.capture"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from graphpact_guard import Expected
-from graphpact_vllm.builders import Built
+from graphpact_vllm.seams.builders import Built
 
 PAD_SLOT = -1
 _COMMON = "CommonAttentionMetadata"

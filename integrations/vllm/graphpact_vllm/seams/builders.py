@@ -15,8 +15,8 @@ from typing import Any
 
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
-from graphpact_vllm.graphs import V1_RUNNER, V2_RUNNER
-from graphpact_vllm.hooking import wrap
+from graphpact_vllm.seams.graphs import V1_RUNNER, V2_RUNNER
+from graphpact_vllm.seams.hooking import wrap
 
 _CREATE = "vllm.v1.worker.utils.AttentionGroup.create_metadata_builders"
 _METHODS = ("build", "build_for_cudagraph_capture", "build_for_drafting", "update_block_table")

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from graphpact_guard import GraphKey, ReplayFault
-from graphpact_vllm.shapes import query_len_of, shape_of
+from graphpact_vllm.seams.shapes import query_len_of, shape_of
 
 _EAGER, _FULL = "NONE", "FULL"  # vLLM's names of modes
 _ADVICE = (

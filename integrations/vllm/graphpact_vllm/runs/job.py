@@ -1,4 +1,4 @@
-"""One run of vLLM's engine on a laptop: ``python -m graphpact_vllm.job JOB RESULT``.
+"""One run of vLLM's engine on a laptop: ``python -m graphpact_vllm.runs.job JOB RESULT``.
 
 Does not: judge; `graphpact_cli.engine_verdict` compares two runs.
 """

@@ -1,7 +1,7 @@
 """`VllmGuard`: the guard in vLLM, around the captures and replays of both model runners.
 
-A graph is named by what captured it and by its shape; see `graphpact_vllm.graphs`. What a capture reads of a
-builder's metadata is promised, and what the builder makes for a replay is held to it.
+A graph is named by what captured it and by its shape; see `graphpact_vllm.seams.graphs`. What a capture reads
+of a builder's metadata is promised, and what the builder makes for a replay is held to it.
 
 Does not: see graphs that other code captures by ``torch.cuda.CUDAGraph``, such as those of encoders.
 """
@@ -19,9 +19,9 @@ from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 
 from graphpact_guard import GraphKey, Guard, RankAgreement, Settings, log_at_exit
 from graphpact_vllm import installed_release
-from graphpact_vllm.builders import Builders, Built
-from graphpact_vllm.contents import expected_of, has_exact_lengths
-from graphpact_vllm.graphs import (
+from graphpact_vllm.guard.contents import expected_of, has_exact_lengths
+from graphpact_vllm.seams.builders import Builders, Built
+from graphpact_vllm.seams.graphs import (
     BREAKABLE,
     CAPTURE,
     MODEL_CAPTURE,
@@ -32,9 +32,9 @@ from graphpact_vllm.graphs import (
     call_of,
     key_of,
 )
-from graphpact_vllm.hooking import wrap
-from graphpact_vllm.ranks import agreement_of_ranks, rank_name, rank_of_all
-from graphpact_vllm.steps import StepCounts
+from graphpact_vllm.seams.hooking import wrap
+from graphpact_vllm.seams.ranks import agreement_of_ranks, rank_name, rank_of_all
+from graphpact_vllm.seams.steps import StepCounts
 
 METADATA = ("metadata",)
 """The attribute of `Held` that holds the metadata of a step."""

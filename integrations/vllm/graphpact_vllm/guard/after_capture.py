@@ -13,12 +13,12 @@ from typing import Any
 from vllm.compilation.cuda_graph import CUDAGraphWrapper
 from vllm.v1.worker.gpu.cudagraph_utils import CudaGraphManager
 
-from graphpact_guard import GraphKey, Guard, ReplayFault, described
-from graphpact_vllm.dispatching import Choice, choices, faults, rows
-from graphpact_vllm.graphs import V1_RUNNER, V2_RUNNER
-from graphpact_vllm.hooking import wrap
-from graphpact_vllm.rank_steps import RankSteps
-from graphpact_vllm.ranks import comparison_of_ranks
+from graphpact_guard import GraphKey, Guard, ReplayFault, describe_ranks
+from graphpact_vllm.guard.dispatching import Choice, choices, faults, rows
+from graphpact_vllm.guard.rank_steps import RankSteps
+from graphpact_vllm.seams.graphs import V1_RUNNER, V2_RUNNER
+from graphpact_vllm.seams.hooking import wrap
+from graphpact_vllm.seams.ranks import comparison_of_ranks
 
 Table = list[dict[str, Any]]
 """The choices of a dispatcher, ready for JSON."""
@@ -96,7 +96,7 @@ def _difference(said: Mapping[str, Mapping[str, Table]]) -> ReplayFault:
                     owner=name,
                     field="dispatch",
                     key=GraphKey(runner=name, shape=f"{row['tokens']}"),
-                    text=f"ranks would take different graphs for {row['batch']}: {described(its)}",
+                    text=f"ranks would take different graphs for {row['batch']}: {describe_ranks(its)}",
                     advice="capture the same graphs on all ranks: memory of one rank must not decide",
                 )
     lengths = {rank: f"{sorted(tables)}" for rank, tables in said.items()}
@@ -105,7 +105,7 @@ def _difference(said: Mapping[str, Mapping[str, Table]]) -> ReplayFault:
         owner="ranks",
         field="dispatch",
         key=GraphKey(runner="ranks", shape="all"),
-        text=f"ranks have different dispatchers: {described(lengths)}",
+        text=f"ranks have different dispatchers: {describe_ranks(lengths)}",
         advice="start all ranks with the same arguments",
     )
 
