@@ -60,7 +60,7 @@ NEEDS_VLLM = (  # the same
     *("runs.builder_values", "runs.choices_report", "runs.cli", "runs.dispatch_job", "runs.in_process"),
     *("runs.job", "runs.surface"),
     *("seams.builders", "seams.graphs", "seams.ranks", "seams.steps"),
-    *("tape.memory", "tape.platform", "tape.segments", "tape.worker"),
+    *("tape.adapters", "tape.memory", "tape.platform", "tape.segments", "tape.uneven", "tape.worker"),
 )
 NEEDS_AN_EXTRA = {
     "graphpact-engine": ["graphpact_engine.metrics"],  # prometheus-client
