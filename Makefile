@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 QUIET  := $$(test -t 1 || echo --quiet)  # pip shows its progress on a terminal
 
 .PHONY: help demo break test test-all bench models peers sglang sglang-smoke sglang-test vllm vllm-smoke \
-        vllm-test check docs format clean
+        vllm-test vllm-test-all check docs format clean
 
 # Times are those of two cores. The first target makes the environment before, about five minutes and 2.5 GB, and
 # the first engine compiles kernels, a minute.
@@ -59,7 +59,10 @@ vllm: $(VENV)-vllm/.installed ## make .venv-vllm, in which vLLM runs on a CPU; a
 vllm-smoke: vllm      ## run a few of the tests with the real vLLM; three minutes
 	cd integrations/vllm/tests/engine && $(abspath $(VENV))-vllm/bin/python -m pytest -q -m smoke
 
-vllm-test: vllm       ## run the tests with the real vLLM on a tape; a quarter of an hour
+vllm-test: vllm       ## run the tests with the real vLLM on a tape, but for the sweeps; a quarter of an hour
+	cd integrations/vllm/tests/engine && $(abspath $(VENV))-vllm/bin/python -m pytest -q -n 2 --dist loadfile -m "not sweep"
+
+vllm-test-all: vllm   ## run the sweeps too; three quarters of an hour
 	cd integrations/vllm/tests/engine && $(abspath $(VENV))-vllm/bin/python -m pytest -q -n 2 --dist loadfile
 
 check: $(STAMP)       ## lint, format, types, imports, docstrings; some minutes

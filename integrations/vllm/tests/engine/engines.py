@@ -1,11 +1,13 @@
 """Start vLLM's engine in a forked child, and run a function on it."""
 
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from unittest.mock import Mock
 
 import forked_child
+import pytest
 from engine_run import MODEL, PROMPTS, ROOT, SECONDS, EngineRun, requests
 from vllm.utils.network_utils import get_open_port
 
@@ -24,9 +26,17 @@ __all__ = [
     "run_engine",
     "run_in_child",
     "run_in_ranks",
+    "sweep_but",
 ]
 
 ENGINE: dict[str, Any] = LAPTOP | GRAPHS | {"model": str(MODEL)}
+
+
+def sweep_but(usual: Collection[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:
+    """Return all combinations of ``axes`` for ``parametrize``; those that are not in ``usual`` are sweeps."""
+    every = [*itertools.product(*axes)]
+    assert set(usual) <= set(every), "a usual case that is none"
+    return [each if each in usual else pytest.param(*each, marks=pytest.mark.sweep) for each in every]
 
 
 @dataclass(frozen=True, kw_only=True)

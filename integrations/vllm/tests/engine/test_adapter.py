@@ -27,18 +27,10 @@ from peers.vllm_checks import CHECKS, KNOWN, Check, Released
 
 _BACKENDS = "vllm.v1.attention.backends"
 TRITON = f"{_BACKENDS}.triton_attn:TritonAttentionMetadataBuilder"
+_OTHERS = ("triton", "flash_attention", "flex", "rocm", "rocm_segmented", "rocm_aiter_unified", "gdn")
 NAMES = [
-    pytest.param("triton", marks=pytest.mark.smoke),
-    "turboquant",
-    "flash_attention",
-    "flex",
-    "rocm",
-    "rocm_segmented",
-    "rocm_aiter_unified",
-    "triton_diffkv",
-    "triton_mla",
-    "mamba2",
-    "gdn",
+    *("turboquant", "triton_mla", "mamba2"),
+    *(pytest.param(name, marks=pytest.mark.sweep) for name in (*_OTHERS, "triton_diffkv")),
 ]
 """Builders that load without a GPU's kernels, of each kind of KV cache, with findings and without."""
 
