@@ -1,9 +1,10 @@
 """`PagedBackend`: an attention backend of vLLM whose kernels run on any device, and can be recorded.
 
-It serves decoders with MHA or GQA, windows, soft caps and sinks, in batches of every kind. vLLM's own backend
-for CPUs makes new metadata memory in every step, so that it cannot run in a graph.
+It serves decoders with MHA or GQA, windows, soft caps and sinks, and their cross attention to an encoder, in
+batches of every kind. vLLM's own backend for CPUs makes new metadata memory in every step, so that it cannot
+run in a graph.
 
-Does not: serve latents (MLA), encoders, cross attention, quantized caches, or biases of positions.
+Does not: serve latents (MLA), models that are only an encoder, quantized caches, or biases of positions.
 """
 
 from dataclasses import dataclass
@@ -36,9 +37,12 @@ class PagedMetadata:
 
     Args:
         query_start_loc: ``[requests + 1]`` int32: where the queries of each request begin.
-        seq_lens: ``[requests]`` int32: keys of each request, 0 for padding.
+        seq_lens: ``[requests]`` int32: keys of each request, 0 for padding. In cross attention they are the
+            encoder's.
         block_table: ``[requests, pages]`` int32: page numbers.
-        slot_mapping: ``[tokens]`` int64: the KV slot of each token, -1 for padding.
+        slot_mapping: ``[tokens]`` int64: the KV slot of each token, -1 for padding. In cross attention it has
+            the new tokens of encoders.
+        num_actual_tokens: Queries. An eager step may have more, which are padding.
         max_query_len: The most queries of a request.
         causal: Whether a query sees no key behind its own.
     """
@@ -47,6 +51,7 @@ class PagedMetadata:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    num_actual_tokens: int
     max_query_len: int
     causal: bool
 
@@ -84,6 +89,7 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
             common.seq_lens,
             common.block_table_tensor,
             common.slot_mapping,
+            common.num_actual_tokens,
             common.max_query_len,
             common.causal,
         )
@@ -101,7 +107,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         sliding_window: Keys that a query sees, its own included; None for all.
         kv_cache_dtype: The dtype of the cache, which is the model's.
         logits_soft_cap: The bound of scores; None for none.
-        attn_type: The kind of attention, which is that of a decoder.
+        attn_type: The kind of attention: a decoder's, to itself or to an encoder.
         kv_sharing_target_layer_name: The layer whose cache is used; None for its own.
         sinks: ``[num_heads]`` logits of a virtual key, or None.
 
@@ -123,7 +129,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         kv_sharing_target_layer_name: str | None = None,
         sinks: torch.Tensor | None = None,
     ) -> None:
-        if alibi_slopes is not None or attn_type != AttentionType.DECODER:
+        if alibi_slopes is not None or not PagedBackend.supports_attn_type(attn_type):
             lacks = "biases of positions" if alibi_slopes is not None else f"attention of type {attn_type!r}"
             raise ConfigError(
                 f"the attention backend {ATTENTION_BACKEND!r} does not serve {lacks}",
@@ -151,8 +157,8 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         self,
         layer: torch.nn.Module,
         query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
         kv_cache: torch.Tensor,
         attn_metadata: PagedMetadata | None,
         output: torch.Tensor,
@@ -164,8 +170,8 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         Args:
             layer: The layer.
             query: ``[tokens, num_heads, head_size]``.
-            key: Unused; it is in the cache.
-            value: Unused; it is in the cache.
+            key: Unused; it is in the cache. In cross attention it is None but in a request's first step.
+            value: Unused, as ``key``.
             kv_cache: ``[pages, num_kv_heads, page_size, 2 * head_size]``: keys, and behind them values.
             attn_metadata: The metadata of the step.
             output: ``[tokens, num_heads, head_size]``, written.
@@ -184,7 +190,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
             max_seqlen_q=metadata.max_query_len,
         )
         options = ScoreOptions(self.scale, self._window, self._softcap, self._sinks, metadata.causal)
-        tokens = len(metadata.slot_mapping)  # the rest is padding of an eager step
+        tokens = metadata.num_actual_tokens
         call = PageTableCall(query[:tokens], *self._slots(kv_cache), rows, options)
         page_table_attention(call, out=output[:tokens])
         return output
@@ -231,6 +237,11 @@ class PagedBackend(AttentionBackend):
     def supports_sink(cls) -> bool:
         """Return True."""
         return True
+
+    @classmethod
+    def supports_attn_type(cls, attn_type: str) -> bool:
+        """Return whether the keys are a decoder's own or those of its encoder."""
+        return attn_type in (AttentionType.DECODER, AttentionType.ENCODER_DECODER)
 
     @classmethod
     def supports_non_causal(cls) -> bool:

@@ -3,7 +3,8 @@
 The numbers of the scheduler are on the host: lengths and offsets of queries. From them and from the block
 table follows what the fields must hold whose meaning is known by their names (`FIELDS`): those of what vLLM
 gives to all builders, and those of the metadata that a capture read. Padding rows have no queries and no
-keys, on the host too, and padding tokens the slot -1.
+keys, on the host too, and padding tokens the slot -1. Cross attention reads the keys of an encoder, whose
+numbers are on the host too.
 
 Does not: know other fields, such as plans; an eager run covers them.
 """
@@ -47,6 +48,7 @@ class StepRows:
         block_table: ``[rows, pages]`` int: its pages.
         page_size: KV slots in a page; 0 for a recurrent state, or if unknown.
         live: Requests with queries; the rest is padding.
+        writes_keys: Whether each query has a key, which is written to its slot.
     """
 
     offsets: torch.Tensor
@@ -54,6 +56,7 @@ class StepRows:
     block_table: torch.Tensor
     page_size: int
     live: int
+    writes_keys: bool = True
 
     @classmethod
     def of(cls, built: Built) -> "StepRows | None":
@@ -98,11 +101,20 @@ def expected_of(
         for field, memory in given.items():
             yield from FIELDS[field](rows, _COMMON, field, memory)
         known = {memory.data_ptr() for memory in given.values()}
+        read = _rows_of_keys(rows, each.common)
         for (owner, field), memory in leaves.items():
             expect = FIELDS.get(field.rpartition(".")[2])
             if owner == name and expect is not None and memory.data_ptr() not in known:
-                found = expect(rows, owner, field, memory)
+                found = expect(read, owner, field, memory)
                 yield from map(_live, found) if each.pads_rows_itself else found
+
+
+def _rows_of_keys(rows: StepRows, common: Any) -> StepRows:
+    """Return the rows with the keys that layers read: those of an encoder in cross attention."""
+    if common.encoder_seq_lens_cpu is None:
+        return rows
+    lengths = torch.from_numpy(common.encoder_seq_lens_cpu[: len(rows.seq_lens)])
+    return replace(rows, seq_lens=lengths.to(torch.int64), writes_keys=False)
 
 
 def _live(expected: Expected) -> Expected:
@@ -140,7 +152,7 @@ def _offsets(rows: StepRows, owner: str, field: str, memory: torch.Tensor) -> It
 
 
 def _slots(rows: StepRows, owner: str, field: str, memory: torch.Tensor) -> Iterator[Expected]:
-    if not rows.page_size:
+    if not rows.page_size or not rows.writes_keys:
         return
     expected = torch.full((len(memory),), PAD_SLOT, dtype=memory.dtype)
     counts = rows.offsets.diff()

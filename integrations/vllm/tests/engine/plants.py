@@ -57,10 +57,12 @@ class _Copies(PagedMetadataBuilder):
 class Stale(_Copies):
     """Does not refresh its block table in a step of decodes."""
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, **kwargs: Any) -> PagedMetadata:
+    def build(
+        self, common_prefix_len: int, common_attn_metadata: Any, *args: Any, **kwargs: Any
+    ) -> PagedMetadata:
         """Return the metadata of a step."""
         self.is_stale = common_attn_metadata.max_query_len == 1
-        return super().build(common_prefix_len, common_attn_metadata, **kwargs)
+        return super().build(common_prefix_len, common_attn_metadata, *args, **kwargs)
 
 
 @dataclasses.dataclass

@@ -49,6 +49,7 @@ class TupleMetadata(NamedTuple):
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    num_actual_tokens: int
     max_query_len: int
     causal: bool
 
@@ -92,6 +93,7 @@ class SlottedMetadata:
     seq_lens: torch.Tensor
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
+    num_actual_tokens: int
     max_query_len: int
     causal: bool
 
