@@ -182,3 +182,36 @@ def keep_host_lengths(engine: InProcessEngine) -> None:
         return batch
 
     runner.prepare_inputs = prepared
+
+
+def move_slots(engine: InProcessEngine) -> None:
+    """Put the KV slots of each step into new memory, and clear the memory that graphs read."""
+    runner = engine.model_runner
+
+    def moved(slots: torch.Tensor) -> torch.Tensor:
+        new = slots.clone()
+        slots.fill_(-1)
+        return new
+
+    if hasattr(runner, "_get_slot_mappings"):  # V1
+        get = runner._get_slot_mappings
+
+        def got(*args: Any, **kwargs: Any) -> Any:
+            by_group, by_layer = get(*args, **kwargs)
+            if by_group is None:
+                return by_group, by_layer
+            new = {id(slots): moved(slots) for slots in by_group.values()}
+            return (
+                {group: new[id(slots)] for group, slots in by_group.items()},
+                {layer: new[id(slots)] for layer, slots in by_layer.items()},
+            )
+
+        runner._get_slot_mappings = got
+        return
+    prepare = runner.prepare_attn
+
+    def prepared(*args: Any, **kwargs: Any) -> Any:
+        tables, slots = prepare(*args, **kwargs)
+        return tables, moved(slots)
+
+    runner.prepare_attn = prepared

@@ -1,13 +1,17 @@
 """Drafts of a model in vLLM's engine on a tape: the answers are those of eager runs without drafts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engines import MODEL, Run, requests, run_in_child
+from plants import move_slots
 from safetensors.torch import load_file, save_file
+
+from graphpact_vllm.in_process import InProcessEngine
 
 FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16, 32]}
 LAST = "model.layers.4."
@@ -38,11 +42,14 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run_drafts(words: str, runner: int, **drafts: Any) -> Run:
+def run_drafts(
+    words: str, runner: int, plant: Callable[[InProcessEngine], None] | None = None, **drafts: Any
+) -> Run:
     """Run requests, each with three drafts."""
     return run_in_child(
         words,
         requests(),
+        plant,
         runner=runner,
         speculative_config={"num_speculative_tokens": 3, **drafts},
         compilation_config=FULL,
@@ -76,3 +83,15 @@ def test_drafts_of_a_model_give_the_eager_answers(
     assert run.faults == []
     assert drafted(run) > 4
     assert (run.replays("SpeculatorCudaGraphManager") > 4) == (method == "eagle" and runner == 2)
+
+
+@pytest.mark.parametrize("runner", [1, 2])
+def test_slots_of_the_target_in_other_memory_are_named_beside_a_drafter(
+    eager: Run, eagle: Path, runner: int
+) -> None:
+    """A drafter has slots of its own, and those of the target are still held to its capture."""
+    run = run_drafts("tape,guard", runner, move_slots, method="eagle", model=str(eagle))
+    *named, graph = run.faults[0]
+    assert named == ["GP01", "slot mapping", "slot mapping['PagedMetadataBuilder[0]']"]
+    assert graph.startswith("CUDAGraphWrapper" if runner == 1 else "ModelCudaGraphManager")
+    assert run.tokens != eager.tokens
