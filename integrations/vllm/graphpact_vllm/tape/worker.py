@@ -82,6 +82,8 @@ class TapeWorker(cpu_worker.CPUWorker):
         operators.weak_ref_tensor = _itself
         # The interpreter cannot run vLLM's kernel for it, in which a number of a loop is taken as a tensor.
         topk_topp_sampler.HAS_TRITON = False
+        # vLLM's TRITON_ATTN asks for it, to limit the tiles of older GPUs.
+        torch.cuda.get_device_capability = _capability
         breakable_cudagraph.BreakableCUDAGraphCapture = TapedSegments
         cpu_worker.CPUModelRunner = TapedModelRunner
         init_workspace_manager(torch.device("cpu"))
@@ -144,6 +146,12 @@ def _on_host(driver: TapeDriver) -> Callable[..., Any]:
         return original(parallel_config, tokens, across)
 
     return make
+
+
+def _capability(device: Any = None) -> tuple[int, int]:
+    """Stand in for ``torch.cuda.get_device_capability``: the interpreter has no limits of a GPU."""
+    del device
+    return (9, 0)
 
 
 def _itself(tensor: torch.Tensor) -> torch.Tensor:

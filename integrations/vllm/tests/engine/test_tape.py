@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
-from engines import PROMPTS, Run, requests, run_in_child
+from engines import PROMPTS, SECONDS, Run, requests, run_in_child
+
+from graphpact.engines import PromptRequest
 
 PIECES = {"compilation_config": {"cudagraph_capture_sizes": [1, 2, 4, 8, 16, 32]}}
 BREAKABLE = {"VLLM_USE_BREAKABLE_CUDAGRAPH": "1"}
@@ -75,6 +77,29 @@ def test_drafts_of_ngrams_replay_full_graphs_of_several_tokens(runner: int) -> N
     assert run.replays() > 4
     drafted = [name for name in run.state["steps"]["graphs"] if "requests" in name]
     assert sum(run.state["steps"]["graphs"][name]["replays"] for name in drafted) > 4
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("runner", RUNNERS)
+def test_the_triton_backend_gives_the_eager_answers(runner: int) -> None:
+    """VLLM's own Triton backend, interpreted, gives the tokens of its backend for CPUs."""
+    given = [PromptRequest(token_ids=[5, 9, 17, 33, 7][:size], max_new_tokens=6) for size in (5, 3)]
+    short = {"max_model_len": 32, "max_num_batched_tokens": 32, "max_num_seqs": 2}
+    sizes = FULL | {"cudagraph_capture_sizes": [2]}
+    eager = run_in_child("tape", given, runner=1, **EAGER | short)
+    run = run_in_child(
+        "tape,guard,contents:1,verify:1",
+        given,
+        runner=runner,
+        seconds=3 * SECONDS,
+        attention_backend="TRITON_ATTN",
+        block_size=16,
+        compilation_config=sizes,
+        **short,
+    )
+    assert run.tokens == eager.tokens
+    assert run.faults == []
+    assert run.verified() == run.replays() > 3
 
 
 @pytest.mark.parametrize("runner", RUNNERS)
