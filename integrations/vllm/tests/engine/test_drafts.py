@@ -11,7 +11,7 @@ from engines import MODEL, Run, requests, run_in_child
 from plants import move_slots
 from safetensors.torch import load_file, save_file
 
-from graphpact_vllm.in_process import InProcessEngine
+from graphpact_vllm.runs.in_process import InProcessEngine
 
 FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16, 32]}
 LAST = "model.layers.4."
