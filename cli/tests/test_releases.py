@@ -288,6 +288,10 @@ def test_what_is_no_release_is_refused(
     """A missing file, a broken wheel, another package, broken Python: each is named, and none is compared."""
     broken, text = package(tmp_path / "broken", "acme", attention="def ("), tmp_path / "text.whl"
     text.write_text("no wheel")
+    damaged = tmp_path / "damaged.whl"
+    with zipfile.ZipFile(damaged, "w") as archive:
+        archive.writestr("acme/attention.py", "class Backend: ...")
+    damaged.write_bytes(damaged.read_bytes().replace(b"class Backend", b"class Broken!", 1))
     other, old = package(tmp_path / "other", "another"), package(tmp_path / "old", "acme")
     for asked, message in (
         (tmp_path / "none.whl", "there is no such file or folder"),
@@ -295,6 +299,7 @@ def test_what_is_no_release_is_refused(
         (other, "there is no package 'acme' in it"),
         (old, "nothing of Acme that is compared is in it"),
         (broken, "is no Python"),
+        (damaged, "cannot be read"),
         ("installed", "'acme' is not installed"),
     ):
         assert main(["acme", "diff", str(before), str(asked)]) == 2

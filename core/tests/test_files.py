@@ -126,6 +126,7 @@ NOT_BY_OTHERS = {
     "graphpact_cli/children.py": "the system's, and what a child process wrote",
     "compiled/cache.py": "a library that was just built; what is kept is opened by `open_own_file`",
     "graphpact/output_file.py": "a file to write, and to move",
+    "releases/sources.py": "a member of a wheel, which `zipfile` reads",
     "graphpact_cli/prompt_lines.py": "prompts may come through a pipe, whose writer takes its time",
 }
 """Modules that read files in another way, and why these files are safe."""

@@ -11,11 +11,13 @@ import re
 import subprocess
 import sys
 import zipfile
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from graphpact.errors import UsageError
+from graphpact.files import read_file
 
 INSTALLED = "installed"
 """The word for the release in this environment."""
@@ -62,10 +64,15 @@ class Source:
 
     def _parsed(self, file: "Path | zipfile.Path") -> ast.Module:
         try:
-            return ast.parse(file.read_text(encoding="utf-8"))
+            content = read_file(file) if isinstance(file, Path) else file.read_bytes()
+            return ast.parse(content)
         except (SyntaxError, ValueError) as error:
             raise UsageError(
                 f"{self.label}: {file} is no Python: {error}", hint="was the file cut off?"
+            ) from error
+        except (OSError, RuntimeError, zipfile.BadZipFile, zlib.error) as error:
+            raise UsageError(
+                f"{self.label}: {file} cannot be read: {error}", hint="download the wheel again"
             ) from error
 
 

@@ -27,6 +27,7 @@ from vllm.config import vllm as current_config
 from vllm.v1 import kv_cache_interface as specs
 from vllm.v1.attention.backend import CommonAttentionMetadata
 
+from graphpact.files import write_file
 from graphpact_vllm import installed_release
 
 logging.getLogger("vllm").setLevel(logging.ERROR)  # it advises on sizes, which are those of lanes
@@ -168,7 +169,7 @@ def _checkpoint(published: str) -> str:
     """Return a folder with a ``config.json``, which lasts as long as the process."""
     folder = Path(_scratch().name, str(len(list(Path(_scratch().name).iterdir()))))
     folder.mkdir()
-    (folder / "config.json").write_text(published)
+    write_file(folder / "config.json", published)
     return str(folder)
 
 
