@@ -13,7 +13,7 @@ import sys
 import zipfile
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from graphpact.errors import UsageError
@@ -37,6 +37,7 @@ class Source:
     label: str
     root: "Path | zipfile.Path"
     package: str
+    _trees: dict[str, ast.Module | None] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     def module(self, name: str) -> ast.Module | None:
         """Return the syntax tree of a module by its dotted name, or None if there is no such file.
@@ -44,11 +45,11 @@ class Source:
         Raises:
             UsageError: The file is no Python.
         """
-        path = name.replace(".", "/")
-        for file in (self.root / f"{path}.py", self.root / path / "__init__.py"):
-            if file.is_file():
-                return self._parsed(file)
-        return None
+        if name not in self._trees:
+            path = name.replace(".", "/")
+            files = (self.root / f"{path}.py", self.root / path / "__init__.py")
+            self._trees[name] = next((self._parsed(file) for file in files if file.is_file()), None)
+        return self._trees[name]
 
     def modules(self) -> Iterator[tuple[str, ast.Module]]:
         """Yield the path from the root and the syntax tree of each Python file, sorted."""

@@ -95,6 +95,17 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         )
 
 
+def slots_of(kv_cache: torch.Tensor, head_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the keys and the values of a cache, each ``[slots, num_kv_heads, head_size]``.
+
+    Args:
+        kv_cache: ``[pages, num_kv_heads, page_size, 2 * head_size]``: keys, and behind them values.
+        head_size: Numbers of a key.
+    """
+    slots = kv_cache.transpose(1, 2).flatten(0, 1)
+    return slots[..., :head_size], slots[..., head_size:]
+
+
 class PagedImpl(AttentionImpl[PagedMetadata]):
     """The attention of one layer.
 
@@ -151,7 +162,7 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
     ) -> None:
         """Write keys and values of the new tokens to their KV slots."""
         del layer
-        write_slots(key, value, *self._slots(kv_cache), slot_mapping)
+        write_slots(key, value, *slots_of(kv_cache, self.head_size), slot_mapping)
 
     def forward(
         self,
@@ -191,14 +202,9 @@ class PagedImpl(AttentionImpl[PagedMetadata]):
         )
         options = ScoreOptions(self.scale, self._window, self._softcap, self._sinks, metadata.causal)
         tokens = metadata.num_actual_tokens
-        call = PageTableCall(query[:tokens], *self._slots(kv_cache), rows, options)
+        call = PageTableCall(query[:tokens], *slots_of(kv_cache, self.head_size), rows, options)
         page_table_attention(call, out=output[:tokens])
         return output
-
-    def _slots(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and the values of a cache, each ``[slots, num_kv_heads, head_size]``."""
-        slots = kv_cache.transpose(1, 2).flatten(0, 1)
-        return slots[..., : self.head_size], slots[..., self.head_size :]
 
 
 class PagedBackend(AttentionBackend):

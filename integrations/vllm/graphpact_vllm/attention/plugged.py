@@ -29,6 +29,7 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import ConfigError
 from graphpact.plugins import PluginCatalog
 from graphpact_vllm import plugged_names
+from graphpact_vllm.attention.paged import slots_of
 from graphpact_vllm.attention.plugged_steps import (
     Caches,
     PluggedMetadata,
@@ -112,7 +113,7 @@ class PluggedBuilder(AttentionMetadataBuilder[PluggedMetadata]):
             config = self.vllm_config
             layers = [config.compilation_config.static_forward_context[name] for name in self.layer_names]
             specs = [layer.impl.placed(at) for at, layer in enumerate(layers)]
-            slots = [layer.impl.slots(layer.kv_cache) for layer in layers]
+            slots = [slots_of(layer.kv_cache, layer.impl.head_size) for layer in layers]
             with torch.inference_mode(mode=False):
                 self._steps = PluggedSteps(
                     self.plugin,
@@ -229,15 +230,6 @@ class PluggedImpl(AttentionImpl[PluggedMetadata]):
             sinks=self._sinks,
         )
         return self._spec
-
-    def slots(self, kv_cache: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the keys and the values of a cache, each ``[slots, num_kv_heads, head_size]``.
-
-        Args:
-            kv_cache: ``[pages, num_kv_heads, page_size, 2 * head_size]``: keys, and behind them values.
-        """
-        slots = kv_cache.transpose(1, 2).flatten(0, 1)
-        return slots[..., : self.head_size], slots[..., self.head_size :]
 
     def forward(
         self,

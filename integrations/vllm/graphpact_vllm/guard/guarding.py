@@ -24,6 +24,7 @@ from graphpact_vllm.seams.builders import Builders, Built
 from graphpact_vllm.seams.graphs import (
     BREAKABLE,
     CAPTURE,
+    CONTEXT,
     MODEL_CAPTURE,
     MODEL_REPLAY,
     REPLAY,
@@ -40,7 +41,6 @@ METADATA = ("metadata",)
 """The attribute of `Held` that holds the metadata of a step."""
 _LIMITS = ("max_seq_len", "max_query_len", "max_seqlen_k", "max_seqlen_q", "num_actual_tokens")
 """Numbers of metadata that only bound a kernel: vLLM captures with the largest ones."""
-_CONTEXT = "vllm.forward_context.create_forward_context"
 _INPUTS = "model inputs"
 _SLOTS = "slot mapping"
 _UNSEEN = "graphs that other code captures by torch.cuda.CUDAGraph, and memory that kernels reach by pointers"
@@ -92,7 +92,7 @@ class VllmGuard:
             (WRAPPER, self._call),
             (BREAKABLE, self._call),
             (f"{SEGMENTS}.add_eager", self._eager_call),
-            (_CONTEXT, self._context),
+            (CONTEXT, self._context),
         ):
             wrap(target, hook)
 

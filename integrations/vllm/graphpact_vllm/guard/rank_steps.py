@@ -14,12 +14,11 @@ from typing import Any
 from vllm.config import CUDAGraphMode
 
 from graphpact_guard import GraphKey, Guard, RankComparison, ReplayFault, describe_ranks
-from graphpact_vllm.seams.graphs import MODEL_REPLAY, V1_RUNNER, V2_RUNNER, key_of
+from graphpact_vllm.seams.graphs import CONTEXT, MODEL_REPLAY, V1_RUNNER, V2_RUNNER, key_of
 from graphpact_vllm.seams.hooking import wrap
 from graphpact_vllm.seams.shapes import shape_of
 
 _STEPS = (f"{V1_RUNNER}.execute_model", f"{V1_RUNNER}._dummy_run", f"{V2_RUNNER}.execute_model")
-_CONTEXT = "vllm.forward_context.create_forward_context"
 _ADVICE = (
     "all ranks must come to the same graph: decide by numbers that are exchanged, in dummy batches of idle"
     " ranks too"
@@ -43,7 +42,7 @@ class RankSteps:
         for target in _STEPS:
             wrap(target, self._step)
         wrap(MODEL_REPLAY, self._replay)
-        wrap(_CONTEXT, self._context)
+        wrap(CONTEXT, self._context)
 
     def begin(self, comparison: RankComparison) -> None:
         """Begin to compare, after all ranks have captured their graphs."""

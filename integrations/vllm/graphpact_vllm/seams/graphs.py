@@ -28,6 +28,8 @@ V1_RUNNER = "vllm.v1.worker.gpu_model_runner.GPUModelRunner"
 V2_RUNNER = "vllm.v1.worker.gpu.model_runner.GPUModelRunner"
 WRAPPER = "vllm.compilation.cuda_graph.CUDAGraphWrapper.__call__"
 BREAKABLE = "vllm.compilation.breakable_cudagraph.BreakableCUDAGraphWrapper.__call__"
+CONTEXT = "vllm.forward_context.create_forward_context"
+"""Makes what layers and wrappers read of a forward: its metadata, its mode and its shape."""
 SEGMENTS = "vllm.compilation.breakable_cudagraph.BreakableCUDAGraphCapture"
 
 _NUMBERS: "weakref.WeakKeyDictionary[Any, int]" = weakref.WeakKeyDictionary()
