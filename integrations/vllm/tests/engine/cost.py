@@ -14,7 +14,6 @@ import os
 import pkgutil
 import statistics
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,22 +29,14 @@ os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
 sys.path.append(str(Path(__file__).parents[3]))  # what tests of all engines share
 
 from engines import ENGINE
+from guard_cost import microseconds_of_a_check, take_turns
 from vllm import LLM
 from vllm.benchmarks import throughput
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from graphpact_guard import Guard
 from graphpact_vllm.hooks import InProcess, state
 from graphpact_vllm.seams.graphs import BREAKABLE, MODEL_REPLAY, REPLAY, WRAPPER
 
-WAYS: dict[str, dict[str, int] | None] = {
-    "no guard": None,
-    "pact": {"contents": 0, "verify": 0},
-    "pact, contents:64": {"contents": 64, "verify": 0},
-    "pact, contents:64, verify:64": {"contents": 64, "verify": 64},
-    "pact, contents:1": {"contents": 1, "verify": 0},
-    "pact, verify:1": {"contents": 0, "verify": 1},
-}
 LOAD = {"random-input-len": "32", "random-output-len": "64", "num-prompts": "8"}
 
 
@@ -71,15 +62,11 @@ def main(turns: int) -> None:
         seconds, _ = throughput._run_vllm_requests(llm, requests, 1, True, False, False, False)  # noqa: FBT003  vLLM's own
         return seconds, seconds * 1e6 / (_replays() - before)
 
-    taken: dict[str, list[tuple[float, float]]] = {name: [] for name in WAYS}
-    for turn in range(turns + 1):
-        for name, settings in WAYS.items():
-            took = run_with(settings)
-            if turn:  # the first turn is a warm-up
-                taken[name].append(took)
+    taken = take_turns(run_with, turns)
     tokens = sum(request.expected_output_len for request in requests)
     _print(taken, tokens)
-    sys.stdout.write(f"the pact alone, one replay: {_microseconds_of_a_check(guard):.1f} us\n")
+    alone = microseconds_of_a_check(next(iter(guard.records.values())))
+    sys.stdout.write(f"the pact alone, one replay: {alone:.1f} us\n")
     if faults := guard.summary()["faults"]:
         sys.exit(f"the guard reported {faults}")
 
@@ -104,17 +91,6 @@ def _print(taken: dict[str, list[tuple[float, float]]], tokens: int) -> None:
 
 def _replays() -> int:
     return sum(counts["replays"] for counts in state()["steps"]["graphs"].values())
-
-
-def _microseconds_of_a_check(guard: Guard) -> float:
-    """Return the median time of one check of a graph."""
-    record, calls, times = next(iter(guard.records.values())), 2000, []
-    for _ in range(20):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            list(record.faults({}, {}))
-        times.append((time.perf_counter() - begin) * 1e6 / calls)
-    return statistics.median(times)
 
 
 if __name__ == "__main__":
