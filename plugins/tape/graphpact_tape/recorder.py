@@ -23,6 +23,7 @@ rules are the same for both:
   do all of this.
 - Each replay draws new random numbers. Any other change of a generator is refused, see
   `graphpact_tape.draws`.
+- The garbage collector does not start while a region is recorded: what finalizers do would be recorded.
 - Memory whose address the region asked for keeps its address as long as the graph exists.
 - The graph's own memory is the allocations of the region, the results of its eager calls, and its constants.
   All other memory is external.
@@ -31,6 +32,7 @@ Does not: replay, compile, or check rules beyond those of recording; the strict 
 """
 
 import contextlib
+import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -248,6 +250,7 @@ class Recorder(Watcher):
         """
         self._draws = Draws(self.guard, driver.device)
         with (
+            _no_garbage_collection(),
             driver.recorded_run(),
             compiled_code_refused(self.guard),
             raw_memory_refused(self.guard),
@@ -528,6 +531,18 @@ class RecordingDriver(GraphDriver):
         """Call ``fn(*args)`` now, and at every replay, between two segments."""
         assert self._recorder is not None  # noqa: S101  it is capturing
         return self._recorder.eager_call(fn, args)
+
+
+@contextlib.contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Do not start the garbage collector in the context; afterwards it is enabled if it was before."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 def _complete(output: Any) -> Any:

@@ -583,6 +583,31 @@ def test_memory_that_was_freed_while_recording_is_nobodys_alibi(driver: TapeDriv
     assert addresses == {torch.frombuffer(host, dtype=torch.float32).data_ptr()}
 
 
+def test_finalizers_are_not_recorded(driver: TapeDriver) -> None:
+    """Garbage with a finalizer that computes is not collected within a region, but after it."""
+    finalized = torch.zeros(1)
+
+    class Finalized:
+        def __init__(self) -> None:
+            self.cycle = self
+
+        def __del__(self) -> None:
+            finalized.add_(1)
+
+    def region() -> torch.Tensor:
+        for _ in range(2 * gc.get_threshold()[0]):
+            Finalized()
+        return finalized * 1
+
+    graph = driver.capture(region, warmup=0)
+    assert (gc.isenabled(), graph.outputs.item()) == (True, 0.0)
+    gc.collect()
+    assert finalized.item() > 0
+    before = finalized.item()
+    graph.replay()
+    assert graph.outputs.item() == finalized.item() == before
+
+
 def test_empty_tensors_are_nobodys(driver: TapeDriver) -> None:
     """A tensor without elements is neither external nor pool."""
     nothing = torch.empty(0)
