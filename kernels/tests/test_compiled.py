@@ -558,6 +558,26 @@ def test_a_library_that_cannot_be_loaded_is_built_again(tmp_path: Path) -> None:
 
 
 @pytest.mark.sweep
+def test_errors_are_made_without_the_library_of_cpp(tmp_path: Path) -> None:
+    """A page outside the cache is refused too where the compiler links the library of C++ statically."""
+    static = tmp_path / "c++"
+    static.write_text('#!/bin/sh\nexec c++ -static-libstdc++ "$@"\n')
+    static.chmod(0o755)
+    chosen = ["-m", "not sweep", "-k", "refused and not stack_traces", __file__]
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *chosen],
+        env=os.environ | {"GRAPHPACT_CACHE_DIR": str(tmp_path), "CXX": str(static)},
+        cwd=Path(__file__).parents[2],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (library,) = tmp_path.rglob("library.so")
+    assert b"libstdc++.so" not in library.read_bytes()
+
+
+@pytest.mark.sweep
 @pytest.mark.parametrize("instructions", ["DEFAULT", "AVX2", "AVX512"])
 def test_kernels_for_other_instructions_compute_the_same(instructions: str, tmp_path: Path) -> None:
     """The tests of this file pass with a library for older vector instructions, or for none."""

@@ -2,6 +2,7 @@
 
     attend.h          attention over the pages of requests: tiles, blocks of keys, vectors, threads
     index.h           shared by the kernels that read index tensors and those that fill them
+    text.h            the text of an error, made without streams
     attention.cpp     attention over FlashInfer's index tensors and over a page table, with their checks
     indices.cpp       index tensors of a step
     linear.cpp        the product of a few rows with a weight

@@ -11,6 +11,7 @@
 
 #include "attend.h"
 #include "index.h"
+#include "text.h"
 
 namespace graphpact {
 namespace {
@@ -40,8 +41,9 @@ void require_pages(const Request& request, int64_t page_size, const Tensor& k, c
   const int64_t slots = std::min(k.size(0), v.size(0)), pages = (request.num_keys + page_size - 1) / page_size;
   for (int64_t i = 0; i < pages; i++) {
     const int64_t page = request.pages[i], keys = std::min(page_size, request.num_keys - i * page_size);
-    TORCH_CHECK_INDEX(page >= 0 && page * page_size + keys <= slots, "index out of range: page ", page,
-                      " of a request, of ", page_size, " keys each; the KV cache has ", slots, " slots");
+    TORCH_CHECK_INDEX(page >= 0 && page * page_size + keys <= slots,
+                      text("index out of range: page ", page, " of a request, of ", page_size,
+                           " keys each; the KV cache has ", slots, " slots"));
   }
 }
 

@@ -28,7 +28,7 @@ from graphpact_kernels.compiled.waiting import announced
 _NAME = "graphpact_compiled"
 _HERE = Path(__file__).parent
 _HEADERS, _SOURCES = (
-    ("attend.h", "index.h"),
+    ("attend.h", "index.h", "text.h"),
     ("attention.cpp", "indices.cpp", "linear.cpp", "paged_cache.cpp"),
 )
 _SECONDS, _USUAL = 600, 120  # the time limit of a build, and the usual maximum on a busy machine

@@ -11,6 +11,7 @@
 #include <algorithm>
 
 #include "index.h"
+#include "text.h"
 
 namespace graphpact {
 namespace {
@@ -25,12 +26,15 @@ int64_t floor_mod(int64_t a, int64_t b) { return a - floor_div(a, b) * b; }
 Tensor wide(const Tensor& tensor) { return tensor.to(at::kLong).contiguous(); }
 
 int32_t* written(const Tensor& tensor, const char* name) {
-  TORCH_CHECK(tensor.scalar_type() == at::kInt && (tensor.numel() < 2 || tensor.stride(-1) == 1), name, " is ",
-              tensor.scalar_type(), " with strides ", tensor.strides(), ": give dense int32 memory");
+  TORCH_CHECK(
+      tensor.scalar_type() == at::kInt && (tensor.numel() < 2 || tensor.stride(-1) == 1),
+      text(name, " is ", tensor.scalar_type(), " with strides ", tensor.strides(), ": give dense int32 memory"));
   return tensor.mutable_data_ptr<int32_t>();
 }
 
-void require_page_size(int64_t page_size) { TORCH_CHECK(page_size > 0, "page_size is ", page_size, ", not positive"); }
+void require_page_size(int64_t page_size) {
+  TORCH_CHECK(page_size > 0, text("page_size is ", page_size, ", not positive"));
+}
 
 // The KV slots of the positions of every request row.
 struct Slots {
@@ -47,8 +51,8 @@ struct Slots {
         column(kept.stride(1)) {}
 
   const int32_t* of(int64_t request) const {
-    TORCH_CHECK_INDEX(request >= -rows && request < rows, "index ", request, " is out of bounds: req_to_token has ",
-                      rows, " rows");
+    TORCH_CHECK_INDEX(request >= -rows && request < rows,
+                      text("index ", request, " is out of bounds: req_to_token has ", rows, " rows"));
     return data + (request < 0 ? request + rows : request) * row;
   }
 };
@@ -65,8 +69,8 @@ void fill_paged_indices(const Tensor& req_to_token, const Tensor& req_pool_indic
   const int64_t real = requests.size(0), rows = lens.size(0), capacity = kv_indices.size(0);
   TORCH_CHECK(
       real <= rows && kv_indptr.size(0) == rows + 1 && kv_last_page_len.size(0) == rows && queries.size(0) == rows,
-      rows, " rows of ", real, " requests: kv_indptr has ", kv_indptr.size(0), " entries, kv_last_page_len ",
-      kv_last_page_len.size(0), ", num_q ", queries.size(0));
+      text(rows, " rows of ", real, " requests: kv_indptr has ", kv_indptr.size(0), " entries, kv_last_page_len ",
+           kv_last_page_len.size(0), ", num_q ", queries.size(0)));
   const Slots slots(req_to_token);
   const int64_t *request = requests.const_data_ptr<int64_t>(), *len = lens.const_data_ptr<int64_t>(),
                 *its_q = queries.const_data_ptr<int64_t>();
@@ -109,8 +113,8 @@ void fill_page_table(const Tensor& req_to_token, const Tensor& req_pool_indices,
   const int64_t bs = lens.size(0);
   TORCH_CHECK(requests.size(0) == bs && cache_seqlens.size(0) == bs && page_table.size(0) == bs &&
                   (!cu_seqlens_k.has_value() || cu_seqlens_k->size(0) == bs + 1),
-              bs, " requests: req_pool_indices has ", requests.size(0), ", cache_seqlens ", cache_seqlens.size(0),
-              ", page_table ", page_table.size(0), " rows; cu_seqlens_k has one more");
+              text(bs, " requests: req_pool_indices has ", requests.size(0), ", cache_seqlens ", cache_seqlens.size(0),
+                   ", page_table ", page_table.size(0), " rows; cu_seqlens_k has one more"));
   const Slots slots(req_to_token);
   const int64_t *request = requests.const_data_ptr<int64_t>(), *len = lens.const_data_ptr<int64_t>();
   int32_t *total = written(cache_seqlens, "cache_seqlens"), *table = written(page_table, "page_table");
@@ -135,8 +139,9 @@ void schedule_attention(const Tensor& cu_seqlens_q, const Tensor& cache_seqlens,
   Tensor kept[2];
   const int32_t *at = numbers(cu_seqlens_q, kept[0]), *len = numbers(cache_seqlens, kept[1]);
   const int64_t bs = cache_seqlens.size(0), width = schedule_width(bs), size = out.size(0);
-  TORCH_CHECK(cu_seqlens_q.size(0) == bs + 1 && size >= 1 + 4 * width, bs, " requests: cu_seqlens_q has ",
-              cu_seqlens_q.size(0), " entries, the schedule ", size, "; it needs ", 1 + 4 * width);
+  TORCH_CHECK(cu_seqlens_q.size(0) == bs + 1 && size >= 1 + 4 * width,
+              text(bs, " requests: cu_seqlens_q has ", cu_seqlens_q.size(0), " entries, the schedule ", size,
+                   "; it needs ", 1 + 4 * width));
   int32_t* schedule = written(out, "the schedule");
   std::fill_n(schedule, size, 0);
   for (int64_t i = 0; i < bs; i++) {

@@ -23,6 +23,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "text.h"
+
 namespace graphpact {
 namespace {
 
@@ -301,17 +303,18 @@ void run(const Tensor& x, const Tensor& weight, const OptTensor& bias, const Ten
 
 void linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, Tensor& out) {
   const auto type = x.scalar_type();
-  TORCH_CHECK(type == at::kFloat || type == at::kBFloat16, "compiled linear takes float32 and bfloat16, not ", type);
+  TORCH_CHECK(type == at::kFloat || type == at::kBFloat16,
+              text("compiled linear takes float32 and bfloat16, not ", type));
   TORCH_CHECK(weight.dim() == 2 && weight.size(1) > 0 && weight.is_contiguous() && weight.scalar_type() == type,
-              "weight is ", weight.sizes(), " ", weight.scalar_type(), " with strides ", weight.strides(), "; give ",
-              type, " [out_features, in_features], dense and not empty");
+              text("weight is ", weight.sizes(), " ", weight.scalar_type(), " with strides ", weight.strides(),
+                   "; give ", type, " [out_features, in_features], dense and not empty"));
   const int64_t n = weight.size(0), k = weight.size(1);
-  TORCH_CHECK(x.dim() == 2 && x.size(1) == k && out.dim() == 2 && out.size(0) == x.size(0) && out.size(1) == n &&
-                  out.is_contiguous() && out.scalar_type() == type,
-              "x ", x.sizes(), " * weight ", weight.sizes(), " does not give out ", out.sizes(), " ",
-              out.scalar_type());
-  TORCH_CHECK(!bias.has_value() || (bias->numel() == n && bias->scalar_type() == type), "bias must be ", type, " [", n,
-              "]");
+  TORCH_CHECK(
+      x.dim() == 2 && x.size(1) == k && out.dim() == 2 && out.size(0) == x.size(0) && out.size(1) == n &&
+          out.is_contiguous() && out.scalar_type() == type,
+      text("x ", x.sizes(), " * weight ", weight.sizes(), " does not give out ", out.sizes(), " ", out.scalar_type()));
+  TORCH_CHECK(!bias.has_value() || (bias->numel() == n && bias->scalar_type() == type),
+              text("bias must be ", type, " [", n, "]"));
   (type == at::kFloat ? run<float> : run<at::BFloat16>)(x, weight, bias, out);
 }
 
