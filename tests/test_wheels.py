@@ -39,24 +39,16 @@ for file in sorted((site / sys.argv[2]).rglob("*.py")):
         print(name)
 """
 NEEDS_SGLANG = (  # which its user has, or the extra for the tape
-    *(
-        "attention",
-        "cli",
-        "contents",
-        "draft_contents",
-        "drafts",
-        "experts",
-        "fa3",
-        "guarding",
-        "hooking",
-        "hooks",
-    ),
-    *("in_process", "job", "live_tokens", "platform", "prefill_contents", "ranks"),
-    *("recording", "segments", "start", "steps", "surface", "taping"),
+    *("attention.drafts", "attention.fa3", "attention.paged", "hooks"),
+    *("guard.contents", "guard.draft_contents", "guard.guarding", "guard.live_tokens"),
+    *("guard.prefill_contents", "guard.recording", "guard.start"),
+    *("runs.cli", "runs.in_process", "runs.job", "runs.surface"),
+    *("seams.hooking", "seams.ranks", "seams.steps"),
+    *("tape.experts", "tape.platform", "tape.segments", "tape.taping"),
 )
 NEEDS_VLLM = (  # the same
     *("attention.latents", "attention.paged", "attention.plugged", "attention.registering", "hooks"),
-    *("guard.after_capture", "guard.contents", "guard.guarding", "guard.rank_steps"),
+    *("guard.after_capture", "guard.contents", "guard.guarding", "guard.rank_steps", "guard.start"),
     *("runs.builder_values", "runs.choices_report", "runs.cli", "runs.dispatch_job", "runs.in_process"),
     *("runs.job", "runs.surface"),
     *("seams.builders", "seams.graphs", "seams.ranks", "seams.steps"),

@@ -8,7 +8,9 @@ Does not: know an engine.
 
 import contextlib
 import logging
+import time
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -26,6 +28,17 @@ logger = logging.getLogger("graphpact.guard")
 
 class GuardError(ContractError):
     """A replay disagrees with its capture, and ``raise`` was asked for, or ranks disagree on their graphs."""
+
+
+@dataclass(slots=True)
+class SyntheticSteps:
+    """Synthetic steps before an engine serves.
+
+    Args:
+        shapes: How many captured shapes had them.
+    """
+
+    shapes: int = 0
 
 
 class Guard:
@@ -137,18 +150,27 @@ class Guard:
         )
 
     @contextlib.contextmanager
-    def starting(self) -> Iterator[None]:
+    def starting(self) -> Iterator[SyntheticSteps]:
         """Verify every replay in the context: synthetic steps, before the engine serves.
 
-        Contents are checked too, unless they are never checked. Counts begin anew after the context.
+        Contents are checked too, unless they are never checked. Counts begin anew after the context. What was
+        done is written to the log; the context says of how many shapes.
         """
-        self.log.is_starting = True
+        self.log.is_starting, steps, begun = True, SyntheticSteps(), time.perf_counter()
         try:
-            yield
+            yield steps
         finally:
             self.log.is_starting = False
             for record in self.records.values():
                 record.end_start()
+        logger.warning(
+            "graphpact guard: %d steps of %d shapes before serving: %d faults, %d graphs refused, %.1f s",
+            self.settings.start,
+            steps.shapes,
+            len(self.log.faults),
+            len(self.refused),
+            time.perf_counter() - begun,
+        )
 
     # -- replay ----------------------------------------------------------------------------------
 

@@ -7,7 +7,7 @@ import pytest
 from graphpact.engines import ProcessOffer
 from graphpact.plugins import Loaded, PluginInfo
 from graphpact_cli.survey import describe_plugin
-from graphpact_sglang.offer import SglangOffer
+from graphpact_sglang.runs.offer import SglangOffer
 from graphpact_vllm.runs.offer import VllmOffer
 
 VERSIONS = {SglangOffer: "graphpact.engines.version", VllmOffer: "graphpact_vllm.version"}

@@ -1,21 +1,13 @@
 """graphpact inside SGLang: its real engine on a tape, and a guard of its replays.
 
-    hooks          what is registered in SGLang
-    hooking        hooks that are applied, or end the start
-    runners        what SGLang's graph runners hold, and the names of their graphs
-    guarding       the guard's hooks around captures and replays
-    ranks          the place among the ranks of a model, and which ones refuse the same graphs
-    start          synthetic steps before SGLang serves
+    hooks        what is registered in SGLang in this process
+    stand_ins    stand-ins for packages that SGLang imports and a CPU cannot load
 
-    taping         the tape's hooks and attention backends
-    platform       the platform of the tape: graph runners and backends on a CPU
-    attention      an attention backend that runs on a CPU and can be recorded
-    drafts         the same for the steps of a draft, and the kernels of its tree
-    segments       SGLang's breakable graphs on a tape
-    memory         what a graph may write, for the strict tape
-    stand_ins      stand-ins for packages that a CPU cannot load
-    offer          SGLang for commands that start an engine
-    surface        what others build on in SGLang, for ``graphpact sglang diff``
+    seams        its graph runners, steps and ranks, which graphpact watches
+    guard        what is checked at a replay, and before it serves
+    tape         its platform, graph runners and graphs on a CPU
+    attention    attention backends that run on a CPU and can be recorded
+    runs         runs of its engine, for commands
 
 SGLang calls `platform_class` and `register` by its entry points, in each of its processes. Both do nothing
 unless ``GRAPHPACT`` asks for something.
@@ -60,7 +52,7 @@ def platform_class() -> str | None:
 
         if names := stand_ins.install():
             sys.stderr.write(f"graphpact: not installed, and stood in for: {', '.join(names)}\n")
-    return "graphpact_sglang.platform:TapePlatform"
+    return "graphpact_sglang.tape.platform:TapePlatform"
 
 
 def register() -> None:

@@ -8,9 +8,9 @@ from typing import Any
 from sglang.srt.plugins.hook_registry import HookType
 
 from graphpact_guard import Settings
-from graphpact_sglang.guarding import SglangGuard
-from graphpact_sglang.hooking import register_hook
-from graphpact_sglang.steps import StepCounts
+from graphpact_sglang.guard.guarding import SglangGuard
+from graphpact_sglang.seams.hooking import register_hook
+from graphpact_sglang.seams.steps import StepCounts
 
 _STATE = "sglang.srt.managers.scheduler.Scheduler.get_internal_state"
 
@@ -35,7 +35,7 @@ def register(settings: Settings) -> None:
         InProcess.guard = SglangGuard(settings, InProcess.counts)
         InProcess.guard.register()
     if settings.tape is not None:  # last, so that its hooks run outside of the guard's
-        from graphpact_sglang.taping import register_tape  # noqa: PLC0415  it needs the tape and the kernels
+        from graphpact_sglang.tape.taping import register_tape  # noqa: PLC0415  it needs the tape and the kernels
 
         register_tape()
 

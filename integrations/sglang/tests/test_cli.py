@@ -8,7 +8,7 @@ import pytest
 from graphpact import engines
 from graphpact.engines import EngineAnswer, EngineJob, EngineResult
 from graphpact_cli import main
-from graphpact_sglang.offer import SglangOffer
+from graphpact_sglang.runs.offer import SglangOffer
 
 MODEL = Path(__file__).parents[3] / "examples/models/tiny-llama"
 

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from graphpact_sglang.attention import AttentionRows, PagedAttnBackend, PagedMetadata
+from graphpact_sglang.attention.paged import AttentionRows, PagedAttnBackend, PagedMetadata
 
 
 class NewObject(PagedAttnBackend):

@@ -12,7 +12,7 @@ from sglang.srt.model_executor.runner_backend.full_cuda_graph_backend import Ful
 from test_backends import FA3, TRITON
 from test_drafts import TREE
 
-from graphpact_sglang.runners import named_backends
+from graphpact_sglang.seams.runners import named_backends
 
 
 def _tensors(output: Any) -> Iterator[torch.Tensor]:

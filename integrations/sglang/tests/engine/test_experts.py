@@ -7,7 +7,7 @@ import torch
 from sglang.srt.layers.moe.fused_moe_native import moe_forward_native as sglang_form
 
 from graphpact.errors import ConfigError
-from graphpact_sglang.experts import moe_forward_native
+from graphpact_sglang.tape.experts import moe_forward_native
 
 TOKENS, HIDDEN, INNER, EXPERTS, TOP_K = 9, 16, 12, 4, 2
 CONFIG = SimpleNamespace(

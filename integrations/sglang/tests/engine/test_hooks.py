@@ -12,8 +12,8 @@ from sglang.srt.model_executor.runner_backend_utils.breakable_cuda_graph import 
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from graphpact_kernels.interpreter import record_launches
-from graphpact_sglang import fa3
-from graphpact_sglang.steps import SEGMENTS
+from graphpact_sglang.attention import fa3
+from graphpact_sglang.seams.steps import SEGMENTS
 
 
 def _start_with(plant: Callable[[], None]) -> None:

@@ -7,7 +7,7 @@ import torch
 from engines import run_in_child
 from plants import use
 
-from graphpact_sglang.attention import PagedAttnBackend
+from graphpact_sglang.attention.paged import PagedAttnBackend
 
 DECODE = {"cuda_graph_backend_prefill": "disabled"}
 

@@ -16,8 +16,8 @@ from sglang.srt.runtime_context import get_parallel
 from graphpact.engines import EngineJob, EngineResult
 from graphpact.errors import ConfigError
 from graphpact.recording import read_recording
-from graphpact_sglang.in_process import InProcessEngine
-from graphpact_sglang.ranks import agreement_of_ranks
+from graphpact_sglang.runs.in_process import InProcessEngine
+from graphpact_sglang.seams.ranks import agreement_of_ranks
 
 ASKED = PROMPTS[:3]
 DECODE = {"cuda_graph_backend_prefill": "disabled"}
@@ -25,7 +25,7 @@ FAULTY = """
 from dataclasses import replace
 from typing import Any
 
-from graphpact_sglang.attention import PagedAttnBackend
+from graphpact_sglang.attention.paged import PagedAttnBackend
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
 from sglang.srt.runtime_context import get_parallel
@@ -58,7 +58,7 @@ def _run(folder: Path, words: str, **arguments: Any) -> tuple[EngineResult, str]
         "PYTHONPATH": f"{folder}{os.pathsep}{os.environ.get('PYTHONPATH', '')}",
     }
     done = subprocess.run(
-        [sys.executable, "-m", "graphpact_sglang.job", str(asked), str(result)],
+        [sys.executable, "-m", "graphpact_sglang.runs.job", str(asked), str(result)],
         check=False,
         env=os.environ | variables,
         capture_output=True,

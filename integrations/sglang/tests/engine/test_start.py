@@ -4,7 +4,7 @@ import pytest
 from engines import Run, run_in_child
 from plants import BakedBackend, StaleBackend, use
 
-from graphpact_sglang.attention import PagedAttnBackend
+from graphpact_sglang.attention.paged import PagedAttnBackend
 
 WORDS = "tape,guard,contents:1"
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from compared_surface import lacking
 
-from graphpact_sglang.surface import RELEASES
+from graphpact_sglang.runs.surface import RELEASES
 
 
 @pytest.mark.smoke

@@ -9,8 +9,6 @@ graph.
 
 import copy
 import functools
-import logging
-import time
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
 from typing import Any
@@ -31,14 +29,14 @@ from graphpact_guard import (
     StepRecording,
     log_at_exit,
 )
-from graphpact_sglang.contents import DecodeRows, expected_inputs, expected_metadata
-from graphpact_sglang.draft_contents import Live, expected_draft, expected_extend, live_draft
-from graphpact_sglang.hooking import register_hook
-from graphpact_sglang.live_tokens import expected_count_of_capture
-from graphpact_sglang.prefill_contents import expected_prefill_inputs, expected_prefill_metadata
-from graphpact_sglang.ranks import agreement_of_ranks, rank_labels, rank_name, rank_of_all
-from graphpact_sglang.recording import StepHooks
-from graphpact_sglang.runners import (
+from graphpact_sglang.guard.contents import DecodeRows, expected_inputs, expected_metadata
+from graphpact_sglang.guard.draft_contents import Live, expected_draft, expected_extend, live_draft
+from graphpact_sglang.guard.live_tokens import expected_count_of_capture
+from graphpact_sglang.guard.prefill_contents import expected_prefill_inputs, expected_prefill_metadata
+from graphpact_sglang.guard.recording import StepHooks
+from graphpact_sglang.seams.hooking import register_hook
+from graphpact_sglang.seams.ranks import agreement_of_ranks, rank_labels, rank_name, rank_of_all
+from graphpact_sglang.seams.runners import (
     METADATA,
     counts_tokens,
     is_a,
@@ -48,7 +46,7 @@ from graphpact_sglang.runners import (
     static_inputs,
     step_metadata,
 )
-from graphpact_sglang.steps import (
+from graphpact_sglang.seams.steps import (
     BREAKABLE,
     DECODE,
     DRAFT,
@@ -60,8 +58,6 @@ from graphpact_sglang.steps import (
     SRT,
     StepCounts,
 )
-
-logger = logging.getLogger("graphpact.guard")
 
 _MODEL_RUNNER = f"{SRT}.model_runner.ModelRunner"
 _LIMITS = ("max_seq_len_q", "max_seq_len_k")
@@ -313,25 +309,16 @@ class SglangGuard:
         del result, args, kwargs
         if self.guard is None or model_runner.is_draft_worker:
             return
-        from graphpact_sglang.start import run_start  # noqa: PLC0415  it imports SGLang's scheduler
+        from graphpact_sglang.guard.start import run_start  # noqa: PLC0415  it imports SGLang's scheduler
 
-        begun = time.perf_counter()
         self._counts.is_paused = True
         try:
-            with self.guard.starting():
-                shapes = run_start(model_runner, self._settings.start)
+            with self.guard.starting() as synthetic:
+                synthetic.shapes = run_start(model_runner, self._settings.start)
+                if self._agreement is not None:
+                    self.guard.refused = self._agreement.update(self.guard.refused)
         finally:
             self._counts.is_paused = False
-        if self._agreement is not None:
-            self.guard.refused = self._agreement.update(self.guard.refused)
-        logger.warning(
-            "graphpact guard: %d steps of %d shapes before serving: %d faults, %d graphs refused, %.1f s",
-            self._settings.start,
-            shapes,
-            len(self.guard.log.faults),
-            len(self.guard.refused),
-            time.perf_counter() - begun,
-        )
 
     def _check_invariants(self, key: GraphKey, batch: Any) -> None:
         assert self.guard is not None  # noqa: S101  the caller has it

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 
 from graphpact_guard import Expected
-from graphpact_sglang.contents import QUERY_OFFSETS
-from graphpact_sglang.live_tokens import expected_count
-from graphpact_sglang.runners import PER_REQUEST
+from graphpact_sglang.guard.contents import QUERY_OFFSETS
+from graphpact_sglang.guard.live_tokens import expected_count
+from graphpact_sglang.seams.runners import PER_REQUEST
 
 _OFFSETS_OF_ALL = "fa_skip_cu_seqlens_q"
 """Offsets of FlashAttention's kernel without a cache, which wants an owner for every row that it gets."""

@@ -16,7 +16,7 @@ import torch
 from sglang.srt.runtime_context import get_spec
 
 from graphpact_guard import Expected
-from graphpact_sglang.live_tokens import expected_count
+from graphpact_sglang.guard.live_tokens import expected_count
 
 QUERY_OFFSETS = ("qo_indptr", "cu_seqlens_q")
 """Fields that say where the queries of each request begin."""

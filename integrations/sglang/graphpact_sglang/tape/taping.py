@@ -1,6 +1,6 @@
 """`register_tape`: the attention backends and the hooks of the tape, by SGLang's own registries.
 
-The platform does the rest, see `graphpact_sglang.platform`.
+The platform does the rest, see `graphpact_sglang.tape.platform`.
 
 Does not: run without the tape and the kernels, or in a release of SGLang that lacks one of these seams.
 """
@@ -15,11 +15,13 @@ from sglang.srt.plugins.hook_registry import HookType
 from sglang.srt.runtime_context import get_flags
 
 from graphpact_kernels.interpreter import require_interpreter
-from graphpact_sglang import ATTENTION_BACKEND, drafts, experts, fa3
-from graphpact_sglang.hooking import register_hook
-from graphpact_sglang.memory import capture_begins, capture_ended
-from graphpact_sglang.segments import TapedSegments
-from graphpact_sglang.steps import BREAKABLE, FULL, SEGMENTS
+from graphpact_sglang import ATTENTION_BACKEND
+from graphpact_sglang.attention import drafts, fa3
+from graphpact_sglang.seams.hooking import register_hook
+from graphpact_sglang.seams.steps import BREAKABLE, FULL, SEGMENTS
+from graphpact_sglang.tape import experts
+from graphpact_sglang.tape.memory import capture_begins, capture_ended
+from graphpact_sglang.tape.segments import TapedSegments
 
 _MODE = "sglang.srt.model_executor.forward_batch_info.ForwardMode"
 _DEFAULTS = "sglang.srt.arg_groups.platform_hook"
@@ -31,7 +33,7 @@ def register_tape() -> None:
 
     @register_attention_backend(ATTENTION_BACKEND)
     def make(runner: Any) -> Any:
-        from graphpact_sglang.attention import PagedAttnBackend  # noqa: PLC0415  it imports SGLang's layers
+        from graphpact_sglang.attention.paged import PagedAttnBackend  # noqa: PLC0415  it imports SGLang's layers
 
         return PagedAttnBackend(runner)
 

@@ -1,9 +1,9 @@
-"""One run of SGLang's engine on a laptop: ``python -m graphpact_sglang.job JOB RESULT``.
+"""One run of SGLang's engine on a laptop: ``python -m graphpact_sglang.runs.job JOB RESULT``.
 
 SGLang starts a process for its scheduler, which imports this module again before it imports SGLang. So the
 stand-ins are installed at import.
 
-Does not: judge; `graphpact_sglang.cli` compares two runs.
+Does not: judge; `graphpact_sglang.runs.cli` compares two runs.
 """
 
 import os

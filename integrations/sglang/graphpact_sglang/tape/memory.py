@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from graphpact.graphs import DeclaredMemory
 from graphpact.memory_names import MemoryNames, tensors_under
-from graphpact_sglang.runners import metadata_of, named_backends, static_inputs
+from graphpact_sglang.seams.runners import metadata_of, named_backends, static_inputs
 
 
 class Capture:

@@ -34,7 +34,7 @@ class TapePlatform(CpuDeviceMixin, SRTPlatform):
 
     def init_backend(self) -> None:
         """Make SGLang's graph backends record on a tape; SGLang calls this once in each worker."""
-        from graphpact_sglang.memory import declared_memory  # noqa: PLC0415  it imports SGLang
+        from graphpact_sglang.tape.memory import declared_memory  # noqa: PLC0415  it imports SGLang
 
         strict = Settings.from_environment().tape == "strict"
         torch.compiler.set_stance(
@@ -63,7 +63,7 @@ class TapePlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_speculative_cache_locs_fn(self) -> Any:
         """Return the function that finds the KV slots of drafts."""
-        from graphpact_sglang.drafts import extend_slots  # noqa: PLC0415  it imports SGLang
+        from graphpact_sglang.attention.drafts import extend_slots  # noqa: PLC0415  it imports SGLang
 
         return extend_slots
 

@@ -17,9 +17,9 @@ from sglang.srt.runtime_context import get_spec
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.recording import LaneLine, LineError
 from graphpact_guard import StepRecording
-from graphpact_sglang.hooking import register_hook
-from graphpact_sglang.runners import is_a
-from graphpact_sglang.steps import BREAKABLE, DRAFT, DRAFT_EXTEND, FULL, RUNNERS, SRT
+from graphpact_sglang.seams.hooking import register_hook
+from graphpact_sglang.seams.runners import is_a
+from graphpact_sglang.seams.steps import BREAKABLE, DRAFT, DRAFT_EXTEND, FULL, RUNNERS, SRT
 
 _FORWARD = f"{SRT}.model_runner.ModelRunner.forward"
 

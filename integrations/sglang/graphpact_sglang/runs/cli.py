@@ -5,9 +5,9 @@ Does not: import SGLang; each run is a process of its own, and releases are only
 
 from graphpact_cli.engine_runs import LaptopEngine, engine_app
 from graphpact_cli.releases.command import add_diff
-from graphpact_sglang.offer import SglangOffer
-from graphpact_sglang.runs import GRAPHS, LAPTOP
-from graphpact_sglang.surface import RELEASES
+from graphpact_sglang.runs.arguments import GRAPHS, LAPTOP
+from graphpact_sglang.runs.offer import SglangOffer
+from graphpact_sglang.runs.surface import RELEASES
 
 sglang = engine_app(
     LaptopEngine(

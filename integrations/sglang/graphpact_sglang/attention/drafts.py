@@ -15,7 +15,7 @@ import torch
 from sglang.srt.runtime_context import attention_backends, get_spec
 
 from graphpact_sglang import ATTENTION_BACKEND
-from graphpact_sglang.attention import AttentionRows, PagedAttnBackend
+from graphpact_sglang.attention.paged import AttentionRows, PagedAttnBackend
 
 FACTORY = "sglang.srt.speculative.draft_utils.DraftBackendFactory"
 """The class by which SGLang makes the attention backends of a draft."""

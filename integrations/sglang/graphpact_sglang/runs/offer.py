@@ -15,5 +15,5 @@ class SglangOffer(ProcessOffer):
     name: ClassVar[str] = "SGLang"
     distribution: ClassVar[str] = "sglang"
     supported: ClassVar[tuple[str, ...]] = SUPPORTED
-    job_module: ClassVar[str] = "graphpact_sglang.job"
+    job_module: ClassVar[str] = "graphpact_sglang.runs.job"
     make_target: ClassVar[str] = "sglang"

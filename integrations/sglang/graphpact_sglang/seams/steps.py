@@ -14,8 +14,8 @@ from sglang.srt.model_executor.runner import prefill_cuda_graph_runner
 from sglang.srt.plugins.hook_registry import HookType
 
 from graphpact_guard import GraphCounts, GraphKey, summary_of_steps
-from graphpact_sglang.hooking import register_hook
-from graphpact_sglang.runners import key_of
+from graphpact_sglang.seams.hooking import register_hook
+from graphpact_sglang.seams.runners import key_of
 
 _FACTOR = "_MAX_PREFILL_CUDA_GRAPH_PADDING_FACTOR"
 SRT = "sglang.srt.model_executor"

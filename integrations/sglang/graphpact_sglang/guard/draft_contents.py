@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from graphpact_guard import Expected
-from graphpact_sglang.contents import (
+from graphpact_sglang.guard.contents import (
     QUERY_OFFSETS,
     DecodeRows,
     expected_metadata,
@@ -54,7 +54,7 @@ def expected_extend(
     Args:
         runner: The runner.
         batch: The live batch.
-        leaves: See `graphpact_sglang.contents.expected_metadata`.
+        leaves: See `graphpact_sglang.guard.contents.expected_metadata`.
     """
     width = runner.captured_req_width
     of_batch = (

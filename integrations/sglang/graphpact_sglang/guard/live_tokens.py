@@ -15,7 +15,7 @@ import torch
 from sglang.srt.runtime_context import get_parallel
 
 from graphpact_guard import Expected
-from graphpact_sglang.runners import counts_tokens
+from graphpact_sglang.seams.runners import counts_tokens
 
 NAME = "num_token_non_padded"
 

@@ -1,6 +1,6 @@
 """`LAPTOP` and `GRAPHS`: arguments of SGLang's engine on a laptop.
 
-Does not: start it; `graphpact_sglang.offer` does, in a process of its own.
+Does not: start it; `graphpact_sglang.runs.offer` does, in a process of its own.
 """
 
 from typing import Any

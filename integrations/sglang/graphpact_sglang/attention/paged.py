@@ -1,8 +1,8 @@
 """`PagedAttnBackend`: an attention backend of SGLang whose kernels run on any device, and can be recorded.
 
-It serves prefill, decode, verify and draft extend, and is one step of a draft in `graphpact_sglang.drafts`,
-for MHA, GQA and MLA caches, and for every page size: its kernels read a list of KV slots. SGLang's own
-backends for a CPU have no such metadata, so they cannot run in a graph.
+It serves prefill, decode, verify and draft extend, and is one step of a draft in
+`graphpact_sglang.attention.drafts`, for MHA, GQA and MLA caches, and for every page size: its kernels read a
+list of KV slots. SGLang's own backends for a CPU have no such metadata, so they cannot run in a graph.
 
 Does not: serve cross attention, or a cache with a separate pool for layers with a window.
 """
