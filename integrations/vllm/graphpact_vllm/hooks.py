@@ -49,7 +49,7 @@ def register(settings: Settings) -> None:
         steps = RankSteps(lambda: hooked.guard) if settings.ranks else None
         if steps is not None:
             steps.register()
-        AfterCapture(lambda: hooked.guard, steps).register()
+        AfterCapture(hooked, steps).register()
     if settings.tape is not None:
         from graphpact_vllm.attention.registering import attention_backends  # noqa: PLC0415  only on the tape
 

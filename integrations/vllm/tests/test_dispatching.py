@@ -144,7 +144,7 @@ def test_a_choice_that_does_not_serve_is_a_fault(
     [
         (None, 0, "21 batches; 0 of their graphs are wrong; 2 ranks"),
         ({"wrong": "it holds 2 tokens, and the batch has 3"}, 1, "it holds 2 tokens, and the batch has 3"),
-        ({"graph": "FULL[8]"}, 1, "rank 1 takes other graphs than rank 0"),
+        ({"graph": "FULL[8]"}, 1, "; rank 1: FULL[8]"),
     ],
     ids=["right", "wrong", "rank"],
 )

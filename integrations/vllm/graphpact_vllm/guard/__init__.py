@@ -4,6 +4,7 @@
     contents         what a graph must find in its memory
     rank_steps       the graph that each rank takes in a step, compared
     after_capture    what is checked once, after the capture
+    start            synthetic steps of every shape before vLLM serves
     dispatching      the graph that vLLM takes for each batch
 
 Does not: know the pact; `graphpact_guard` does.

@@ -14,17 +14,21 @@ many as fit. With LoRAs there are none, one, and as many as are captured.
 Does not: import vLLM; dispatch micro-batches or encoders.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from graphpact_guard import GraphKey, ReplayFault
+from graphpact_guard import GraphKey, ReplayFault, describe_ranks
 from graphpact_vllm.seams.shapes import query_len_of, shape_of
 
 _EAGER, _FULL = "NONE", "FULL"  # vLLM's names of modes
-_ADVICE = (
+DISPATCH_ADVICE = (
     "fix what the dispatcher returns: a batch replays a graph that holds it, captured for its kind, or none"
 )
+"""What to do if a graph is taken for a batch that it does not serve."""
+
+Table = list[dict[str, Any]]
+"""The choices of a dispatcher, ready for JSON: what `rows` returns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,11 +123,11 @@ def faults(found: list[Choice], owner: str) -> Iterator[ReplayFault]:
                 field="dispatch",
                 key=GraphKey(runner=choice.mode, shape=shape_of(choice.desc)),
                 text=f"is taken for {choice.batch}; {wrong}",
-                advice=_ADVICE,
+                advice=DISPATCH_ADVICE,
             )
 
 
-def rows(found: list[Choice]) -> list[dict[str, Any]]:
+def rows(found: list[Choice]) -> Table:
     """Return the choices, ready for JSON."""
     return [
         {
@@ -139,6 +143,40 @@ def rows(found: list[Choice]) -> list[dict[str, Any]]:
         }
         for each in found
     ]
+
+
+def difference_of_ranks(said: Mapping[str, Mapping[str, Table]]) -> ReplayFault:
+    """Return the fault of the first batch for which ranks would take different graphs.
+
+    Args:
+        said: The tables of each rank, by the name of the rank and that of the dispatcher. They differ.
+    """
+    first: Mapping[str, Table] = next(iter(said.values()))
+    for name, table in first.items():
+        for at, row in enumerate(table):
+            its = {rank: _graph_at(tables.get(name, []), at) for rank, tables in said.items()}
+            if len({*its.values()}) > 1:
+                return ReplayFault(
+                    rule="GP17",
+                    owner=name,
+                    field="dispatch",
+                    key=GraphKey(runner=name, shape=f"{row['tokens']}"),
+                    text=f"ranks would take different graphs for {row['batch']}: {describe_ranks(its)}",
+                    advice="capture the same graphs on all ranks: memory of one rank must not decide",
+                )
+    lengths = {rank: f"{sorted(tables)}" for rank, tables in said.items()}
+    return ReplayFault(
+        rule="GP17",
+        owner="ranks",
+        field="dispatch",
+        key=GraphKey(runner="ranks", shape="all"),
+        text=f"ranks have different dispatchers: {describe_ranks(lengths)}",
+        advice="start all ranks with the same arguments",
+    )
+
+
+def _graph_at(table: Table, at: int) -> str:
+    return str(table[at]["graph"]) if at < len(table) else "has no such batch"
 
 
 def _choices_of_manager(manager: Any) -> Iterator[Choice]:

@@ -8,7 +8,7 @@ Does not: see graphs that other code captures by ``torch.cuda.CUDAGraph``, such 
 
 import contextlib
 import copy
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from vllm.v1.worker.gpu.cudagraph_utils import ModelCudaGraphManager
 from graphpact_guard import GraphKey, Guard, RankAgreement, Settings, log_at_exit
 from graphpact_vllm import installed_release
 from graphpact_vllm.guard.contents import expected_of, has_exact_lengths
+from graphpact_vllm.guard.dispatching import Choice
+from graphpact_vllm.guard.start import run_start
 from graphpact_vllm.seams.builders import Builders, Built
 from graphpact_vllm.seams.graphs import (
     BREAKABLE,
@@ -95,6 +97,19 @@ class VllmGuard:
             (CONTEXT, self._context),
         ):
             wrap(target, hook)
+
+    def start(self, runner: Any, found: Sequence[Choice]) -> None:
+        """Verify synthetic steps of each captured shape; all ranks refuse what one refuses.
+
+        Args:
+            runner: The model runner.
+            found: What its dispatcher takes for each batch.
+        """
+        assert self.guard is not None  # noqa: S101  it captured
+        with self._counts.paused(), self.guard.starting() as synthetic:
+            synthetic.shapes = run_start(runner, found, self._settings.start)
+            if self._agreement is not None:
+                self.guard.refused = self._agreement.update(self.guard.refused)
 
     # -- model runner V2 -------------------------------------------------------------------------
 
@@ -331,7 +346,10 @@ class VllmGuard:
         return not any(each.is_recurrent for each in self._builders.current().values())
 
     def _verify(self, key: GraphKey, output: Any, eager: Callable[[], Any]) -> None:
-        """Compare the output of a replay with that of an eager run on the same inputs."""
+        """Compare the output of a replay with that of an eager run on the same inputs.
+
+        An idle rank runs its batch of no rows eagerly too, because the others wait for it in collectives.
+        """
         assert self.guard is not None  # noqa: S101  the callers have it
         rows = self._builders.num_tokens(self._builders_of.get(key))
         kept = [(tensor, tensor.clone()) for _, tensor in _outputs(output)]
@@ -340,7 +358,8 @@ class VllmGuard:
             expected = {name: tensor[:rows] for name, tensor in _outputs(eager())}
             for tensor, before in kept:  # the eager run may have used the same memory
                 tensor.copy_(before)
-        self.guard.verify(key, replayed, expected)
+        if rows != 0:
+            self.guard.verify(key, replayed, expected)
 
 
 def _slots(built: Mapping[str, Built]) -> dict[str, torch.Tensor]:

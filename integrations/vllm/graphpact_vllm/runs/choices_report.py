@@ -9,20 +9,17 @@ from typing import Any
 
 from graphpact.errors import ContractError
 from graphpact_cli.console import data, note, print_table
-
-Rows = Sequence[Mapping[str, Any]]
-"""The choices of one dispatcher, as `graphpact_vllm.guard.dispatching.rows` gives them."""
+from graphpact_vllm.guard.dispatching import DISPATCH_ADVICE, Table, difference_of_ranks
 
 _COLUMNS = ("dispatcher", "batch", "tokens", "graph", "")
-_HINT = "a batch replays a graph that holds it, captured for its kind, or runs eagerly; fix the dispatcher"
 
 
-def print_choices(tables: Mapping[str, Rows]) -> None:
+def print_choices(tables: Mapping[str, Table]) -> None:
     """Print a row for each range of tokens for which a dispatcher takes one graph."""
     print_table(data(), _COLUMNS, [(name, *row) for name, found in tables.items() for row in _ranges(found)])
 
 
-def judge_choices(ranks: Sequence[Mapping[str, Rows]]) -> None:
+def judge_choices(ranks: Sequence[Mapping[str, Table]]) -> None:
     """Print how many choices there are.
 
     Raises:
@@ -34,18 +31,16 @@ def judge_choices(ranks: Sequence[Mapping[str, Rows]]) -> None:
     if wrong:
         name, row = wrong[0]
         raise ContractError(
-            f"{name} takes {row['graph']} for {row['batch']}: {row['wrong']}", hint=_HINT, rule="GP12"
+            f"{name} takes {row['graph']} for {row['batch']}: {row['wrong']}",
+            hint=DISPATCH_ADVICE,
+            rule="GP12",
         )
-    for rank, table in enumerate(ranks):
-        if table != ranks[0]:
-            raise ContractError(
-                f"rank {rank} takes other graphs than rank 0",
-                hint="--json has the choices of each rank; capture the same graphs on all ranks",
-                rule="GP17",
-            )
+    if any(tables != ranks[0] for tables in ranks):
+        fault = difference_of_ranks({f"rank {at}": tables for at, tables in enumerate(ranks)})
+        raise ContractError(fault.text, hint=fault.advice, rule=fault.rule)
 
 
-def _ranges(found: Rows) -> Iterator[tuple[str, str, str, str]]:
+def _ranges(found: Table) -> Iterator[tuple[str, str, str, str]]:
     """Yield kind, tokens, graph and what is wrong, with neighbours of the same graph in one."""
     kinds: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
     for row in found:

@@ -23,6 +23,8 @@ import vllm.v1.worker.cpu_worker  # noqa: F401
 os.environ["VLLM_USE_BREAKABLE_CUDAGRAPH"] = "0"
 gc.collect()
 gc.freeze()
+# vLLM collects garbage around its captures, half a second each if all that is imported here is looked at.
+_unfreeze, gc.unfreeze = gc.unfreeze, gc.freeze
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -32,7 +34,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_sessionfinish() -> None:
     """Let the interpreter collect everything at its end; Triton complains of what is left."""
-    gc.unfreeze()
+    _unfreeze()
 
 
 @pytest.fixture

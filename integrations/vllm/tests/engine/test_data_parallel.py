@@ -53,7 +53,8 @@ def test_an_idle_rank_replays_the_graphs_of_the_others(
     assert idle.tokens == [eager.tokens[1][:3]]
     for run in runs:
         assert run.faults == []
-        assert run.verified() == run.replays() == 9
+        assert run.replays() == 9
+    assert [run.verified() for run in runs] == [9, 2]  # a batch of an idle rank has no row to compare
     graphs = [run.state["steps"]["graphs"] for run in runs]
     assert [sum(graph["raw"] for graph in its.values()) for its in graphs] == [36, 2]
     ranks = [run.state["guard"]["provenance"]["rank"] for run in runs]
@@ -64,7 +65,7 @@ def test_an_idle_rank_replays_the_graphs_of_the_others(
     ("graph_tokens", "took", "runner"),
     [
         (0, "runs 1 tokens eagerly", 1),
-        (0, "runs 1 tokens eagerly", 2),
+        pytest.param(0, "runs 1 tokens eagerly", 2, marks=pytest.mark.sweep),
         pytest.param(8, "replays {}[8]", 1, marks=pytest.mark.sweep),
         (8, "replays {}[8]", 2),
     ],

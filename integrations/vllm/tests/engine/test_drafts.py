@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MODEL, Run, requests, run_in_child
+from engines import MODEL, Run, requests, run_in_child, sweep_but
 from plants import move_slots
 from safetensors.torch import load_file, save_file
 
 from graphpact_vllm.runs.in_process import InProcessEngine
 
 FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16, 32]}
+FAST, STRICT = "tape,guard,contents:1,verify:1", "tape:strict,guard,contents:1"
 LAST = "model.layers.4."
 """The last layer of tiny-llama."""
 
@@ -63,16 +64,16 @@ def drafted(run: Run) -> int:
 
 
 @pytest.mark.parametrize(
-    ("words", "runner"),
-    [
-        ("tape,guard,contents:1,verify:1", 1),
-        ("tape,guard,contents:1,verify:1", 2),
-        ("tape:strict,guard,contents:1", 2),
-    ],
+    ("method", "words", "runner"),
+    sweep_but(
+        {("draft_model", FAST, 1), ("draft_model", STRICT, 2), ("eagle", STRICT, 1), ("eagle", FAST, 2)},
+        ["draft_model", "eagle"],
+        [FAST, STRICT],
+        [1, 2],
+    ),
 )
-@pytest.mark.parametrize("method", ["draft_model", "eagle"])
 def test_drafts_of_a_model_give_the_eager_answers(
-    eager: Run, eagle: Path, words: str, runner: int, method: str
+    eager: Run, eagle: Path, method: str, words: str, runner: int
 ) -> None:
     """Drafts of tiny-llama itself and of an EAGLE drafter are verified in graphs of four tokens a request.
 

@@ -8,7 +8,7 @@ import forked_child
 import numpy as np
 import pytest
 import torch
-from engines import SECONDS, Run, run_in_child
+from engines import SECONDS, Run, run_in_child, sweep_but
 from kinds import save_whisper
 from plants import Stale, use
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
@@ -86,7 +86,7 @@ def right(whisper: Path) -> list[list[int]]:
     return expected
 
 
-@pytest.mark.parametrize(("words", "runner"), [(FAST, 1), (FAST, 2), (STRICT, 2)])
+@pytest.mark.parametrize(("words", "runner"), sweep_but({(FAST, 1), (STRICT, 2)}, [FAST, STRICT], [1, 2]))
 def test_the_decoder_of_whisper_gives_the_eager_answers(
     whisper: Path, right: list[list[int]], words: str, runner: int
 ) -> None:
@@ -99,7 +99,7 @@ def test_the_decoder_of_whisper_gives_the_eager_answers(
     assert sum(each["steps"] for each in run.state["steps"]["eager"]) == len(PROMPTS)
 
 
-@pytest.mark.parametrize("runner", [1, 2])
+@pytest.mark.parametrize("runner", [pytest.param(1, marks=pytest.mark.sweep), 2])
 def test_pages_of_an_encoder_that_are_not_refreshed_are_named(
     whisper: Path, right: list[list[int]], runner: int
 ) -> None:

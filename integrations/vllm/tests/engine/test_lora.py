@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from engines import MODEL, Run, run_in_child
+from engines import MODEL, Run, run_in_child, sweep_but
 from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
@@ -17,6 +17,7 @@ from vllm.platforms.cpu import CpuPlatform
 from graphpact_vllm.runs.in_process import InProcessEngine
 from graphpact_vllm.tape.platform import TapePlatform
 
+FAST, STRICT = "tape,guard,contents:1,verify:1", "tape:strict,guard,contents:1"
 RANK, ALPHA = 4, 8
 TARGETS = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")
 EAGER = {"enforce_eager": True, "attention_backend": "CPU_ATTN"}
@@ -105,10 +106,9 @@ def run_mixed(
     )
 
 
-@pytest.mark.parametrize("runner", [1, 2])
-@pytest.mark.parametrize("words", ["tape,guard,contents:1,verify:1", "tape:strict,guard,contents:1"])
+@pytest.mark.parametrize(("words", "runner"), sweep_but({(FAST, 1), (STRICT, 2)}, [FAST, STRICT], [1, 2]))
 def test_requests_with_and_without_an_adapter_replay_one_graph(
-    adapted: Adapted, runner: int, words: str
+    adapted: Adapted, words: str, runner: int
 ) -> None:
     """Requests with an adapter get the answers of merged weights, others in the batch those of the base."""
     assert all(one != other for one, other in zip(adapted.base, adapted.merged, strict=True))

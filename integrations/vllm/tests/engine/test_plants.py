@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 import pytest
-from engines import Run, run_in_child
+from engines import Run, run_in_child, sweep_but
 from plants import Baked, BakedImpl, OtherDtype, Rebound, Stale, declare_cpu_attention, use
 
 WORDS = "tape,guard,contents:1"
@@ -22,21 +22,24 @@ def _named(run: Run) -> list[tuple[str, str, str]]:
     return [fault[:3] for fault in run.faults if fault[3] == first]
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+PLANTS: dict[str, tuple[Callable[[], None], tuple[str, str, str]]] = {
+    "rebound": (use(Rebound), ("GP01", "Rebound", "metadata.seq_lens")),
+    "stale": (use(Stale), ("GP02", "Stale", "block_table")),
+    "dtype": (use(OtherDtype), ("GP07", "OtherDtype", "metadata.seq_lens")),
+    "number": (use(Baked, BakedImpl), ("GP08", "Baked", "metadata.num_keys")),
+}
+
+
 @pytest.mark.parametrize(
-    ("before", "named"),
+    ("plant", "runner"),
     [
-        pytest.param(use(Rebound), ("GP01", "Rebound", "metadata.seq_lens"), marks=pytest.mark.smoke),
-        (use(Stale), ("GP02", "Stale", "block_table")),
-        (use(OtherDtype), ("GP07", "OtherDtype", "metadata.seq_lens")),
-        (use(Baked, BakedImpl), ("GP08", "Baked", "metadata.num_keys")),
+        *(pytest.param("rebound", runner, marks=pytest.mark.smoke) for runner in RUNNERS),
+        *sweep_but({("stale", 2), ("dtype", 1), ("number", 1)}, [*PLANTS][1:], RUNNERS),
     ],
-    ids=["rebound", "stale", "dtype", "number"],
 )
-def test_a_builder_with_a_fault_is_named_at_its_first_replay(
-    right: Run, runner: int, before: Callable[[], None], named: tuple[str, str, str]
-) -> None:
+def test_a_builder_with_a_fault_is_named_at_its_first_replay(right: Run, plant: str, runner: int) -> None:
     """The guard names rule, owner and field before the first wrong replay."""
+    before, named = PLANTS[plant]
     run = run_in_child(WORDS, before=before, runner=runner)
     assert named in _named(run)
     if named[0] != "GP07":  # its numbers are right

@@ -27,7 +27,9 @@ def test_a_right_builder_of_any_style_passes_in_silence(right: Run, style: type,
     assert run.verified() > steps // 64
 
 
-@pytest.mark.parametrize("style", [ObjectOfASize, Namespaces, Slots])
+@pytest.mark.parametrize(
+    "style", [ObjectOfASize, *(pytest.param(each, marks=pytest.mark.sweep) for each in (Namespaces, Slots))]
+)
 def test_they_pass_in_the_other_model_runner_too(right: Run, style: type) -> None:
     """The same in the model runner V2, whose own kernels the interpreter runs slowly."""
     run = run_in_child(WORDS, before=use(style))

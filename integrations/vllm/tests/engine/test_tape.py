@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from engines import PROMPTS, SECONDS, Run, requests, run_in_child
+from engines import PROMPTS, SECONDS, Run, requests, run_in_child, sweep_but
 
 from graphpact.engines import PromptRequest
 
@@ -20,26 +20,35 @@ def eager() -> Run:
     return run_in_child("tape", requests(every=0), runner=1, **EAGER)
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "fast": ("tape,guard,contents:1,verify:1", {}),
+    "strict": ("tape:strict,guard,contents:1", {}),
+    "pages": ("tape,guard,contents:1,verify:1", {"block_size": 16}),
+    "chunks": ("tape,guard,contents:1", {"max_num_batched_tokens": 8}),
+    "no prefix cache": ("tape,guard,contents:1", {"enable_prefix_caching": False}),
+    "pieces": ("tape,guard,contents:1,verify:1", PIECES),
+}
+
+
 @pytest.mark.parametrize(
-    ("words", "arguments"),
+    ("case", "runner"),
     [
-        pytest.param("tape,guard,contents:1,verify:1", {}, marks=pytest.mark.smoke),
-        pytest.param("tape:strict,guard,contents:1", {}, marks=pytest.mark.smoke),
-        ("tape,guard,contents:1,verify:1", {"block_size": 16}),
-        ("tape,guard,contents:1", {"max_num_batched_tokens": 8}),
-        ("tape,guard,contents:1", {"enable_prefix_caching": False}),
-        ("tape,guard,contents:1,verify:1", PIECES),
+        *(
+            pytest.param(case, runner, marks=pytest.mark.smoke)
+            for case in ("fast", "strict")
+            for runner in RUNNERS
+        ),
+        *sweep_but(
+            {("pages", 1), ("chunks", 2), ("no prefix cache", 1), ("pieces", 2)}, [*CASES][2:], RUNNERS
+        ),
     ],
-    ids=["fast", "strict", "pages", "chunks", "no prefix cache", "pieces"],
 )
-def test_answers_on_a_tape_are_the_eager_ones(
-    eager: Run, runner: int, words: str, arguments: dict[str, Any]
-) -> None:
+def test_answers_on_a_tape_are_the_eager_ones(eager: Run, case: str, runner: int) -> None:
     """Requests that come one after another, in batches of 1 to 8, give vLLM's eager tokens, and no fault.
 
     The second round finds every prompt in the prefix cache.
     """
+    words, arguments = CASES[case]
     assert eager.replays() == 0
     run = run_in_child(words, rounds=2, runner=runner, **arguments)
     assert run.tokens == eager.tokens
@@ -102,7 +111,7 @@ def test_the_triton_backend_gives_the_eager_answers(runner: int) -> None:
     assert run.verified() == run.replays() > 3
 
 
-@pytest.mark.parametrize("runner", RUNNERS)
+@pytest.mark.parametrize("runner", [1, pytest.param(2, marks=pytest.mark.sweep)])
 def test_requests_that_are_preempted_give_the_eager_answers(eager: Run, runner: int) -> None:
     """With a cache that is too small for all, requests are preempted, and nothing is wrong."""
     run = run_in_child(
