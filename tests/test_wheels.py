@@ -47,8 +47,9 @@ NEEDS_SGLANG = (  # which its user has, or the extra for the tape
     *("tape.experts", "tape.platform", "tape.segments", "tape.taping"),
 )
 NEEDS_VLLM = (  # the same
-    *("attention.latents", "attention.paged", "attention.plugged", "attention.registering", "hooks"),
-    *("guard.after_capture", "guard.contents", "guard.guarding", "guard.rank_steps", "guard.start"),
+    *("attention.latents", "attention.paged", "attention.plugged", "attention.registering"),
+    *("guard.after_capture", "guard.contents", "guard.guarding", "guard.rank_steps", "guard.recording"),
+    *("guard.start", "hooks"),
     *("runs.builder_values", "runs.choices_report", "runs.cli", "runs.dispatch_job", "runs.in_process"),
     *("runs.job", "runs.surface"),
     *("seams.builders", "seams.graphs", "seams.ranks", "seams.steps"),

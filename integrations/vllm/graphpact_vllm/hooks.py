@@ -50,6 +50,10 @@ def register(settings: Settings) -> None:
         if steps is not None:
             steps.register()
         AfterCapture(hooked, steps).register()
+        if settings.record is not None:
+            from graphpact_vllm.guard.recording import StepRecorder  # noqa: PLC0415  after that
+
+            StepRecorder(lambda: hooked.guard, builders).register()
     if settings.tape is not None:
         from graphpact_vllm.attention.registering import attention_backends  # noqa: PLC0415  only on the tape
 

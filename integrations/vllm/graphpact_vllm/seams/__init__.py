@@ -4,6 +4,7 @@
     graphs      where vLLM captures and replays graphs, and their names
     shapes      the shapes of graphs
     builders    what each metadata builder made last
+    batches     steps as graphpact's batches
     steps       counts of replays and of eager steps
     ranks       the place among the ranks of a model
 

@@ -9,7 +9,7 @@ Does not: change what a builder makes.
 import functools
 import weakref
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,11 +49,13 @@ class Builders:
     """The metadata builders of this process.
 
     Attributes:
+        watchers: Are called with a builder and what it made, after each build.
         is_dummy: Whether the current step has a dummy batch, by which an idle rank takes part in the step of
             the others. It has no requests, and writes no keys.
     """
 
     def __init__(self) -> None:
+        self.watchers: list[Callable[[Any, Built], None]] = []
         self.is_dummy = False
         self._builders: list[weakref.ref[Any]] = []
         self._built: weakref.WeakKeyDictionary[Any, Built] = weakref.WeakKeyDictionary()
@@ -136,7 +138,11 @@ class Builders:
                 metadata = build(its, *args, **kwargs)
                 given = (*args, *kwargs.values())
                 common = next((each for each in given if isinstance(each, CommonAttentionMetadata)), None)
-                self._built[its] = Built(metadata, common, layers, page_size, is_recurrent, pads_rows_itself)
+                self._built[its] = built = Built(
+                    metadata, common, layers, page_size, is_recurrent, pads_rows_itself
+                )
+                for watcher in self.watchers:
+                    watcher(its, built)
                 return metadata
 
             return method

@@ -17,18 +17,20 @@ def one() -> Run:
 def test_two_ranks_give_the_answers_of_one(monkeypatch: pytest.MonkeyPatch, one: Run, kind: str) -> None:
     """Collectives inside of graphs are replayed, and no rank has a fault; all verify the same steps.
 
-    Ranks of tensor parallelism compare every step, and always take the same graph.
+    Ranks of tensor parallelism compare every step, synthetic ones too, and always take the same graph.
     """
     monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
     ranks = {f"{kind}_parallel_size": 2, "distributed_executor_backend": "mp"}
     job = EngineJob(engine=ENGINE | ranks, prompts=list(PROMPTS), max_new_tokens=16)
-    two = VllmOffer().run("tape,guard,contents:1,verify:4,ranks", job)
+    start = 3 if kind == "tensor" else 0
+    two = VllmOffer().run(f"tape,guard,contents:1,verify:4,ranks,start:{start}", job)
     assert [answer.token_ids for answer in two.answers] == one.tokens
     graphs = []
     for state in two.states:
         assert state["guard"]["faults"] == []
         graphs.append(state["guard"]["graphs"])
     assert graphs[0] == graphs[1]
+    assert min(graph["started"] for graph in graphs[0].values()) == start
     assert sum(graph["replays"] for graph in graphs[0].values()) > 10
     name = {"tensor": "tp", "pipeline": "pp"}[kind]
     found = {state["guard"]["provenance"]["rank"] for state in two.states}
