@@ -34,6 +34,7 @@ RELEASES = EngineReleases(
         ),
         "vllm.v1.worker.gpu.dp_utils": ("dispatch_cg_and_sync_dp", "sync_cudagraph_and_dp_padding"),
         "vllm.v1.worker.gpu.model_runner": ("GPUModelRunner",),
+        "vllm.v1.core.sched.output": ("CachedRequestData", "NewRequestData", "SchedulerOutput"),
         "vllm.v1.cudagraph_dispatcher": ("CudagraphDispatcher",),
         "vllm.compilation.cuda_graph": ("CUDAGraphEntry", "CUDAGraphWrapper"),
         "vllm.compilation.breakable_cudagraph": (
