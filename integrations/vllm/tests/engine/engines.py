@@ -18,7 +18,9 @@ from graphpact_vllm.runs.in_process import InProcessEngine
 __all__ = [
     "ENGINE",
     "MODEL",
+    "NGRAMS",
     "PROMPTS",
+    "REPEATED",
     "ROOT",
     "SECONDS",
     "Run",
@@ -30,6 +32,22 @@ __all__ = [
 ]
 
 ENGINE: dict[str, Any] = LAPTOP | GRAPHS | {"model": str(MODEL)}
+NGRAMS: dict[str, Any] = {
+    "speculative_config": {
+        "method": "ngram",
+        "num_speculative_tokens": 3,
+        "prompt_lookup_max": 3,
+        "prompt_lookup_min": 1,
+    },
+    "compilation_config": {
+        "mode": 0,
+        "cudagraph_mode": "FULL_DECODE_ONLY",
+        "cudagraph_capture_sizes": [4, 8, 16, 32],
+    },
+}
+"""Drafts by n-grams, and full graphs of four tokens for each request."""
+REPEATED = ("x = 1\nx = 1\nx = 1\n", "ababababab", "a b a b a b a b ")
+"""Prompts for which n-grams find drafts."""
 
 
 def sweep_but(usual: Collection[tuple[Any, ...]], *axes: Iterable[Any]) -> list[Any]:

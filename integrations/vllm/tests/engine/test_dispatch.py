@@ -5,18 +5,10 @@ from typing import Any
 
 import pytest
 from divergences import take_decodes_for_prefills, take_for
-from engines import run_in_child, sweep_but
+from engines import NGRAMS, run_in_child, sweep_but
 
 RUNNERS = (1, 2)
 OWNERS = {1: "CudagraphDispatcher", 2: "ModelCudaGraphManager"}
-DRAFTS = {
-    "speculative_config": {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3},
-    "compilation_config": {
-        "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [4, 8, 16, 32],
-    },
-}
 
 
 WRONG: dict[str, tuple[Callable[[], None], str]] = {
@@ -37,7 +29,7 @@ def test_a_wrong_choice_is_named_at_the_start(wrong: str, runner: int) -> None:
         run_in_child("tape,guard,raise", [], before=before, runner=runner)
 
 
-RIGHT: dict[str, dict[str, Any]] = {"decodes": {}, "drafts": DRAFTS}
+RIGHT: dict[str, dict[str, Any]] = {"decodes": {}, "drafts": NGRAMS}
 
 
 @pytest.mark.parametrize(("right", "runner"), sweep_but({("decodes", 1), ("drafts", 2)}, RIGHT, RUNNERS))

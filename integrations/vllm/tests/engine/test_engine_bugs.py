@@ -4,23 +4,10 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from engines import requests, run_in_child
+from engines import NGRAMS, requests, run_in_child
 from plants import Split, SplitImpl, keep_host_lengths, take_prompts_as_decodes, use
 
 WORDS = "tape,guard,contents:1"
-DRAFTS: dict[str, Any] = {
-    "speculative_config": {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    },
-    "compilation_config": {
-        "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [4, 8, 16, 32],
-    },
-}
 
 
 @pytest.mark.parametrize(
@@ -34,7 +21,7 @@ DRAFTS: dict[str, Any] = {
 def test_a_prompt_of_the_width_of_drafts_is_no_decode(before: Callable[[], None], fields: set[str]) -> None:
     """A prompt of as many tokens as a request with drafts must not replay the graph of decodes."""
     given = requests(["abab", "x = 1", "a a "], 8, every=3)
-    run = run_in_child(WORDS, given, before=before, **DRAFTS)
+    run = run_in_child(WORDS, given, before=before, **NGRAMS)
     assert {fault[2] for fault in run.faults} <= fields
     assert bool(run.faults) is bool(fields)
     assert {fault[:2] for fault in run.faults} <= {("GP08", "Split")}

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import ROOT, Run, requests, run_in_child, sweep_but
+from engines import NGRAMS, REPEATED, ROOT, Run, requests, run_in_child, sweep_but
 from kinds import save_kind
 
 from graphpact import AttentionBackend, Capabilities, ForwardBatch
@@ -22,8 +22,7 @@ FLASHINFER, FA3, THIRD = "GRAPHPACT_FLASHINFER", "GRAPHPACT_FA3", "GRAPHPACT_MY_
 """Two backends of this repository, and that of a third party, ``examples/third_party``."""
 RUNNERS = (1, 2)
 SIZES = {"mode": 0, "cudagraph_capture_sizes": [4, 8, 16, 32]}
-DRAFTS = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-REPEATED = ["x = 1\nx = 1\nx = 1\n", "ababababab", "a b a b a b a b "]
+DRAFTS = NGRAMS["speculative_config"]
 
 
 @pytest.fixture(scope="module")

@@ -4,26 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import PROMPTS, requests, run_in_child, sweep_but
+from engines import NGRAMS, PROMPTS, REPEATED, requests, run_in_child, sweep_but
 
 from graphpact.recording import LaneSteps, read_recording
 from graphpact_cli import main
 
 WORDS = "tape,guard,contents:1,record:"
-REPEATED = ("x = 1\nx = 1\nx = 1\n", "ababababab", "a b a b a b a b ")
-DRAFTS: dict[str, Any] = {
-    "speculative_config": {
-        "method": "ngram",
-        "num_speculative_tokens": 3,
-        "prompt_lookup_max": 3,
-        "prompt_lookup_min": 1,
-    },
-    "compilation_config": {
-        "mode": 0,
-        "cudagraph_mode": "FULL_DECODE_ONLY",
-        "cudagraph_capture_sizes": [4, 8, 16, 32],
-    },
-}
 
 
 def _record(path: Path, **arguments: Any) -> tuple[dict[str, LaneSteps], dict[str, Any]]:
@@ -67,7 +53,7 @@ def test_every_step_of_an_engine_is_recorded(runner: int, block_size: int, tmp_p
 def test_drafts_are_recorded(runner: int, tmp_path: Path) -> None:
     """Steps in which each request has its drafts are a lane of their own, as often as their graphs ran."""
     given = requests(REPEATED, 32, every=0)
-    lanes, state = _record(tmp_path / "steps.jsonl", given=given, runner=runner, **DRAFTS)
+    lanes, state = _record(tmp_path / "steps.jsonl", given=given, runner=runner, **NGRAMS)
     verify = lanes["target_verify"]
     assert verify.line.draft == [3, 1, 4]
     assert verify.line.shapes == [[1, 4], [2, 8], [4, 16], [8, 32]]

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from engines import PROMPTS, SECONDS, Run, requests, run_in_child, sweep_but
+from engines import NGRAMS, PROMPTS, REPEATED, SECONDS, Run, requests, run_in_child, sweep_but
 
 from graphpact.engines import PromptRequest
 
@@ -71,16 +71,9 @@ def test_a_graph_that_is_broken_at_attention_gives_the_eager_answers(eager: Run,
 @pytest.mark.parametrize("runner", RUNNERS)
 def test_drafts_of_ngrams_replay_full_graphs_of_several_tokens(runner: int) -> None:
     """A batch in which each request has its drafts replays a graph of as many tokens, with eager answers."""
-    given = requests(["x = 1\nx = 1\nx = 1\n", "ababababab", "a b a b a b a b "], 32, every=0)
-    drafts = {"method": "ngram", "num_speculative_tokens": 3, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+    given = requests(REPEATED, 32, every=0)
     eager = run_in_child("tape", given, runner=1, **EAGER)
-    run = run_in_child(
-        "tape,guard,contents:1,verify:1",
-        given,
-        runner=runner,
-        speculative_config=drafts,
-        compilation_config=FULL | {"cudagraph_capture_sizes": [4, 8, 16, 32]},
-    )
+    run = run_in_child("tape,guard,contents:1,verify:1", given, runner=runner, **NGRAMS)
     assert run.tokens == eager.tokens
     assert run.faults == []
     assert run.replays() > 4
