@@ -5,26 +5,30 @@ Does not: import vLLM, or ask a dispatcher; `graphpact_vllm.guard.dispatching` d
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from graphpact.errors import ContractError
 from graphpact_cli.console import data, note, print_table
-from graphpact_vllm.guard.dispatching import DISPATCH_ADVICE, Table, difference_of_ranks
+
+if TYPE_CHECKING:
+    from graphpact_vllm.guard.dispatching import Table
 
 _COLUMNS = ("dispatcher", "batch", "tokens", "graph", "")
 
 
-def print_choices(tables: Mapping[str, Table]) -> None:
+def print_choices(tables: "Mapping[str, Table]") -> None:
     """Print a row for each range of tokens for which a dispatcher takes one graph."""
     print_table(data(), _COLUMNS, [(name, *row) for name, found in tables.items() for row in _ranges(found)])
 
 
-def judge_choices(ranks: Sequence[Mapping[str, Table]]) -> None:
+def judge_choices(ranks: "Sequence[Mapping[str, Table]]") -> None:
     """Print how many choices there are.
 
     Raises:
         ContractError: A choice is wrong, or ranks differ.
     """
+    from graphpact_vllm.guard.dispatching import DISPATCH_ADVICE, difference_of_ranks  # noqa: PLC0415  it imports torch
+
     found = [(name, row) for name, table in ranks[0].items() for row in table]
     wrong = [(name, row) for name, row in found if row["wrong"] is not None]
     note(f"{len(found):,} batches; {len(wrong)} of their graphs are wrong; {len(ranks)} ranks")
@@ -40,7 +44,7 @@ def judge_choices(ranks: Sequence[Mapping[str, Table]]) -> None:
         raise ContractError(fault.text, hint=fault.advice, rule=fault.rule)
 
 
-def _ranges(found: Table) -> Iterator[tuple[str, str, str, str]]:
+def _ranges(found: "Table") -> Iterator[tuple[str, str, str, str]]:
     """Yield kind, tokens, graph and what is wrong, with neighbours of the same graph in one."""
     kinds: dict[str, dict[int, list[Mapping[str, Any]]]] = {}
     for row in found:
