@@ -8,107 +8,20 @@ Commands find an engine by the entry-point group ``graphpact.engines``, and impo
 Does not: know an engine, or import torch.
 """
 
-import json
 import os
 import subprocess
 import sys
 import tempfile
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, ClassVar
 
+from graphpact.engines.jobs import EngineJob, EngineResult
+from graphpact.engines.load import LoadOffer
 from graphpact.errors import EngineError
-from graphpact.files import read_file, write_file
 
 _TAIL = 30  # lines of a failed run's log
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineJob:
-    """What to run.
-
-    Args:
-        engine: The engine's own arguments.
-        prompts: The prompts, which run together.
-        max_new_tokens: The most tokens of an answer.
-    """
-
-    engine: dict[str, Any]
-    prompts: list[str]
-    max_new_tokens: int
-
-    def save(self, path: Path) -> None:
-        """Write the job to ``path``."""
-        write_file(path, json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: Path) -> "EngineJob":
-        """Read a job that `save` wrote."""
-        return cls(**json.loads(read_file(path)))
-
-
-@dataclass(kw_only=True)
-class PromptRequest:
-    """One request to an engine in this process.
-
-    Args:
-        token_ids: The prompt.
-        max_new_tokens: The most tokens of the answer, all of which are generated.
-        arrives_in: The pass of the engine's loop in which it arrives.
-        aborted_in: The pass in which it is aborted, or None.
-        output_ids: The answer, after the run.
-        finish_reason: Why it ended: ``length``, ``stop`` or ``abort``.
-    """
-
-    token_ids: Sequence[int]
-    max_new_tokens: int
-    arrives_in: int = 0
-    aborted_in: int | None = None
-    output_ids: list[int] = field(default_factory=list)
-    finish_reason: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineAnswer:
-    """One answer.
-
-    Args:
-        text: Its text.
-        token_ids: Its tokens.
-        logprobs: The logarithm of each token's probability.
-    """
-
-    text: str
-    token_ids: list[int]
-    logprobs: list[float]
-
-
-@dataclass(frozen=True, kw_only=True)
-class EngineResult:
-    """What a run gave.
-
-    Args:
-        answers: The answers, in the order of the prompts.
-        states: What graphpact counted, one for each scheduler; None without graphpact.
-        stood_in: Packages that are not installed, and that were stood in for.
-    """
-
-    answers: list[EngineAnswer]
-    states: list[dict[str, Any] | None]
-    stood_in: list[str] = field(default_factory=list)
-
-    def save(self, path: Path) -> None:
-        """Write the result to ``path``."""
-        write_file(path, json.dumps(asdict(self)))
-
-    @classmethod
-    def load(cls, path: Path) -> "EngineResult":
-        """Read a result that `save` wrote."""
-        values = json.loads(read_file(path))
-        return cls(**values | {"answers": [EngineAnswer(**answer) for answer in values["answers"]]})
 
 
 class EngineOffer(ABC):
@@ -133,6 +46,10 @@ class EngineOffer(ABC):
 
         What it has is up to the adapter: for vLLM see `graphpact_adapters.vllm.values.Values`.
         """
+        return None
+
+    def under_load(self) -> LoadOffer | None:
+        """Return how `graphpact swarm` runs the engine; None if the integration does not offer it."""
         return None
 
     @abstractmethod
