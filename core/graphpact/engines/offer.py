@@ -41,6 +41,10 @@ class EngineOffer(ABC):
         """Return whether the engine is installed in this environment, in any release."""
         return self.unavailable() is None
 
+    def release(self) -> str:
+        """Return the installed release of the engine, for reports."""
+        return ""
+
     def builder_values(self) -> Any:
         """Return what an adapter gives to the engine's own builders, in this process; None for stand-ins.
 
@@ -51,18 +55,6 @@ class EngineOffer(ABC):
     def under_load(self) -> LoadOffer | None:
         """Return how `graphpact swarm` runs the engine; None if the integration does not offer it."""
         return None
-
-    @abstractmethod
-    def run(self, words: str, job: EngineJob) -> EngineResult:
-        """Run a job greedily, in processes of its own.
-
-        Args:
-            words: The value of ``GRAPHPACT``; empty for the engine without graphpact.
-            job: What to run.
-
-        Raises:
-            EngineError: The engine failed; the message has the end of its log.
-        """
 
 
 class ProcessOffer(EngineOffer):
@@ -109,6 +101,10 @@ class ProcessOffer(EngineOffer):
             PackageNotFoundError: It is not installed.
         """
         return version(self.distribution)
+
+    def release(self) -> str:
+        """Return the installed release of the engine; empty if it is not installed."""
+        return self.installed() if self.is_installed() else ""
 
     def environment(self, words: str) -> dict[str, str]:
         """Return the environment variables of a run; ``words`` is the value of ``GRAPHPACT``."""

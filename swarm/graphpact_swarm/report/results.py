@@ -1,0 +1,159 @@
+"""`Results`: one line of JSON for each run, in a file that a later run continues.
+
+Does not: run anything.
+"""
+
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from graphpact.errors import UsageError
+from graphpact.files import read_file
+from graphpact_swarm.draws.configurations import value_name
+from graphpact_swarm.scenario import Scenario
+from graphpact_swarm.verdicts.coverage import Coverage
+from graphpact_swarm.verdicts.judging import Finding, Verdict
+
+FORMAT = 1
+FILE = "results.jsonl"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result:
+    """What came of one seed.
+
+    Args:
+        seed: The seed.
+        choice: Its configuration and load.
+        verdict: What was said about its run.
+        scenario: The scenario; None for a clean run, which the seed says.
+        start_seconds: How long the start of the engine took; 0 if another seed started it.
+    """
+
+    seed: int
+    choice: Mapping[str, Any]
+    verdict: Verdict
+    scenario: Scenario | None = None
+    start_seconds: float = 0.0
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any]) -> "Result":
+        """Return what a worker answered, or a line of the file."""
+        verdict = Verdict.from_json(values["verdict"])
+        given = values["scenario"]
+        return cls(
+            seed=values["seed"],
+            choice=given["choice"],
+            verdict=verdict,
+            scenario=Scenario.from_json(given) if "arrivals" in given else None,
+            start_seconds=values["start_seconds"],
+        )
+
+
+@dataclass
+class Results:
+    """The results of a swarm.
+
+    Args:
+        head: What was run: engine, release, settings.
+        results: Those of each seed.
+        smaller: The shrunk scenario of a signature, as its file, and the finding there.
+        skipped: Seeds that were not run, because they add no new pair of features.
+    """
+
+    head: Mapping[str, Any]
+    results: dict[int, Result] = field(default_factory=dict)
+    smaller: dict[tuple[str, str, str], tuple[Path, Finding]] = field(default_factory=dict)
+    skipped: set[int] = field(default_factory=set)
+
+    @property
+    def coverage(self) -> Coverage:
+        """What all runs went through."""
+        found = Coverage()
+        for each in self.results.values():
+            found.add(each.choice, each.verdict.coverage)
+        return found
+
+    def found(self) -> dict[tuple[str, str, str], list[Result]]:
+        """Return the runs with findings by the signature of their first finding."""
+        found: dict[tuple[str, str, str], list[Result]] = {}
+        for each in sorted(self.results.values(), key=lambda each: each.seed):
+            if each.verdict.findings:
+                found.setdefault(each.verdict.findings[0].signature, []).append(each)
+        return found
+
+    def by_feature(self) -> Iterator[tuple[str, Counter[str]]]:
+        """Yield each value of each feature, and how many of its runs had which verdict."""
+        counts: dict[str, Counter[str]] = {}
+        for each in self.results.values():
+            for name, value in each.choice.items():
+                counts.setdefault(value_name(name, value), Counter())[each.verdict.name] += 1
+        yield from sorted(counts.items())
+
+    # -- the file --------------------------------------------------------------------------------
+
+    @classmethod
+    def open(cls, folder: Path, head: Mapping[str, Any]) -> "Results":
+        """Return the results in a folder, or empty ones, whose head is then written.
+
+        Raises:
+            UsageError: The file there is of another run, or is damaged.
+        """
+        results = cls(head={"format": FORMAT, **head})
+        path = folder / FILE
+        if not path.exists():
+            try:
+                folder.mkdir(parents=True, exist_ok=True)
+                path.write_text(json.dumps(results.head) + "\n")
+            except OSError as error:
+                raise UsageError(
+                    f"{path} cannot be written: {error.strerror or error}",
+                    hint="name another folder with --out",
+                ) from error
+            return results
+        hint = f"name another folder with --out, or remove {folder}"
+        try:
+            # The last line may be cut, by a run that was killed: its seed runs again.
+            lines = read_file(path).decode().splitlines(keepends=True)
+            whole = [line for line in lines if line.endswith("\n")]
+            there = json.loads(whole[0])
+            for line in whole[1:]:
+                results._read(json.loads(line), folder)
+        except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+            raise UsageError(f"{path} has no results: {type(error).__name__}: {error}", hint=hint) from error
+        if there != json.loads(json.dumps(results.head)):
+            differs = sorted(name for name in results.head if there.get(name) != results.head[name])
+            raise UsageError(f"{path} is of a run with another {', '.join(differs) or 'format'}", hint=hint)
+        if len(whole) < len(lines):
+            path.write_text("".join(whole))
+        return results
+
+    def add(self, folder: Path, values: Mapping[str, Any]) -> Result:
+        """Add what a worker answered about a seed, in the file too."""
+        result = Result.from_json(values)
+        self.results[result.seed] = result
+        self._write(folder, {"result": values})
+        return result
+
+    def add_smaller(self, folder: Path, of: Finding, file: Path, finding: Finding) -> None:
+        """Add the shrunk scenario of a finding, in the file too."""
+        self.smaller[of.signature] = file, finding
+        self._write(
+            folder, {"smaller": {"of": list(of.signature), "file": file.name, "finding": asdict(finding)}}
+        )
+
+    def _read(self, line: Mapping[str, Any], folder: Path) -> None:
+        if "result" in line:
+            result = Result.from_json(line["result"])
+            self.results[result.seed] = result
+        else:
+            values = line["smaller"]
+            kind, rule, of_field = values["of"]
+            self.smaller[kind, rule, of_field] = folder / values["file"], Finding(**values["finding"])
+
+    def _write(self, folder: Path, line: Mapping[str, Any]) -> None:
+        with (folder / FILE).open("a") as file:
+            file.write(json.dumps(line) + "\n")
