@@ -34,7 +34,7 @@ class LoadObserver:
         steps: The batches.
         places: The place of each request in the list of the run, by its id.
         at: The pass of the loop.
-        raises: Whether the next step raises `InjectedError`.
+        raises: Whether the next step raises `InjectedError`, instead of choosing tokens.
         logprobs: The logarithms of the probabilities of each request's tokens, by its id.
     """
 
@@ -49,17 +49,21 @@ class LoadObserver:
 
     @hookimpl(wrapper=True)
     def launch(self, prepared: PreparedStep) -> Generator[None, Any, Any]:
-        """Note a batch that runs, or raise the injected error in its place."""
-        if self.raises:
-            self.raises = False
-            raise InjectedError("a step was made to raise")
+        """Note a batch that runs."""
         outputs = yield
         self.steps.append(self._step(prepared))
         return outputs
 
     @hookimpl(wrapper=True)
     def engine_phase(self, phase: str, call: Any) -> Generator[None, Any, Any]:
-        """Note the logits from which tokens were chosen, and the requests of rows."""
+        """Note the logits from which tokens were chosen, and the requests of rows.
+
+        The injected error is raised after a lane has run, before tokens are chosen: verification would report
+        an error inside of a replay as a fault of the replay.
+        """
+        if self.raises and phase == "sample":
+            self.raises = False
+            raise InjectedError("a step was made to raise")
         result = yield
         if phase == "schedule" and result is not None:
             rows = result.batch.req_pool_indices.tolist()
