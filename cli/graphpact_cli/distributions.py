@@ -28,13 +28,18 @@ FIRST_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     "graphpact-flashinfer": {"attention_backend": ("flashinfer",)},
     "graphpact-fa3": {"attention_backend": ("fa3",)},
     "graphpact-trtllm-mla": {"attention_backend": ("trtllm_mla",)},
-    "graphpact-engine": {"observer": ("metrics", "trace"), "command": ("doctor", "generate", "pact")},
+    "graphpact-engine": {
+        "engine": ("graphpact",),
+        "observer": ("metrics", "trace"),
+        "command": ("doctor", "generate", "pact"),
+    },
     "graphpact-conformance": {"command": ("check", "explain", "report")},
     "graphpact-museum": {"command": ("museum",)},
     "graphpact-adapters": {"adapter": ("sglang", "vllm")},
     "graphpact-guard": {},
     "graphpact-sglang": {"command": ("sglang",), "engine": ("sglang",)},
     "graphpact-vllm": {"command": ("vllm",), "engine": ("vllm",)},
+    "graphpact-swarm": {"command": ("swarm",)},
     "graphpact-bench": {"command": ("bench",)},
 }
 """The distributions of this repository, and the plugins of each by kind."""

@@ -5,9 +5,12 @@ Does not: make directories; `graphpact.files` writes whole files.
 
 import os
 from pathlib import Path
-from typing import IO, TextIO
+from typing import IO, Literal, TextIO
 
 from graphpact.errors import GraphpactError, UsageError
+
+Existing = Literal["refused", "replaced", "continued"]
+_MODES: dict[Existing, str] = {"refused": "x", "replaced": "w", "continued": "a"}
 
 
 class OutputFile:
@@ -16,14 +19,14 @@ class OutputFile:
     Args:
         path: The file.
         what: Its content, for messages, such as ``"recording"``.
-        replaces: Whether to replace an existing file.
+        existing: What becomes of an existing file.
         is_locked: Whether it is locked against `move_unlocked` of other processes, until it is closed.
     """
 
-    def __init__(self, path: Path, what: str, *, replaces: bool, is_locked: bool = False) -> None:
+    def __init__(self, path: Path, what: str, *, existing: Existing, is_locked: bool = False) -> None:
         self.path = path
         self._what = what
-        self._replaces = replaces
+        self._existing = existing
         self._is_locked = is_locked
         self._file: TextIO | None = None
 
@@ -31,10 +34,10 @@ class OutputFile:
         """Open the file.
 
         Raises:
-            UsageError: It exists and is not replaced, cannot be written, or is locked.
+            UsageError: It exists and is refused, cannot be written, or is locked.
         """
         try:
-            self._file = self.path.open("w" if self._replaces else "x", encoding="utf-8")
+            self._file = self.path.open(_MODES[self._existing], encoding="utf-8")
         except FileExistsError as error:
             hint = "name another file, or remove it"
             raise UsageError(f"{self.path} exists; a {self._what} does not replace it", hint=hint) from error

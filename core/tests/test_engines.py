@@ -7,7 +7,6 @@ from typing import ClassVar
 
 import pytest
 
-from graphpact import engines
 from graphpact.engines import EngineAnswer, EngineJob, EngineResult, ProcessOffer
 from graphpact.errors import EngineError
 
@@ -91,7 +90,7 @@ def test_an_engine_says_why_it_cannot_run(
             raise PackageNotFoundError(name)
         return installed
 
-    monkeypatch.setattr(engines, "version", version)
+    monkeypatch.setattr("graphpact.engines.offer.version", version)
     assert AcmeOffer().unavailable() == reason
 
 

@@ -487,9 +487,8 @@ def test_an_engine_offers_all_that_commands_use(site: Site) -> None:
     """A class that lacks a method of `EngineOffer`, or the engine's name, is rejected; a whole one loads."""
     head = "from graphpact.engines import EngineOffer\nclass {}(EngineOffer):\n    name = 'Acme'\n"
     unavailable = "    def unavailable(self):\n        return None\n"
-    run = "    def run(self, words, job):\n        return None\n"
-    code = head.format("Whole") + unavailable + run + head.format("Half") + unavailable
+    code = head.format("Whole") + unavailable + head.format("Half")
     site.add("one", code, offers={"whole": "Whole", "half": "Half"}, group="graphpact.engines")
     found = outcomes(PluginCatalog.scan())
     assert isinstance(found["whole"], Loaded)
-    assert reason(found["half"]) == "Half is abstract: it lacks run"
+    assert reason(found["half"]) == "Half is abstract: it lacks unavailable"

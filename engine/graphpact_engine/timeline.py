@@ -57,7 +57,7 @@ class ChromeTrace(HookObserver):
 
     def __init__(self, path: Path) -> None:
         self.num_events = 0
-        self._file = OutputFile(path, "trace", replaces=True)
+        self._file = OutputFile(path, "trace", existing="replaced")
         self._kept: list[dict[str, Any]] = []
         self._start = 0
         self._step: dict[str, Any] = {}  # arguments of the lane's step or capture, for the phases in it

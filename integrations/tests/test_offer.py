@@ -10,7 +10,7 @@ from graphpact_cli.survey import describe_plugin
 from graphpact_sglang.runs.offer import SglangOffer
 from graphpact_vllm.runs.offer import VllmOffer
 
-VERSIONS = {SglangOffer: "graphpact.engines.version", VllmOffer: "graphpact_vllm.version"}
+VERSIONS = {SglangOffer: "graphpact.engines.offer.version", VllmOffer: "graphpact_vllm.version"}
 """The function that each offer asks for the installed release."""
 
 

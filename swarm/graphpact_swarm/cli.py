@@ -7,7 +7,7 @@ import json
 import os
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -142,9 +142,9 @@ def swarm(
 
 def _run_one(setup: Any, load: LoadOffer, scenario: Any, *, as_json: bool) -> None:
     """Run one scenario, and print what is wrong with it."""
-    from graphpact_swarm.swarm import run_scenario  # noqa: PLC0415  seconds
+    from graphpact_swarm.swarm import run_one  # noqa: PLC0415  seconds
 
-    result = run_scenario(setup, load, scenario)
+    result = run_one(setup, load, scenario)
     verdict = result.verdict
     if as_json:
         data().print(json.dumps(verdict.to_json()), soft_wrap=True)
@@ -181,8 +181,8 @@ def _run_many(
         "setup": asdict(setup) | {"models": [*setup.models]},
     }
     results = Results.open(folder, head)
-    with _progress(len(seeds), results, setup) as events:
-        running = Swarm(setup, load, folder, results, workers, trials, only_new, events)
+    with closing(results), _progress(len(seeds), results, setup) as events:
+        running = Swarm(setup, load, results, workers, trials, only_new, events)
         try:
             running.run(seeds)
         finally:

@@ -1,4 +1,4 @@
-"""`Outcome`: everything that came of a run.
+"""`RunOutcome`: everything that came of a run.
 
 Does not: say what is wrong with it; `graphpact_swarm.verdicts` does.
 """
@@ -29,7 +29,7 @@ class RunError:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class RequestAnswer:
     """What a request got.
 
     Args:
@@ -46,7 +46,7 @@ class Answer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
+class RunOutcome:
     """What came of a run.
 
     Args:
@@ -59,7 +59,7 @@ class Outcome:
         error: Why it ended early; None if it did not.
     """
 
-    answers: dict[int, Answer]
+    answers: dict[int, RequestAnswer]
     steps: list[EngineStep] = field(default_factory=list)
     faults: list[tuple[int, GraphFault]] = field(default_factory=list)
     leaks: list[str] = field(default_factory=list)

@@ -1,4 +1,4 @@
-"""`shrunk`: a smaller scenario with the same finding.
+"""`shrunk_scenario`: a smaller scenario with the same finding.
 
 Fewer requests come first, then plainer features, then earlier arrivals, shorter answers and shorter prompts.
 The search ends after a number of trials and not by the clock, so that two runs report the same scenario.
@@ -11,7 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeAlias
 
 from graphpact_swarm.scenario import Arrival, Scenario
-from graphpact_swarm.verdicts.judging import Finding, Verdict
+from graphpact_swarm.verdicts.judging import RunFinding, Verdict
 
 TRIALS = 60
 """Scenarios that are tried for one finding."""
@@ -22,8 +22,8 @@ Run: TypeAlias = Callable[[Scenario], Verdict | None]
 _SMALLER: tuple[Callable[[int], int], ...] = (lambda n: n // 2, lambda n: n - 1)
 
 
-def shrunk(
-    scenario: Scenario, finding: Finding, run: Run, plain: Mapping[str, Any], trials: int = TRIALS
+def shrunk_scenario(
+    scenario: Scenario, finding: RunFinding, run: Run, plain: Mapping[str, Any], trials: int = TRIALS
 ) -> tuple[Scenario, Verdict | None]:
     """Return the smallest scenario that was found with the same finding, and its verdict.
 

@@ -20,12 +20,12 @@ from typing import Any, Self
 from graphpact.engines import LoadOffer
 from graphpact.errors import EngineError
 from graphpact_swarm.draws import SEEDS_PER_START, Space
-from graphpact_swarm.report.results import Result, Results
+from graphpact_swarm.report.results import SeedResult, Results
 from graphpact_swarm.runs.worker import Setup
 from graphpact_swarm.scenario import Scenario
 from graphpact_swarm.shrink import TRIALS
 from graphpact_swarm.verdicts.coverage import Coverage
-from graphpact_swarm.verdicts.judging import Finding, Verdict
+from graphpact_swarm.verdicts.judging import RunFinding, Verdict
 
 _TAIL = 30  # lines of a worker's log
 _SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -115,9 +115,9 @@ class Events:
         shrunk: After that, with the scenario's file and the finding there.
     """
 
-    ran: Callable[[Result, int], None] = lambda *_: None
-    shrinks: Callable[[int, Finding], None] = lambda *_: None
-    shrunk: Callable[[int, Path, Finding], None] = lambda *_: None
+    ran: Callable[[SeedResult, int], None] = lambda *_: None
+    shrinks: Callable[[int, RunFinding], None] = lambda *_: None
+    shrunk: Callable[[int, Path, RunFinding], None] = lambda *_: None
 
 
 @dataclass
@@ -127,7 +127,6 @@ class Swarm:
     Args:
         setup: What is run.
         offer: What the engine offers.
-        folder: Where results, scenarios and logs go.
         results: The results so far.
         workers: Processes side by side.
         trials: Smaller scenarios that are tried for each finding; 0 for none.
@@ -137,7 +136,6 @@ class Swarm:
 
     setup: Setup
     offer: LoadOffer
-    folder: Path
     results: Results
     workers: int = 1
     trials: int = TRIALS
@@ -181,7 +179,7 @@ class Swarm:
                     raise value
                 case "result":
                     left -= 1
-                    result = self.results.add(self.folder, value)
+                    result = self.results.add(value)
                     self.events.ran(result, left)
                     if (shrink := self._shrink_task(result)) is not None:
                         open_tasks += 1
@@ -199,7 +197,7 @@ class Swarm:
         """Run tasks in a worker, until there is none."""
         task: dict[str, Any] | None = {}
         try:
-            worker = WorkerProcess(self.setup, self.offer, self.folder / f"worker-{number}.log")
+            worker = WorkerProcess(self.setup, self.offer, self.results.folder / f"worker-{number}.log")
             self._started.append(worker)
             while (task := tasks.get()) is not None:
                 for kind, value in worker.ask(task):
@@ -221,7 +219,7 @@ class Swarm:
             blocks.setdefault(seed // SEEDS_PER_START, []).append(seed)
         yield from blocks.values()
 
-    def _shrink_task(self, result: Result) -> dict[str, Any] | None:
+    def _shrink_task(self, result: SeedResult) -> dict[str, Any] | None:
         """Return the task to shrink the first finding of a run; None if there is none, or a like one."""
         if not result.verdict.findings or not self.trials:
             return None
@@ -235,14 +233,14 @@ class Swarm:
 
     def _keep(self, task: dict[str, Any], value: dict[str, Any]) -> None:
         """Write a shrunk scenario to a file."""
-        scenario, finding = Scenario.from_json(value["scenario"]), Finding(**task["finding"])
+        scenario, finding = Scenario.from_json(value["scenario"]), RunFinding(**task["finding"])
         there = finding
         if value["verdict"] is not None:
             verdict = Verdict.from_json(value["verdict"])
             there = next(each for each in verdict.findings if each.signature == finding.signature)
-        file = self.folder / f"seed-{scenario.seed}-{finding.kind}.json"
+        file = self.results.folder / f"seed-{scenario.seed}-{finding.kind}.json"
         scenario.save(file)
-        self.results.add_smaller(self.folder, finding, file, there)
+        self.results.add_smaller(finding, file, there)
         self.events.shrunk(scenario.seed, file, there)
 
 
@@ -255,7 +253,7 @@ def _adds(space: Space, coverage: Coverage, seed: int) -> bool:
     return True
 
 
-def run_scenario(setup: Setup, offer: LoadOffer, scenario: Scenario) -> Result:
+def run_one(setup: Setup, offer: LoadOffer, scenario: Scenario) -> SeedResult:
     """Run one scenario in a worker, and return its result.
 
     Raises:
@@ -266,4 +264,4 @@ def run_scenario(setup: Setup, offer: LoadOffer, scenario: Scenario) -> Result:
         WorkerProcess(setup, offer, Path(folder, "worker.log")) as worker,
     ):
         ((_, value),) = worker.ask({"scenario": scenario.to_json()})
-        return Result.from_json(value)
+        return SeedResult.from_json(value)

@@ -59,7 +59,7 @@ class RecordingWriter:
         self._begin()
 
     def _begin(self) -> None:
-        self._file = OutputFile(self.path, "recording", replaces=False, is_locked=self._rotates)
+        self._file = OutputFile(self.path, "recording", existing="refused", is_locked=self._rotates)
         self._lanes: dict[str, _WrittenLane] = {}
         self._bytes = 0
 

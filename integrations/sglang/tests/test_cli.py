@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from graphpact import engines
 from graphpact.engines import EngineAnswer, EngineJob, EngineResult
 from graphpact_cli import main
 from graphpact_sglang.runs.offer import SglangOffer
@@ -44,6 +43,6 @@ def test_without_sglang_the_command_says_how_to_get_it(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In an environment without SGLang the command names the target that makes one."""
-    monkeypatch.setattr(engines, "version", _missing)
+    monkeypatch.setattr("graphpact.engines.offer.version", _missing)
     assert main(["sglang", "run", "--model", str(MODEL), "x"]) == 2
     assert "`make sglang`, and then .venv-sglang/bin/graphpact sglang run" in capsys.readouterr().err

@@ -11,18 +11,19 @@ from pathlib import Path
 from typing import Any
 
 from graphpact.errors import UsageError
-from graphpact.files import read_file
+from graphpact.files import read_file, write_file
+from graphpact.output_file import OutputFile
 from graphpact_swarm.draws.configurations import value_name
 from graphpact_swarm.scenario import Scenario
 from graphpact_swarm.verdicts.coverage import Coverage
-from graphpact_swarm.verdicts.judging import Finding, Verdict
+from graphpact_swarm.verdicts.judging import RunFinding, Verdict
 
 FORMAT = 1
 FILE = "results.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Result:
+class SeedResult:
     """What came of one seed.
 
     Args:
@@ -40,7 +41,7 @@ class Result:
     start_seconds: float = 0.0
 
     @classmethod
-    def from_json(cls, values: Mapping[str, Any]) -> "Result":
+    def from_json(cls, values: Mapping[str, Any]) -> "SeedResult":
         """Return what a worker answered, or a line of the file."""
         verdict = Verdict.from_json(values["verdict"])
         given = values["scenario"]
@@ -59,14 +60,18 @@ class Results:
 
     Args:
         head: What was run: engine, release, settings.
+        folder: Where they are.
+        file: Their file.
         results: Those of each seed.
         smaller: The shrunk scenario of a signature, as its file, and the finding there.
         skipped: Seeds that were not run, because they add no new pair of features.
     """
 
     head: Mapping[str, Any]
-    results: dict[int, Result] = field(default_factory=dict)
-    smaller: dict[tuple[str, str, str], tuple[Path, Finding]] = field(default_factory=dict)
+    folder: Path
+    file: OutputFile
+    results: dict[int, SeedResult] = field(default_factory=dict)
+    smaller: dict[tuple[str, str, str], tuple[Path, RunFinding]] = field(default_factory=dict)
     skipped: set[int] = field(default_factory=set)
 
     @property
@@ -77,9 +82,9 @@ class Results:
             found.add(each.choice, each.verdict.coverage)
         return found
 
-    def found(self) -> dict[tuple[str, str, str], list[Result]]:
+    def found(self) -> dict[tuple[str, str, str], list[SeedResult]]:
         """Return the runs with findings by the signature of their first finding."""
-        found: dict[tuple[str, str, str], list[Result]] = {}
+        found: dict[tuple[str, str, str], list[SeedResult]] = {}
         for each in sorted(self.results.values(), key=lambda each: each.seed):
             if each.verdict.findings:
                 found.setdefault(each.verdict.findings[0].signature, []).append(each)
@@ -97,63 +102,72 @@ class Results:
 
     @classmethod
     def open(cls, folder: Path, head: Mapping[str, Any]) -> "Results":
-        """Return the results in a folder, or empty ones, whose head is then written.
+        """Return the results in a folder, or empty ones, whose head is then written. `close` them.
 
         Raises:
-            UsageError: The file there is of another run, or is damaged.
+            UsageError: The file there is of another run, damaged, or written by another process.
         """
-        results = cls(head={"format": FORMAT, **head})
         path = folder / FILE
-        if not path.exists():
+        file = OutputFile(path, "file of results", existing="continued", is_locked=True)
+        results = cls(head=json.loads(json.dumps({"format": FORMAT, **head})), folder=folder, file=file)
+        is_new = not path.exists()
+        if is_new:
             try:
                 folder.mkdir(parents=True, exist_ok=True)
-                path.write_text(json.dumps(results.head) + "\n")
             except OSError as error:
-                raise UsageError(
-                    f"{path} cannot be written: {error.strerror or error}",
-                    hint="name another folder with --out",
-                ) from error
-            return results
-        hint = f"name another folder with --out, or remove {folder}"
+                hint = "name another folder with --out"
+                raise UsageError(f"{folder} cannot be made: {error.strerror or error}", hint=hint) from error
+        else:
+            results._read_all(path)  # noqa: SLF001  its own
+        file.open()
+        if is_new:
+            results._write(results.head)  # noqa: SLF001  its own
+        return results
+
+    def close(self) -> None:
+        """Close the file."""
+        self.file.close()
+
+    def add(self, values: Mapping[str, Any]) -> SeedResult:
+        """Add what a worker answered about a seed, in the file too."""
+        result = SeedResult.from_json(values)
+        self.results[result.seed] = result
+        self._write({"result": values})
+        return result
+
+    def add_smaller(self, of: RunFinding, path: Path, finding: RunFinding) -> None:
+        """Add the shrunk scenario of a finding, in the file too."""
+        self.smaller[of.signature] = path, finding
+        self._write({"smaller": {"of": list(of.signature), "file": path.name, "finding": asdict(finding)}})
+
+    def _read_all(self, path: Path) -> None:
+        """Read what is there; the last line may be cut, by a run that was killed, and is dropped."""
+        hint = f"name another folder with --out, or remove {self.folder}"
         try:
-            # The last line may be cut, by a run that was killed: its seed runs again.
             lines = read_file(path).decode().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("\n")]
             there = json.loads(whole[0])
             for line in whole[1:]:
-                results._read(json.loads(line), folder)
-        except (OSError, ValueError, IndexError, KeyError, TypeError) as error:
+                self._read(json.loads(line))
+        except (OSError, ValueError, LookupError, TypeError, AttributeError, UsageError) as error:
             raise UsageError(f"{path} has no results: {type(error).__name__}: {error}", hint=hint) from error
-        if there != json.loads(json.dumps(results.head)):
-            differs = sorted(name for name in results.head if there.get(name) != results.head[name])
-            raise UsageError(f"{path} is of a run with another {', '.join(differs) or 'format'}", hint=hint)
+        if there != self.head:
+            differs = [name for name in self.head if there.get(name) != self.head[name]]
+            raise UsageError(f"{path} is of a run with another {', '.join(differs)}", hint=hint)
         if len(whole) < len(lines):
-            path.write_text("".join(whole))
-        return results
+            write_file(path, "".join(whole))
 
-    def add(self, folder: Path, values: Mapping[str, Any]) -> Result:
-        """Add what a worker answered about a seed, in the file too."""
-        result = Result.from_json(values)
-        self.results[result.seed] = result
-        self._write(folder, {"result": values})
-        return result
-
-    def add_smaller(self, folder: Path, of: Finding, file: Path, finding: Finding) -> None:
-        """Add the shrunk scenario of a finding, in the file too."""
-        self.smaller[of.signature] = file, finding
-        self._write(
-            folder, {"smaller": {"of": list(of.signature), "file": file.name, "finding": asdict(finding)}}
-        )
-
-    def _read(self, line: Mapping[str, Any], folder: Path) -> None:
+    def _read(self, line: Mapping[str, Any]) -> None:
         if "result" in line:
-            result = Result.from_json(line["result"])
+            result = SeedResult.from_json(line["result"])
             self.results[result.seed] = result
         else:
             values = line["smaller"]
             kind, rule, of_field = values["of"]
-            self.smaller[kind, rule, of_field] = folder / values["file"], Finding(**values["finding"])
+            self.smaller[kind, rule, of_field] = (
+                self.folder / Path(values["file"]).name,
+                RunFinding(**values["finding"]),
+            )
 
-    def _write(self, folder: Path, line: Mapping[str, Any]) -> None:
-        with (folder / FILE).open("a") as file:
-            file.write(json.dumps(line) + "\n")
+    def _write(self, line: Mapping[str, Any]) -> None:
+        self.file.write(json.dumps(line) + "\n", at_once=True)

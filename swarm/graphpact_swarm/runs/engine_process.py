@@ -19,12 +19,12 @@ from types import TracebackType
 from typing import Any, Self
 
 from graphpact.engines import EngineStart, Landmarks, LoadedEngine, LoadOffer
-from graphpact_swarm.outcome import Outcome, RunError
+from graphpact_swarm.outcome import RunError, RunOutcome
 from graphpact_swarm.runs.forks import Fork, ForkError, ParentPipe
 from graphpact_swarm.runs.in_process import run_scenario
 from graphpact_swarm.scenario import Scenario
 from graphpact_swarm.verdicts.coverage import coverage_of
-from graphpact_swarm.verdicts.judging import Finding, Verdict, judge
+from graphpact_swarm.verdicts.judging import RunFinding, Verdict, judge
 from graphpact_swarm.verdicts.reference import Reference
 
 START_SECONDS = 300.0
@@ -85,14 +85,14 @@ class EngineProcess:
         self._started.tell((scenario, seconds))
         return _verdict_of(self._started.hear(seconds + START_SECONDS))
 
-    def outcome(self, scenario: Scenario, seconds: float = RUN_SECONDS) -> Outcome:
+    def outcome(self, scenario: Scenario, seconds: float = RUN_SECONDS) -> RunOutcome:
         """Run a scenario in a fork of the engine, and return what came, unjudged."""
         assert self._started is not None  # noqa: S101  since the constructor
         self._started.tell((scenario, -seconds))
         found = self._started.hear(seconds + START_SECONDS)
         if isinstance(found, Verdict):
             raise ForkError(str(found.findings[0]))
-        outcome: Outcome = found
+        outcome: RunOutcome = found
         return outcome
 
     # -- in the child ----------------------------------------------------------------------------
@@ -103,7 +103,7 @@ class EngineProcess:
             self._before()
         return self._offer.start(replace(self._how, rank=rank, port=port))
 
-    def judged(self, scenario: Scenario, outcome: Outcome) -> Verdict:
+    def judged(self, scenario: Scenario, outcome: RunOutcome) -> Verdict:
         """Return the verdict about an outcome."""
         assert self._reference is not None  # noqa: S101  the callers judge
         verdict = judge(scenario, outcome, self._reference, self._measured_error)
@@ -165,7 +165,7 @@ def _run(
     engine: LoadedEngine,
     scenario: Scenario,
     judged: bool,  # noqa: FBT001
-) -> Verdict | Outcome:
+) -> Verdict | RunOutcome:
     del pipe
     outcome = run_scenario(engine, scenario, range(len(scenario.arrivals)))
     return process.judged(scenario, outcome) if judged else outcome
@@ -202,7 +202,7 @@ def _merged(verdicts: Sequence[Verdict], *, shared: bool, killed: bool) -> Verdi
     findings = [finding for verdict in verdicts for finding in verdict.findings]
     digests = [verdict.digest for verdict in verdicts if verdict.digest]
     if shared and not killed and not findings and len(set(digests)) > 1:
-        findings.append(Finding(kind="ranks", text="ranks that share requests took other steps"))
+        findings.append(RunFinding(kind="ranks", text="ranks that share requests took other steps"))
     findings.sort(key=lambda each: (each.step < 0, each.step))
     coverage: dict[str, int] = {}
     for verdict in verdicts:
@@ -223,7 +223,7 @@ def _merged(verdicts: Sequence[Verdict], *, shared: bool, killed: bool) -> Verdi
 
 
 def _process_verdict(text: str) -> Verdict:
-    return Verdict(findings=(Finding(kind="process", text=text),))
+    return Verdict(findings=(RunFinding(kind="process", text=text),))
 
 
 def _verdict_of(value: Any) -> Verdict:

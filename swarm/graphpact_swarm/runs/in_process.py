@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from graphpact.engines import GraphFault, InjectedError, LoadedEngine, NotDoneError
 from graphpact.errors import ContractError, GraphpactError
 from graphpact.plugin_calls import describe_error
-from graphpact_swarm.outcome import Answer, Outcome, RunError
+from graphpact_swarm.outcome import RequestAnswer, RunError, RunOutcome
 from graphpact_swarm.runs.clock import VirtualClock
 from graphpact_swarm.scenario import Scenario
 
@@ -39,7 +39,9 @@ def most_passes(scenario: Scenario, chunk: int) -> int:
     return max(last, full) + 4 * work + 50
 
 
-def run_scenario(engine: LoadedEngine, scenario: Scenario, own: Sequence[int], *, rank: int = 0) -> Outcome:
+def run_scenario(
+    engine: LoadedEngine, scenario: Scenario, own: Sequence[int], *, rank: int = 0
+) -> RunOutcome:
     """Run the requests of a scenario, and return what came.
 
     Args:
@@ -80,9 +82,9 @@ def run_scenario(engine: LoadedEngine, scenario: Scenario, own: Sequence[int], *
         except BaseException as raised:  # noqa: BLE001  whatever an engine raises is what is looked for
             error = _described(raised)
     note_faults()
-    return Outcome(
+    return RunOutcome(
         answers={
-            place: Answer(
+            place: RequestAnswer(
                 tokens=tuple(request.output_ids),
                 logprobs=tuple(request.output_logprobs),
                 reason=request.finish_reason,

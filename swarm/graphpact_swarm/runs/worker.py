@@ -30,8 +30,8 @@ from graphpact_swarm.models import ModelFacts
 from graphpact_swarm.runs.engine_process import EngineProcess
 from graphpact_swarm.runs.forks import ForkError
 from graphpact_swarm.scenario import Arrival, Scenario
-from graphpact_swarm.shrink import TRIALS, shrunk
-from graphpact_swarm.verdicts.judging import Finding, Verdict
+from graphpact_swarm.shrink import TRIALS, shrunk_scenario
+from graphpact_swarm.verdicts.judging import RunFinding, Verdict
 from graphpact_swarm.verdicts.reference import Reference
 
 _MOST_ERROR = 0.05
@@ -145,7 +145,7 @@ class Worker:
             try:
                 process = stack.enter_context(self._process(choice))
             except ForkError as error:
-                verdict = Verdict(findings=(Finding(kind="start", text=error.message),))
+                verdict = Verdict(findings=(RunFinding(kind="start", text=error.message),))
                 for seed in seeds:
                     scenario = Scenario(
                         engine=self.setup.engine,
@@ -178,7 +178,7 @@ class Worker:
         digests = sorted({verdict.digest for verdict in verdicts})
         if len(digests) > 1:
             text = f"{len(verdicts)} runs took {len(digests)} courses: {', '.join(digests)}"
-            differs = Finding(kind="repeat", text=text)
+            differs = RunFinding(kind="repeat", text=text)
             return replace(verdicts[0], findings=(*verdicts[0].findings, differs))
         return verdicts[0]
 
@@ -188,9 +188,9 @@ class Worker:
             with self._process(scenario.choice) as process:
                 return self._repeated(process, scenario)
         except ForkError as error:
-            return Verdict(findings=(Finding(kind="start", text=error.message),))
+            return Verdict(findings=(RunFinding(kind="start", text=error.message),))
 
-    def shrink(self, scenario: Scenario, finding: Finding, trials: int) -> tuple[Scenario, Verdict | None]:
+    def shrink(self, scenario: Scenario, finding: RunFinding, trials: int) -> tuple[Scenario, Verdict | None]:
         """Return a smaller scenario with the same finding, and its verdict."""
         engines = {each.name for each in self.space.engine_features()}
         now: tuple[str, EngineProcess] | None = None
@@ -208,10 +208,10 @@ class Worker:
                     try:
                         now = key, stack.enter_context(self._process(choice))
                     except ForkError as error:
-                        return Verdict(findings=(Finding(kind="start", text=error.message),))
+                        return Verdict(findings=(RunFinding(kind="start", text=error.message),))
                 return _run(now[1], candidate)
 
-            return shrunk(scenario, finding, run, self.space.plain(), trials)
+            return shrunk_scenario(scenario, finding, run, self.space.plain(), trials)
 
     def _process(self, choice: Mapping[str, Any]) -> EngineProcess:
         model = choice["model"]
@@ -238,7 +238,7 @@ def _run(process: EngineProcess, scenario: Scenario) -> Verdict:
     try:
         return process.run(scenario)
     except ForkError as error:
-        return Verdict(findings=(Finding(kind="process", text=error.message),))
+        return Verdict(findings=(RunFinding(kind="process", text=error.message),))
 
 
 def _result(scenario: Scenario, verdict: Verdict, *, start_seconds: float) -> dict[str, Any]:
@@ -275,7 +275,9 @@ def _serve(lines: TextIO, answers: TextIO) -> None:
                 answer("result", _result(scenario, worker.run_scenario(scenario), start_seconds=0.0))
             else:
                 smaller, verdict = worker.shrink(
-                    Scenario.from_json(task["shrink"]), Finding(**task["finding"]), task.get("trials", TRIALS)
+                    Scenario.from_json(task["shrink"]),
+                    RunFinding(**task["finding"]),
+                    task.get("trials", TRIALS),
                 )
                 answer("shrunk", {"scenario": smaller.to_json(), "verdict": verdict and verdict.to_json()})
             answer("done", None)

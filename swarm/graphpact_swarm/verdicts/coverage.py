@@ -16,10 +16,10 @@ from typing import Any
 
 from graphpact.engines import EngineStep
 from graphpact_swarm.draws import pairs_of
-from graphpact_swarm.outcome import Outcome
+from graphpact_swarm.outcome import RunOutcome
 
 
-def coverage_of(outcome: Outcome) -> dict[str, int]:
+def coverage_of(outcome: RunOutcome) -> dict[str, int]:
     """Return what a run went through, and how often."""
     counts: Counter[str] = Counter()
     for step in outcome.steps:

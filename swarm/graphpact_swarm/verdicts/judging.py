@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from graphpact.engines import EngineStep
-from graphpact_swarm.outcome import Answer, Outcome
+from graphpact_swarm.outcome import RequestAnswer, RunOutcome
 from graphpact_swarm.scenario import Arrival, Scenario
 from graphpact_swarm.verdicts.reference import Reference, ScoredToken
 
@@ -24,7 +24,7 @@ MARGIN = 20.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class RunFinding:
     """One thing that is wrong with a run.
 
     Args:
@@ -74,7 +74,7 @@ class Verdict:
         trace: The end of the traceback of an error.
     """
 
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[RunFinding, ...] = ()
     near_ties: int = 0
     worst_error: float = 0.0
     ended_by: str = ""
@@ -97,10 +97,10 @@ class Verdict:
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Verdict":
         """Return what `to_json` returned."""
-        return cls(**{**values, "findings": tuple(Finding(**each) for each in values["findings"])})
+        return cls(**{**values, "findings": tuple(RunFinding(**each) for each in values["findings"])})
 
 
-def judge(scenario: Scenario, outcome: Outcome, reference: Reference, measured_error: float) -> Verdict:
+def judge(scenario: Scenario, outcome: RunOutcome, reference: Reference, measured_error: float) -> Verdict:
     """Return what is wrong with a run.
 
     Args:
@@ -112,7 +112,7 @@ def judge(scenario: Scenario, outcome: Outcome, reference: Reference, measured_e
     """
     tolerance = max(LEAST_TOLERANCE, MARGIN * measured_error)
     findings = [
-        Finding(
+        RunFinding(
             kind="graph", rule=fault.rule, field=fault.field, step=at, text=f"{fault.graph}: {fault.text}"
         )
         for at, fault in outcome.faults
@@ -131,9 +131,9 @@ def judge(scenario: Scenario, outcome: Outcome, reference: Reference, measured_e
     error = outcome.error
     if error is not None and error.kind != "injected":
         findings.append(
-            Finding(kind=error.kind, rule=error.rule, step=outcome.passes, text=error.text or error.kind)
+            RunFinding(kind=error.kind, rule=error.rule, step=outcome.passes, text=error.text or error.kind)
         )
-    findings.extend(Finding(kind="leak", field=_what(leak), text=leak) for leak in outcome.leaks)
+    findings.extend(RunFinding(kind="leak", field=_what(leak), text=leak) for leak in outcome.leaks)
     findings.sort(key=lambda each: (each.step < 0, each.step))
     return Verdict(
         findings=tuple(findings),
@@ -149,13 +149,13 @@ def judge(scenario: Scenario, outcome: Outcome, reference: Reference, measured_e
 
 
 def _wrong_tokens(
-    outcome: Outcome, place: int, arrival: Arrival, scores: list[ScoredToken], tolerance: float
-) -> Iterator[Finding]:
+    outcome: RunOutcome, place: int, arrival: Arrival, scores: list[ScoredToken], tolerance: float
+) -> Iterator[RunFinding]:
     """Yield the first token of an answer that is wrong."""
     for at, each in enumerate(scores):
         if each.behind > tolerance:
             step = _step_of(outcome.steps, place, len(arrival.prompt) + at)
-            yield Finding(
+            yield RunFinding(
                 kind="tokens",
                 step=-1 if step is None else step.at,
                 request=place,
@@ -168,17 +168,17 @@ def _wrong_tokens(
 
 
 def _wrong_logprobs(
-    outcome: Outcome,
+    outcome: RunOutcome,
     place: int,
     arrival: Arrival,
     differences: list[float],
-    answer: Answer,
+    answer: RequestAnswer,
     scores: list[ScoredToken],
     tolerance: float,
-) -> Iterator[Finding]:
+) -> Iterator[RunFinding]:
     """Yield a wrong number of logarithms of probability, or the first wrong one."""
     if answer.logprobs and len(answer.logprobs) != len(answer.tokens):
-        yield Finding(
+        yield RunFinding(
             kind="logprobs",
             request=place,
             text=f"{len(answer.tokens)} tokens have {len(answer.logprobs)} logarithms of probabilities",
@@ -186,7 +186,7 @@ def _wrong_logprobs(
     for at, difference in enumerate(differences):
         if not difference <= tolerance:  # NaN is wrong too
             step = _step_of(outcome.steps, place, len(arrival.prompt) + at)
-            yield Finding(
+            yield RunFinding(
                 kind="logprobs",
                 step=-1 if step is None else step.at,
                 request=place,
@@ -198,7 +198,7 @@ def _wrong_logprobs(
             return
 
 
-def _wrong_end(place: int, arrival: Arrival, answer: Answer) -> Iterator[Finding]:
+def _wrong_end(place: int, arrival: Arrival, answer: RequestAnswer) -> Iterator[RunFinding]:
     """Yield what is wrong with the end of a request, in a run that came to its own end."""
     tokens, stops = answer.tokens, set(arrival.stop_token_ids)
     stopped = next((at for at, token in enumerate(tokens) if token in stops), None)
@@ -225,7 +225,7 @@ def _wrong_end(place: int, arrival: Arrival, answer: Answer) -> Iterator[Finding
     else:
         wrong = f"it ended by {answer.reason!r}"
     if wrong:
-        yield Finding(kind="end", request=place, text=wrong)
+        yield RunFinding(kind="end", request=place, text=wrong)
 
 
 def _step_of(steps: list[EngineStep], place: int, position: int) -> EngineStep | None:
