@@ -20,7 +20,7 @@ from typing import Any, Self
 from graphpact.engines import LoadOffer
 from graphpact.errors import EngineError
 from graphpact_swarm.draws import SEEDS_PER_START, Space
-from graphpact_swarm.report.results import SeedResult, Results
+from graphpact_swarm.report.results import Results, SeedResult
 from graphpact_swarm.runs.worker import Setup
 from graphpact_swarm.scenario import Scenario
 from graphpact_swarm.shrink import TRIALS

@@ -118,10 +118,10 @@ class Results:
                 hint = "name another folder with --out"
                 raise UsageError(f"{folder} cannot be made: {error.strerror or error}", hint=hint) from error
         else:
-            results._read_all(path)  # noqa: SLF001  its own
+            results._read_all(path)
         file.open()
         if is_new:
-            results._write(results.head)  # noqa: SLF001  its own
+            results._write(results.head)
         return results
 
     def close(self) -> None:
