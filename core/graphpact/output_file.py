@@ -10,7 +10,7 @@ from typing import IO, Literal, TextIO
 from graphpact.errors import GraphpactError, UsageError
 
 Existing = Literal["refused", "replaced", "continued"]
-_MODES: dict[Existing, str] = {"refused": "x", "replaced": "w", "continued": "a"}
+_MODES: dict[Existing, Literal["x", "w", "a"]] = {"refused": "x", "replaced": "w", "continued": "a"}
 
 
 class OutputFile:

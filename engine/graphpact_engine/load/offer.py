@@ -12,7 +12,7 @@ from graphpact.errors import UsageError
 from graphpact_engine.config import EngineConfig
 
 _MAX_LEN = 256
-_STARVED = 176  # tokens of a cache that holds one long request, or a few short ones
+_STARVED = 112  # tokens of a cache that holds one long request, or a few short ones
 _STEPS = 3  # tokens of a draft
 
 

@@ -19,7 +19,7 @@ _PLAIN = 0.35  # how often a feature has its plainest value
 _TRIES = 50
 
 LOAD_FEATURES: tuple[Feature, ...] = (
-    Feature(name="requests", values=(3, 1, 6, 12, "bucket")),
+    Feature(name="requests", values=(3, 1, 6, 12, "bucket", "crowd")),
     Feature(name="lengths", values=("any", "one", "page", "bucket", "chunk", "verify", "window", "longest")),
     Feature(name="answers", values=("short", "one", "long", "longest")),
     Feature(name="arrivals", values=("together", "trickle", "bursts", "lulls")),

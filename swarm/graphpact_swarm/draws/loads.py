@@ -17,6 +17,7 @@ from graphpact_swarm.scenario import Arrival, ProcessFault, Scenario
 
 _USUAL = 96  # tokens of a prompt, at most, where no landmark asks for more
 _MOST = 1500  # tokens of a scenario, at most: a step of an engine on a tape takes tenths of a second
+_CROWD = 16  # requests, at most
 _STOP_SHARE = 12  # one of so many tokens of the vocabulary ends a request with stop tokens
 
 
@@ -121,7 +122,9 @@ def _near(random: Random, points: Sequence[int], least: int, most: int) -> int:
 
 def _count(random: Random, asked: Any, landmarks: Landmarks) -> int:
     if asked == "bucket":
-        return _near(random, landmarks.request_counts or (landmarks.max_requests,), 1, 16)
+        return _near(random, landmarks.request_counts or (landmarks.max_requests,), 1, _CROWD)
+    if asked == "crowd":  # more than a small cache holds
+        return min(max(2 * landmarks.cache_tokens // _USUAL, 6), _CROWD)
     return int(asked)
 
 

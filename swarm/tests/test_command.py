@@ -1,0 +1,142 @@
+"""``graphpact swarm``, as a user runs it: seeds, a run that goes on, a scenario, and wrong commands."""
+
+import json
+import multiprocessing
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from graphpact_swarm.report.results import FILE
+from graphpact_swarm.scenario import Arrival, Scenario
+
+_SEEDS = ("graphpact", "--workers", "1", "--set", "kernels=portable", "--json")
+
+
+def swarm(*words: str, folder: Path) -> tuple[int, dict[str, Any], str]:
+    """Run the command in ``folder``; return its status, what it wrote as JSON, and its messages."""
+    done = subprocess.run(
+        [sys.executable, "-m", "graphpact_cli", "swarm", *words],
+        check=False,
+        capture_output=True,
+        text=True,
+        cwd=folder,
+    )
+    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+
+
+def digests(folder: Path) -> dict[int, str]:
+    """Return the digest of each seed in a file of results."""
+    lines = [json.loads(line) for line in (folder / FILE).read_text().splitlines()]
+    return {line["result"]["seed"]: line["result"]["verdict"]["digest"] for line in lines if "result" in line}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """The folder of a run of two seeds of our engine, and its summary."""
+    folder = tmp_path_factory.mktemp("swarm")
+    status, summary, said = swarm(*_SEEDS, "--seeds", "0:2", "--out", "here", folder=folder)
+    assert status == 0, said
+    return folder / "here", summary
+
+
+def test_clean_seeds_end_with_status_0_a_summary_and_a_page(run: tuple[Path, dict[str, Any]]) -> None:
+    """The summary counts the seeds and what was seen, and the page lists features by verdict."""
+    folder, summary = run
+    assert (summary["seeds"], summary["clean"], summary["findings"]) == (2, 2, [])
+    assert any(name.startswith("graph decode") and count for name, count in summary["coverage"].items())
+    page = (folder / "report.html").read_text()
+    assert "2 runs are clean" in page
+    assert "page_size=" in page
+
+
+def _burn() -> None:
+    while True:
+        sum(range(10_000))
+
+
+@pytest.fixture
+def busy_cores() -> Iterator[None]:
+    """Processes that keep every core busy during a test."""
+    context = multiprocessing.get_context("spawn")
+    processes = [context.Process(target=_burn, daemon=True) for _ in range(os.cpu_count() or 2)]
+    for process in processes:
+        process.start()
+    yield
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+@pytest.mark.usefixtures("busy_cores")
+def test_a_seed_takes_the_same_steps_on_a_busy_machine_and_a_run_goes_on(
+    run: tuple[Path, dict[str, Any]],
+) -> None:
+    """Each seed runs twice, beside processes on all cores; its digest is that of the run with nothing beside.
+
+    A run in the same folder goes on: it runs the seeds that are missing there, and no other.
+    """
+    folder, _ = run
+    status, summary, said = swarm(
+        *_SEEDS, "--seeds", "0:2", "--repeat", "2", "--out", "again", folder=folder.parent
+    )
+    assert (status, summary["clean"]) == (0, 2), said
+    assert digests(folder.parent / "again") == digests(folder)
+    lines = (folder / FILE).read_text()
+    status, summary, said = swarm(*_SEEDS, "--seeds", "0:3", "--out", "here", folder=folder.parent)
+    assert (status, summary["seeds"]) == (0, 3), said
+    assert (folder / FILE).read_text().startswith(lines)
+    assert digests(folder).keys() == {0, 1, 2}
+
+
+def test_a_scenario_says_what_is_wrong(tmp_path: Path) -> None:
+    """A request that the engine refuses is a finding, with status 1 and the engine's own words."""
+    arrivals = (Arrival(prompt=(5,) * 300, max_new_tokens=2),)
+    choice = {
+        "model": "llama",
+        "capture_sizes": [1, 2],
+        "prefill": "eager",
+        "token_counts": [16],
+        "page_size": 16,
+        "chunk": 256,
+        "mixed": False,
+        "async_scheduling": False,
+        "backend": "flashinfer",
+        "kernels": "portable",
+        "max_requests": 8,
+        "cache": "plenty",
+        "drafts": "none",
+    }
+    Scenario(engine="graphpact", choice=choice, arrivals=arrivals).save(tmp_path / "long.json")
+    status, verdict, said = swarm("graphpact", "--scenario", "long.json", "--json", folder=tmp_path)
+    assert status == 1
+    (finding,) = verdict["findings"]
+    assert finding["kind"] == "raised"
+    assert "a prompt of 300 tokens" in said
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["acme"], "acme"),
+        (["graphpact", "--seeds", "5:5"], "has no seed"),
+        (["graphpact", "--seeds", "a:b"], "is no range"),
+        (["graphpact", "--set", "page_sise=16"], "there is no feature 'page_sise'"),
+        (["graphpact", "--set", "page_size=7"], "the feature has no such value"),
+        (["graphpact", "--set", "page_size"], "is not KEY=VALUE"),
+        (["graphpact", "--draft", "eagle=nowhere"], "is not DRAFTS=DIR"),
+        (["graphpact", "--model", "nowhere"], "--model nowhere"),
+        (["graphpact", "--scenario", "nowhere.json"], "nowhere.json"),
+    ],
+)
+def test_a_wrong_command_is_refused_before_anything_runs(
+    words: Sequence[str], message: str, tmp_path: Path
+) -> None:
+    """The status is 2, the message names what is wrong, and no file is left."""
+    status, _, said = swarm(*words, folder=tmp_path)
+    assert (status, [*tmp_path.iterdir()]) == (2, []), said
+    assert message in said
