@@ -150,13 +150,12 @@ def _run_one(setup: Any, load: LoadOffer, scenario: Any, *, as_json: bool) -> No
         data().print(json.dumps(verdict.to_json()), soft_wrap=True)
     note(f"{verdict.steps} steps in {verdict.passes} passes; digest {verdict.digest}")
     for finding in verdict.findings:
-        note(str(finding))
+        note(f"{finding}{f'; known: {finding.known}' if finding.known else ''}")
     if verdict.trace and verdict.findings:
         note(verdict.trace)
-    if verdict.findings:
-        first = verdict.findings[0]
+    if verdict.name == "finding" and (first := verdict.first) is not None:
         raise ContractError(str(first), rule=first.rule or None, hint="the findings are listed above")
-    note("clean")
+    note(verdict.name)
 
 
 def _run_many(
@@ -200,7 +199,8 @@ def _summarize(results: Any, setup: Any, page: Path, *, as_json: bool) -> None:
             "engine": setup.engine,
             "seeds": len(runs),
             "skipped": len(results.skipped),
-            "clean": sum(not each.verdict.findings for each in runs),
+            "clean": results.count("clean"),
+            "known": {reason: [each.seed for each in each_of] for reason, each_of in results.known().items()},
             "findings": [
                 {"kind": kind, "rule": rule, "field": field, "seeds": [each.seed for each in each_of]}
                 for (kind, rule, field), each_of in found.items()
@@ -217,16 +217,17 @@ def _summarize(results: Any, setup: Any, page: Path, *, as_json: bool) -> None:
         numbers=("times",),
     )
     seconds = sum(each.verdict.seconds + each.start_seconds for each in runs)
-    clean_runs = sum(not each.verdict.findings for each in runs)
+    wrong = results.count("finding")
     note(
-        f"{len(runs)} seeds: {clean_runs} clean, {len(runs) - clean_runs} with findings, of {len(found)}"
-        " kinds;"
+        f"{len(runs)} seeds: {results.count('clean')} clean, {results.count('known')} with known findings,"
+        f" {wrong} with findings, of {len(found)} kinds;"
         f" {len(results.skipped)} skipped; {sum(each.verdict.near_ties for each in runs)} near-ties;"
         f" {len(coverage.pairs):,} pairs of features; {seconds:,.0f} s of runs and starts"
     )
+    for reason, each_of in results.known().items():
+        note(f"\nseeds {_some(each_of)}: known: {reason}")
     for signature, each_of in found.items():
-        numbers = ", ".join(str(each.seed) for each in each_of[:8])
-        note(f"\nseeds {numbers}{', ...' if len(each_of) > 8 else ''}: {each_of[0].verdict.findings[0]}")
+        note(f"\nseeds {_some(each_of)}: {each_of[0].verdict.first}")
         if signature in results.smaller:
             file, finding = results.smaller[signature]
             note(
@@ -234,9 +235,12 @@ def _summarize(results: Any, setup: Any, page: Path, *, as_json: bool) -> None:
             )
     note(f"the page is {page}")
     if found:
-        raise ContractError(
-            f"{len(runs) - clean_runs} of {len(runs)} runs are wrong", hint="the findings are listed above"
-        )
+        raise ContractError(f"{wrong} of {len(runs)} runs are wrong", hint="the findings are listed above")
+
+
+def _some(runs: Sequence[Any]) -> str:
+    """Return the first seeds of some runs."""
+    return ", ".join([*(str(each.seed) for each in runs[:8]), *(["..."] if len(runs) > 8 else [])])
 
 
 def _options(setup: Any) -> str:
@@ -360,14 +364,14 @@ def _progress(total: int, results: Any, setup: Any) -> Iterator[Any]:
     task = progress.add_task(f"{setup.engine}: starting", total=total, completed=len(results.results))
 
     def ran(result: Any, left: int) -> None:
-        wrong = sum(bool(each.verdict.findings) for each in results.results.values())
+        wrong = results.count("finding")
         progress.update(
             task,
             completed=total - left,
             description=f"{setup.engine}: seed {result.seed}, {wrong} with findings",
         )
-        if result.verdict.findings:
-            note(f"seed {result.seed}: {result.verdict.findings[0]}")
+        if result.verdict.name == "finding":
+            note(f"seed {result.seed}: {result.verdict.first}")
 
     def shrinks(seed: int, finding: Any) -> None:
         note(f"seed {seed}: looking for a smaller scenario with the finding {clean(finding.kind)}")

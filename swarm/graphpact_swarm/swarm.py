@@ -221,11 +221,11 @@ class Swarm:
 
     def _shrink_task(self, result: SeedResult) -> dict[str, Any] | None:
         """Return the task to shrink the first finding of a run; None if there is none, or a like one."""
-        if not result.verdict.findings or not self.trials:
+        finding, scenario = result.verdict.first, result.scenario
+        if finding is None or finding.known or not self.trials:
             return None
-        finding, scenario = result.verdict.findings[0], result.scenario
-        known = self._shrinking | set(self.results.smaller)
-        if finding.signature in known or scenario is None or not scenario.arrivals:
+        shrunk = self._shrinking | set(self.results.smaller)
+        if finding.signature in shrunk or scenario is None or not scenario.arrivals:
             return None
         self._shrinking.add(finding.signature)
         self.events.shrinks(result.seed, finding)

@@ -11,6 +11,7 @@ requests:
 Does not: draw or judge; `graphpact_swarm` does.
 """
 
+import fnmatch
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -128,6 +129,33 @@ class GraphFault:
     field: str
     graph: str
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class KnownFinding:
+    """A finding that was looked into: a bug of a release of the engine.
+
+    Args:
+        kind: The kind of the finding, such as ``tokens``.
+        text: A pattern of its text, in which ``*`` stands for any text.
+        choice: Values of features without which it is another finding, by the name of the feature.
+        reason: What is wrong in the engine's code.
+        thread: The address of a public thread; empty if it is not reported.
+    """
+
+    kind: str
+    text: str = "*"
+    choice: Mapping[str, Sequence[Any]] = field(default_factory=dict)
+    reason: str
+    thread: str = ""
+
+    def covers(self, kind: str, text: str, choice: Mapping[str, Any]) -> bool:
+        """Return whether a finding of a configuration is this one."""
+        return (
+            kind == self.kind
+            and fnmatch.fnmatchcase(text, self.text)
+            and all(choice.get(name) in values for name, values in self.choice.items())
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +286,10 @@ class LoadOffer(ABC):
     def variables(self) -> Mapping[str, str]:
         """Return environment variables that must be set before the engine is imported."""
         return {}
+
+    def known(self) -> Sequence[KnownFinding]:
+        """Return findings of this release that were looked into; a run with only these is no failure."""
+        return ()
 
     @abstractmethod
     def prepare(self) -> None:

@@ -38,7 +38,8 @@ def _names(results: Results) -> dict[str, Any]:
     return {
         "head": results.head,
         "runs": runs,
-        "clean": sum(not each.verdict.findings for each in runs),
+        "wrong": results.count("finding"),
+        "known": results.known(),
         "found": [
             (each_of, results.smaller.get(signature)) for signature, each_of in results.found().items()
         ],

@@ -83,12 +83,27 @@ class Results:
         return found
 
     def found(self) -> dict[tuple[str, str, str], list[SeedResult]]:
-        """Return the runs with findings by the signature of their first finding."""
+        """Return the runs with new findings by the signature of the first one."""
         found: dict[tuple[str, str, str], list[SeedResult]] = {}
-        for each in sorted(self.results.values(), key=lambda each: each.seed):
-            if each.verdict.findings:
-                found.setdefault(each.verdict.findings[0].signature, []).append(each)
+        for each in self._in_order():
+            if each.verdict.name == "finding" and (first := each.verdict.first) is not None:
+                found.setdefault(first.signature, []).append(each)
         return found
+
+    def known(self) -> dict[str, list[SeedResult]]:
+        """Return the runs with known findings by what is known about them."""
+        known: dict[str, list[SeedResult]] = {}
+        for each in self._in_order():
+            for reason in dict.fromkeys(finding.known for finding in each.verdict.findings if finding.known):
+                known.setdefault(reason, []).append(each)
+        return known
+
+    def _in_order(self) -> list[SeedResult]:
+        return sorted(self.results.values(), key=lambda each: each.seed)
+
+    def count(self, verdict: str) -> int:
+        """Return the number of runs with a verdict; see `Verdict.name`."""
+        return sum(each.verdict.name == verdict for each in self.results.values())
 
     def by_feature(self) -> Iterator[tuple[str, Counter[str]]]:
         """Yield each value of each feature, and how many of its runs had which verdict."""

@@ -154,7 +154,7 @@ class Worker:
                         seed=seed,
                         is_strict=self.setup.is_strict,
                     )
-                    yield _result(scenario, verdict, start_seconds=0.0)
+                    yield self._result(scenario, verdict)
                 return
             start_seconds = time.monotonic() - begun
             for seed in seeds:
@@ -169,7 +169,8 @@ class Worker:
                     settings=self.setup.settings,
                     is_strict=self.setup.is_strict,
                 )
-                yield _result(scenario, self._repeated(process, scenario), start_seconds=start_seconds)
+                verdict = self._repeated(process, scenario)
+                yield self._result(scenario, verdict, start_seconds=start_seconds)
                 start_seconds = 0.0
 
     def _repeated(self, process: EngineProcess, scenario: Scenario) -> Verdict:
@@ -189,6 +190,36 @@ class Worker:
                 return self._repeated(process, scenario)
         except ForkError as error:
             return Verdict(findings=(RunFinding(kind="start", text=error.message),))
+
+    def run_file(self, scenario: Scenario) -> dict[str, Any]:
+        """Run one scenario, and return its result as `run_seeds` yields it."""
+        return self._result(scenario, self.run_scenario(scenario))
+
+    def _result(self, scenario: Scenario, verdict: Verdict, *, start_seconds: float = 0.0) -> dict[str, Any]:
+        known = self.offer.known()
+        findings = [
+            replace(
+                each,
+                known=next(
+                    (
+                        f"{what.reason} ({what.thread or 'not reported'})"
+                        for what in known
+                        if what.covers(each.kind, each.text, scenario.choice)
+                    ),
+                    "",
+                ),
+            )
+            for each in verdict.findings
+        ]
+        values = scenario.to_json()
+        if not findings:
+            values.pop("arrivals")  # the seed says them
+        return {
+            "seed": scenario.seed,
+            "scenario": values,
+            "verdict": replace(verdict, findings=tuple(findings)).to_json(),
+            "start_seconds": round(start_seconds, 3),
+        }
 
     def shrink(self, scenario: Scenario, finding: RunFinding, trials: int) -> tuple[Scenario, Verdict | None]:
         """Return a smaller scenario with the same finding, and its verdict."""
@@ -241,18 +272,6 @@ def _run(process: EngineProcess, scenario: Scenario) -> Verdict:
         return Verdict(findings=(RunFinding(kind="process", text=error.message),))
 
 
-def _result(scenario: Scenario, verdict: Verdict, *, start_seconds: float) -> dict[str, Any]:
-    values = scenario.to_json()
-    if not verdict.findings:
-        values.pop("arrivals")  # the seed says them
-    return {
-        "seed": scenario.seed,
-        "scenario": values,
-        "verdict": verdict.to_json(),
-        "start_seconds": round(start_seconds, 3),
-    }
-
-
 def _serve(lines: TextIO, answers: TextIO) -> None:
     def answer(kind: str, value: Any) -> None:
         answers.write(json.dumps({kind: value}) + "\n")
@@ -272,7 +291,7 @@ def _serve(lines: TextIO, answers: TextIO) -> None:
                     answer("result", result)
             elif "scenario" in task:
                 scenario = Scenario.from_json(task["scenario"])
-                answer("result", _result(scenario, worker.run_scenario(scenario), start_seconds=0.0))
+                answer("result", worker.run_file(scenario))
             else:
                 smaller, verdict = worker.shrink(
                     Scenario.from_json(task["shrink"]),

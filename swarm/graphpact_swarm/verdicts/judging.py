@@ -35,6 +35,7 @@ class RunFinding:
         step: The pass; -1 if it is not known.
         request: The place of the request; -1 for none.
         text: What was expected and what is there.
+        known: What is known about it; empty for a new finding.
     """
 
     kind: str
@@ -43,6 +44,7 @@ class RunFinding:
     step: int = -1
     request: int = -1
     text: str
+    known: str = ""
 
     @property
     def signature(self) -> tuple[str, str, str]:
@@ -87,8 +89,15 @@ class Verdict:
 
     @property
     def name(self) -> str:
-        """``clean``, or ``finding``."""
-        return "finding" if self.findings else "clean"
+        """``clean``, ``known`` if all findings are known, or ``finding``."""
+        if not self.findings:
+            return "clean"
+        return "known" if all(each.known for each in self.findings) else "finding"
+
+    @property
+    def first(self) -> RunFinding | None:
+        """The first finding that is new, or else the first one; None for a clean run."""
+        return next((each for each in self.findings if not each.known), next(iter(self.findings), None))
 
     def to_json(self) -> dict[str, Any]:
         """Return it, ready for JSON."""
