@@ -124,7 +124,7 @@ def _count(random: Random, asked: Any, landmarks: Landmarks) -> int:
     if asked == "bucket":
         return _near(random, landmarks.request_counts or (landmarks.max_requests,), 1, _CROWD)
     if asked == "crowd":  # more than a small cache holds
-        return min(max(2 * landmarks.cache_tokens // _USUAL, 6), _CROWD)
+        return _CROWD
     return int(asked)
 
 
