@@ -37,7 +37,7 @@ class PromptRequest:
         output_ids: The answer, after the run.
         output_logprobs: The logarithm of the probability of each token of the answer, if it asked for them.
         finish_reason: Why it ended: ``length``, ``stop`` or ``abort``; None if it never did.
-        num_ends: How often the engine said that it ended.
+        num_ends: How often the engine said that it ended; an engine may say nothing of an abort.
     """
 
     token_ids: Sequence[int]

@@ -65,8 +65,6 @@ class EngineProcess:
             started = self._stack.enter_context(Fork(_serve, self))
             self.landmarks: Landmarks = started.hear(START_SECONDS)
             self._started = started
-            if self.ranks > 1:  # it told its landmarks
-                started.tell(None)
             self._stack = self._stack.pop_all()
 
     def __enter__(self) -> Self:

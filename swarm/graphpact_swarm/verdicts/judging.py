@@ -213,7 +213,7 @@ def _wrong_end(place: int, arrival: Arrival, answer: RequestAnswer) -> Iterator[
     stopped = next((at for at, token in enumerate(tokens) if token in stops), None)
     count = len(tokens)
     wrong = ""
-    if answer.reason is None or answer.num_ends == 0:
+    if answer.reason is None or (answer.num_ends == 0 and answer.reason != "abort"):
         wrong = "it never ended"
     elif answer.num_ends > 1:
         wrong = f"it ended {answer.num_ends} times"
