@@ -17,8 +17,8 @@ from graphpact.files import read_file
 
 GIVEN = "given"
 """The name of the model of ``--model``."""
-MADE = ("llama", "window")
-"""The names of the models that are made: attention to all tokens, and to those of a window."""
+MADE = ("llama", "window", "experts")
+"""The names of the models that are made: attention to all tokens, to those of a window, and experts."""
 _WINDOW = 24
 _SHAPE: dict[str, Any] = {
     "vocab_size": 160,
@@ -34,6 +34,14 @@ _SHAPE: dict[str, Any] = {
     "bos_token_id": 0,
     "eos_token_id": 1,
     "pad_token_id": 2,
+}
+_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "window": ("Mistral", {"sliding_window": _WINDOW}),
+    "experts": (
+        "Qwen3Moe",
+        {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
+    ),
 }
 
 
@@ -91,16 +99,14 @@ def make_model(name: str, folder: Path) -> Path:
     if (path / "config.json").exists():
         return path
     import torch  # noqa: PLC0415  seconds, and only where a model is made
-    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM  # noqa: PLC0415
+    import transformers  # noqa: PLC0415
     from transformers.utils import logging  # noqa: PLC0415
 
     logging.disable_progress_bar()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model: Any
-        if name == "window":
-            model = MistralForCausalLM(MistralConfig(**_SHAPE, sliding_window=_WINDOW))
-        else:
-            model = LlamaForCausalLM(LlamaConfig(**_SHAPE))
+        kind, more = _KINDS[name]
+        config = getattr(transformers, f"{kind}Config")(**_SHAPE, **more)
+        model: Any = getattr(transformers, f"{kind}ForCausalLM")(config)
     model.float().save_pretrained(path)
     return path
