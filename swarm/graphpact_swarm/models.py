@@ -17,8 +17,8 @@ from graphpact.files import read_file
 
 GIVEN = "given"
 """The name of the model of ``--model``."""
-MADE = ("llama", "window", "experts")
-"""The names of the models that are made: attention to all tokens, to those of a window, and experts."""
+MADE = ("llama", "windows", "experts")
+"""The names of the models that are made: plain, with windows in some layers, and with experts."""
 _WINDOW = 24
 _SHAPE: dict[str, Any] = {
     "vocab_size": 160,
@@ -35,11 +35,16 @@ _SHAPE: dict[str, Any] = {
     "eos_token_id": 1,
     "pad_token_id": 2,
 }
-_KINDS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("Llama", {}),
-    "window": ("Mistral", {"sliding_window": _WINDOW}),
+_KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", {}),
+    "windows": (
+        "Gemma3TextConfig",
+        "Gemma3ForCausalLM",
+        {"sliding_window": _WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+    ),
     "experts": (
-        "Qwen3Moe",
+        "Qwen3MoeConfig",
+        "Qwen3MoeForCausalLM",
         {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True},
     ),
 }
@@ -105,8 +110,7 @@ def make_model(name: str, folder: Path) -> Path:
     logging.disable_progress_bar()
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        kind, more = _KINDS[name]
-        config = getattr(transformers, f"{kind}Config")(**_SHAPE, **more)
-        model: Any = getattr(transformers, f"{kind}ForCausalLM")(config)
+        config, kind, more = _KINDS[name]
+        model: Any = getattr(transformers, kind)(getattr(transformers, config)(**_SHAPE, **more))
     model.float().save_pretrained(path)
     return path
