@@ -8,7 +8,7 @@ vLLM imports this module while it is itself half imported, so it imports little.
 Does not: run models faster; a tape repeats what eager torch does.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.platforms.cpu import CpuPlatform
 
@@ -18,7 +18,14 @@ from graphpact_vllm.runs.arguments import NATIVE_ROPE
 
 
 class TapePlatform(CpuPlatform):
-    """A CPU with graph capture."""
+    """A CPU with graph capture.
+
+    Attributes:
+        schedules_ahead: Whether vLLM may schedule asynchronously, if it was asked to; its platform for CPUs
+            never does.
+    """
+
+    schedules_ahead: ClassVar[bool] = False
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -33,7 +40,10 @@ class TapePlatform(CpuPlatform):
         asked = {name: getattr(compilation, name) for name in names}
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "graphpact_vllm.tape.worker.TapeWorker"
+        is_async = vllm_config.scheduler_config.async_scheduling
         super().check_and_update_config(vllm_config)
+        if cls.schedules_ahead:
+            vllm_config.scheduler_config.async_scheduling = is_async
         for name, value in asked.items():
             setattr(compilation, name, value)
         if not any(word.endswith("rotary_embedding") for word in compilation.custom_ops):
