@@ -19,7 +19,7 @@ FEATURES = (
     Feature(
         name="cudagraph_mode", values=("FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE")
     ),
-    Feature(name="capture_sizes", values=([1, 2, 4, 8], [2, 4], [1, 8], [4, 8, 16, 32])),
+    Feature(name="capture_sizes", values=([1, 2, 4, 8], [2, 4], [1, 8], [4, 8, 16, 32], [8, 24, 64])),
     Feature(name="page_size", values=(16, 8, 32, 128)),
     Feature(name="chunk", values=(512, 40, 24, 16)),
     Feature(name="prefix_cache", values=(False, True)),
@@ -57,6 +57,13 @@ def refused(choice: Mapping[str, Any]) -> str | None:
     return None
 
 
+def refused_with(how: EngineStart) -> str | None:
+    """Return why vLLM refuses to start so with this model, or None."""
+    if how.choice["parallel"] == "dp2" and not _has_experts(how.model):
+        return "vLLM: offline data parallel mode is not supported for dense models"
+    return refused(how.choice)
+
+
 def drafts_of(choice: Mapping[str, Any]) -> tuple[str | None, int]:
     """Return the method of drafts and their number; None and 0 without drafts."""
     method, _, count = (choice.get("drafts") or "").partition(":")
@@ -64,9 +71,14 @@ def drafts_of(choice: Mapping[str, Any]) -> tuple[str | None, int]:
 
 
 def variables_of(how: EngineStart) -> dict[str, str]:
-    """Return the environment variables of a process in which an engine starts."""
+    """Return the environment variables of a process in which an engine starts.
+
+    Pieces of a compiled model run on the fast tape always: a piece takes memory of the piece before, which is
+    another graph's, and a strict tape refuses that.
+    """
     choice = how.choice
-    tape = "tape:strict" if how.is_strict else "tape"
+    is_compiled = has_pieces(choice) and choice["pieces"] == "compiled"
+    tape = "tape:strict" if how.is_strict and not is_compiled else "tape"
     found = {
         "GRAPHPACT": f"{tape},guard,contents:1,verify:1",
         "VLLM_USE_V2_MODEL_RUNNER": str(int(choice["runner"] == "V2")),
@@ -101,8 +113,18 @@ def max_len_of(how: EngineStart) -> int:
     """Return the most tokens of a request, prompt and answer."""
     if "max_model_len" in how.settings:
         return int(how.settings["max_model_len"])
-    config = json.loads(Path(how.model, "config.json").read_text(encoding="utf-8"))
-    return min(MAX_LEN, config.get("max_position_embeddings", MAX_LEN))
+    return min(MAX_LEN, int(_config(how.model).get("max_position_embeddings", MAX_LEN)))
+
+
+def _config(model: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+    return config
+
+
+def _has_experts(model: Path) -> bool:
+    """Return whether a model has experts, by the names of their number in its configuration."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+    return any(_config(model).get(name) for name in names)
 
 
 def arguments_of(how: EngineStart) -> dict[str, Any]:
@@ -113,6 +135,7 @@ def arguments_of(how: EngineStart) -> dict[str, Any]:
     found = LAPTOP | {
         "model": str(how.model),
         "skip_tokenizer_init": True,
+        "use_tqdm_on_load": False,  # a bar has a thread
         "max_model_len": max_len,
         "max_num_seqs": max_requests,
         "max_num_batched_tokens": choice["chunk"],

@@ -3,8 +3,7 @@
 A run is the same each time. vLLM's own sources of other runs, and what is done about them:
 
     random names of requests           switched off by a variable
-    sets of names, and hashes          ``PYTHONHASHSEED``, and names in order in what the scheduler gives
-    a start of block hashes            follows from ``PYTHONHASHSEED``
+    sets of names, hashes of blocks    ``PYTHONHASHSEED``, which the interpreter reads at its start
     threads of torch and numba         one thread
     sampling                           greedy
     the clock                          only in statistics, timestamps and time limits of starts
@@ -13,6 +12,10 @@ Does not: choose arguments; `graphpact_vllm.load.arguments` does.
 """
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from vllm.v1.executor import uniproc_executor
 
 from graphpact.engines import (
     EngineStart,
@@ -46,7 +49,11 @@ class LoadedVllm(LoadedEngine):
         from graphpact_vllm.tape.platform import TapePlatform  # noqa: PLC0415  vLLM chose it
 
         TapePlatform.schedules_ahead = bool(how.choice["async_scheduling"])
+        if how.choice["parallel"] == "tp2":
+            _unlink_shared_memory(how)  # of a process that ended while it started
+            _join_by_port(how)
         self.engine = engine = InProcessEngine(**arguments_of(how))
+        _unlink_shared_memory(how)  # all ranks have it by now, and a process that is killed would leave it
         self._log = StepLog(engine, hooks.InProcess.counts)
         if how.is_strict:
             ownership = BlockOwnership(engine)
@@ -68,8 +75,8 @@ class LoadedVllm(LoadedEngine):
         faults: Sequence[InjectedFault] = (),
     ) -> None:
         """Run requests to their ends; see `LoadedEngine`. With tensor parallelism each rank runs all."""
-        core = self.engine.core
-        injector = Injector(faults, core.scheduler.kv_cache_manager.block_pool, hooks.InProcess.counts)
+        pool = self.engine.core.scheduler.kv_cache_manager.block_pool
+        injector = Injector(faults, pool, hooks.InProcess.counts)
 
         def begin(at: int) -> None:
             on_pass(at)
@@ -77,10 +84,7 @@ class LoadedVllm(LoadedEngine):
             injector.begin(at)
 
         self.engine.run(requests, most_passes, begin, self._log.name)
-        # The model runner hears of the last ended requests in the next batch, which may be an empty one. With
-        # asynchronous scheduling a batch of ended requests may be on its way.
-        while core.batch_queue or core.scheduler.has_requests():
-            self.engine.engine.engine_core.get_output()
+        self.engine.drain()
 
     def faults(self) -> list[GraphFault]:
         """Return what the guard found so far."""
@@ -112,3 +116,19 @@ class LoadedVllm(LoadedEngine):
             max_requests=config.scheduler_config.max_num_seqs,
             cache_tokens=(pool.num_gpu_blocks - 1) * page_size,
         )
+
+
+def _join_by_port(how: EngineStart) -> None:
+    """Let the ranks of tensor parallelism join by their port.
+
+    vLLM's executor for ranks that others launch has ``env://`` instead, and names the shared memory of its
+    ranks by that: then there can be one such engine on a machine.
+    """
+    executor: Any = uniproc_executor.ExecutorWithExternalLauncher
+    executor._distributed_args = lambda _: (f"tcp://127.0.0.1:{how.port}", how.rank, how.rank)  # noqa: SLF001
+
+
+def _unlink_shared_memory(how: EngineStart) -> None:
+    """Unlink the shared memory of this rank, which vLLM names by the port."""
+    for path in Path("/dev/shm").glob(f"{how.port}-*-cpushm_{how.rank}"):  # noqa: S108  where vLLM makes it
+        path.unlink(missing_ok=True)

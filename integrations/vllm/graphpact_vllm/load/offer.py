@@ -17,10 +17,12 @@ _VARIABLES = {
     "NUMBA_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",  # processes fork after they ran models, so torch must have no threads
     "PYTHONHASHSEED": "0",  # vLLM iterates over sets of names, and hashes blocks
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "VLLM_DISABLE_REQUEST_ID_RANDOMIZATION": "1",
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    "VLLM_LOGGING_LEVEL": "ERROR",
+    "VLLM_LOGGING_LEVEL": "CRITICAL",  # an error in a step writes all that was scheduled
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_USE_BREAKABLE_CUDAGRAPH": "1",  # it decorates functions of layers when they are imported
     "VLLM_USE_V2_MODEL_RUNNER": "1",  # Triton is looked for once; V1 needs none
@@ -37,6 +39,10 @@ class VllmLoad(LoadOffer):
     def refused(self, choice: Mapping[str, Any]) -> str | None:
         """Return why vLLM refuses a combination of values, or None."""
         return arguments.refused(choice)
+
+    def refused_with(self, how: EngineStart) -> str | None:
+        """Return why vLLM refuses to start so with this model, or None."""
+        return arguments.refused_with(how)
 
     def ranks(self, choice: Mapping[str, Any]) -> int:
         """Return the number of processes: two for two ranks."""

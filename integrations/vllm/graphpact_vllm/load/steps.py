@@ -51,8 +51,6 @@ class StepLog:
         self._places[name] = place
 
     def _run_batch(self, scheduled: Any, **kwargs: Any) -> Any:
-        # Sets of names are iterated over; the order must not follow from addresses or hashes.
-        scheduled.finished_req_ids = dict.fromkeys(sorted(scheduled.finished_req_ids)).keys()
         tokens: Mapping[str, int] = scheduled.num_scheduled_tokens
         if not tokens:
             return self._execute(scheduled, **kwargs)

@@ -10,6 +10,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from graphpact.engines import NotDoneError, PromptRequest
 
 os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine's core in this process
@@ -28,6 +30,9 @@ class InProcessEngine:
 
         self.engine: Any = LLMEngine.from_engine_args(EngineArgs(**arguments))
         self._runs = 0
+        self._group = self.engine.dp_group
+        if self._group is not None:
+            self._step_with_all()
 
     @property
     def core(self) -> Any:
@@ -53,8 +58,7 @@ class InProcessEngine:
     ) -> int:
         """Run requests to their ends, and return the number of passes of the loop.
 
-        With data parallelism all ranks ask in each pass whether one of them has work. So the last request of
-        each rank arrives in the same pass, or a rank has none.
+        With data parallelism all ranks call it, and each of its passes is one of all ranks.
 
         Args:
             requests: The requests, whose results are filled in.
@@ -67,7 +71,7 @@ class InProcessEngine:
         """
         self._runs += 1
         places: dict[str, int] = {}
-        last = max((request.arrives_in for request in requests), default=0)
+        last = self._most_of_all(max((request.arrives_in for request in requests), default=0))
         at, has_work = 0, True
         while at <= last or has_work:
             if at >= most_steps:
@@ -90,6 +94,37 @@ class InProcessEngine:
                 _take(requests[places[output.request_id]], output)
             at += 1
         return at
+
+    def drain(self) -> None:
+        """Run what is left when all requests ended.
+
+        The model runner hears of the last ones in the next batch, which may be an empty one. With asynchronous
+        scheduling a batch of ended requests may be on its way.
+        """
+        while self._most_of_all(bool(self.core.batch_queue) or self.core.scheduler.has_requests()):
+            self.engine.engine_core.get_output()
+
+    def _step_with_all(self) -> None:
+        """Run a dummy batch in a pass without a batch, as vLLM's server does: other ranks wait for it.
+
+        vLLM's ``LLMEngine`` does so for a rank without requests, and not for one whose requests must wait.
+        """
+        core, after = self.core, self.core.post_step
+
+        def post_step(*, model_executed: bool) -> None:
+            after(model_executed=model_executed)
+            if not model_executed:
+                core.execute_dummy_batch()
+
+        core.post_step = post_step
+
+    def _most_of_all(self, count: int) -> int:
+        """Return the largest ``count`` of all ranks of data parallelism."""
+        if self._group is None:
+            return count
+        most = torch.tensor([count], dtype=torch.int64)
+        torch.distributed.all_reduce(most, op=torch.distributed.ReduceOp.MAX, group=self._group)
+        return int(most)
 
     def _add(
         self, name: str, place: int, request: PromptRequest, known: Callable[[str, int], None] | None

@@ -26,6 +26,7 @@ class TapePlatform(CpuPlatform):
     """
 
     schedules_ahead: ClassVar[bool] = False
+    simple_compile_backend: str = "eager"  # of small functions: Inductor asks Triton's driver for a compiler
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -50,6 +51,11 @@ class TapePlatform(CpuPlatform):
             compilation.custom_ops.append(NATIVE_ROPE)
         if compilation.mode == CompilationMode.VLLM_COMPILE:
             compilation.backend = "eager"  # a tape records what torch dispatches, not compiled kernels
+
+    @classmethod
+    def get_compile_backend(cls) -> str:
+        """Return the backend from which vLLM derives its settings of a compiled model, as for CUDA."""
+        return "inductor"
 
     @classmethod
     def get_attn_backend_cls(
