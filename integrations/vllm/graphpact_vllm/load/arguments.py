@@ -16,9 +16,7 @@ MAX_LEN = 256
 
 FEATURES = (
     Feature(name="runner", values=("V1", "V2")),
-    Feature(
-        name="cudagraph_mode", values=("FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE")
-    ),
+    Feature(name="cudagraph_mode", values=("FULL_DECODE_ONLY", "FULL", "PIECEWISE", "FULL_AND_PIECEWISE")),
     Feature(name="capture_sizes", values=([1, 2, 4, 8], [2, 4], [1, 8], [4, 8, 16, 32], [8, 24, 64])),
     Feature(name="page_size", values=(16, 8, 32, 128)),
     Feature(name="chunk", values=(512, 40, 24, 16)),
@@ -166,4 +164,4 @@ def arguments_of(how: EngineStart) -> dict[str, Any]:
             found["speculative_config"] |= {"prompt_lookup_max": 3, "prompt_lookup_min": 1}
         elif method == "draft_model":
             found["speculative_config"] |= {"model": str(how.model)}
-    return found | how.settings
+    return found | dict(how.settings)

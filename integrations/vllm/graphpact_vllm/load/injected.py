@@ -21,10 +21,7 @@ class Injector:
     def __init__(self, faults: Sequence[InjectedFault], block_pool: Any, counts: Any) -> None:
         self._raises = sorted(fault.at for fault in faults if fault.kind == "raise")
         self._full = {
-            at
-            for fault in faults
-            if fault.kind == "full"
-            for at in range(fault.at, fault.at + fault.passes)
+            at for fault in faults if fault.kind == "full" for at in range(fault.at, fault.at + fault.passes)
         }
         self._at = 0
         if self._full:

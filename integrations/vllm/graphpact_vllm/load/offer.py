@@ -60,7 +60,7 @@ class VllmLoad(LoadOffer):
         return _VARIABLES
 
     def prepare(self) -> None:
-        """Import vLLM, and keep all that is there out of garbage collections, so that processes fork cheaply."""
+        """Import vLLM, and keep what is there out of garbage collections, so that processes fork cheaply."""
         # isort: off
         import vllm.v1.engine.llm_engine  # noqa: PLC0415
         import vllm.v1.worker.cpu.model_runner  # noqa: PLC0415

@@ -1,4 +1,4 @@
-"""`BlockOwnership`: poisons KV blocks that no request owns, and detects writes to blocks that are not a step's.
+"""`BlockOwnership`: poisons KV blocks that no request owns, and detects writes to blocks of others.
 
 Before a batch, blocks that are free and that no prefix is found in are filled with NaN: whoever reads one
 gets NaN for its tokens. After it, every block but those of its requests must be as it was. The null block 0

@@ -7,13 +7,26 @@ vLLM samples are those of a drafter.
 Does not: change a batch.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from graphpact.engines import EngineStep
 from graphpact_guard import GraphKey
 from graphpact_vllm.runs.in_process import InProcessEngine
 from graphpact_vllm.seams.steps import StepCounts
+
+Seen = tuple[GraphKey | None, str | None]
+"""A graph that was replayed and None, or None and why there was none."""
+
+
+def forwards_of(seen: Sequence[Seen]) -> Iterator[Seen]:
+    """Yield the first graph of each run of a model: one that was seen in a run begins the next one."""
+    run: set[Seen] = set()
+    for each in seen:
+        if not run or each in run:
+            run.clear()
+            yield each
+        run.add(each)
 
 
 class StepLog:
@@ -27,7 +40,7 @@ class StepLog:
         steps: The batches, in their order.
         at: The pass of the engine's loop, which the owner sets.
         before: Are called with what the scheduler gave, before each batch.
-        after: The same after it.
+        after: The same after it, and after its tokens were sampled, with which a drafter runs.
     """
 
     def __init__(self, engine: InProcessEngine, counts: StepCounts) -> None:
@@ -37,7 +50,8 @@ class StepLog:
         self.after: list[Callable[[Any], None]] = []
         self._engine = engine
         self._places: dict[str, int] = {}
-        self._graphs: list[tuple[GraphKey | None, str | None]] = []
+        self._graphs: list[Seen] = []
+        self._batch: Any = None
         counts.listeners.append(lambda key, reason: self._graphs.append((key, reason)))
         executor = engine.core.model_executor
         self._execute, self._sample = executor.execute_model, executor.sample_tokens
@@ -53,68 +67,63 @@ class StepLog:
     def _run_batch(self, scheduled: Any, **kwargs: Any) -> Any:
         tokens: Mapping[str, int] = scheduled.num_scheduled_tokens
         if not tokens:
+            self._batch = None
             return self._execute(scheduled, **kwargs)
         computed = _computed_of(scheduled)
         kind = self._kind_of(scheduled, computed)
+        self._batch = scheduled
         for hook in self.before:
             hook(scheduled)
         self._graphs.clear()
         try:
             result = self._execute(scheduled, **kwargs)
         finally:
-            key, reason = self._graphs[0] if self._graphs else (None, "the model did not run")
             names = [name for name in self._order() if name in tokens] or [*tokens]
-            self.steps.append(
-                EngineStep(
-                    at=self.at,
-                    kind=kind,
-                    requests=tuple(self._places.get(name, -1) for name in names),
-                    tokens=tuple(tokens[name] for name in names),
-                    computed=tuple(computed[name] for name in names),
-                    graph=None if key is None else str(key),
-                    reason=reason,
-                )
+            self._note(
+                kind,
+                tuple(self._places.get(name, -1) for name in names),
+                tuple(tokens[name] for name in names),
+                tuple(computed[name] for name in names),
             )
-            self._graphs.clear()
         for hook in self.after:
             hook(scheduled)
         return result
 
     def _run_sampling(self, *args: Any, **kwargs: Any) -> Any:
-        result = self._sample(*args, **kwargs)
-        for key, reason in self._graphs:
-            batch = self.steps[-1]
-            self.steps.append(
-                EngineStep(
-                    at=self.at,
-                    kind="draft",
-                    requests=batch.requests,
-                    tokens=(1,) * len(batch.requests),
-                    computed=batch.computed,
-                    graph=None if key is None else str(key),
-                    reason=reason,
-                )
-            )
         self._graphs.clear()
+        result = self._sample(*args, **kwargs)
+        for forward in forwards_of(self._graphs):
+            target = self.steps[-1]
+            self._graphs = [forward]
+            self._note("draft", target.requests, (1,) * len(target.requests), target.computed)
+        if self._batch is not None:
+            for hook in self.after:
+                hook(self._batch)
         return result
 
     def _run_idle(self) -> Any:
         self._graphs.clear()
         result = self._idle()
+        self._note("idle", (), (), ())
+        return result
+
+    def _note(
+        self, kind: str, requests: tuple[int, ...], tokens: tuple[int, ...], computed: tuple[int, ...]
+    ) -> None:
+        """Note a batch with the first graph that was seen."""
         key, reason = self._graphs[0] if self._graphs else (None, "the model did not run")
+        self._graphs = []
         self.steps.append(
             EngineStep(
                 at=self.at,
-                kind="idle",
-                requests=(),
-                tokens=(),
-                computed=(),
+                kind=kind,
+                requests=requests,
+                tokens=tokens,
+                computed=computed,
                 graph=None if key is None else str(key),
                 reason=reason,
             )
         )
-        self._graphs.clear()
-        return result
 
     def _order(self) -> list[str]:
         """Return the names of the requests of the last batch, in the order of its rows."""

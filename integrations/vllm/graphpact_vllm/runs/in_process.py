@@ -98,8 +98,8 @@ class InProcessEngine:
     def drain(self) -> None:
         """Run what is left when all requests ended.
 
-        The model runner hears of the last ones in the next batch, which may be an empty one. With asynchronous
-        scheduling a batch of ended requests may be on its way.
+        The model runner hears of the last ones in the next batch, which may be an empty one. With
+        asynchronous scheduling a batch of ended requests may be on its way.
         """
         while self._most_of_all(bool(self.core.batch_queue) or self.core.scheduler.has_requests()):
             self.engine.engine_core.get_output()
