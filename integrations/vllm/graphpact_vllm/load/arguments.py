@@ -26,7 +26,7 @@ FEATURES = (
     Feature(name="cache_pages", values=("plenty", "starved")),
     Feature(name="max_requests", values=(8, 3, 16)),
     Feature(name="parallel", values=(1, "dp2", "tp2")),
-    Feature(name="backend", values=("GRAPHPACT", "GRAPHPACT_FLASHINFER", "GRAPHPACT_FA3")),
+    Feature(name="backend", values=("GRAPHPACT", "GRAPHPACT_FLASHINFER", "GRAPHPACT_FA3", "CPU_ATTN")),
     Feature(name="pieces", values=("breakable", "compiled")),
 )
 """The features, and the values of each; the first ones are the plainest.
@@ -50,8 +50,17 @@ FEATURES = (
 def refused(choice: Mapping[str, Any]) -> str | None:
     """Return why vLLM refuses a combination of values, in its words or ours; None if it starts."""
     method, _ = drafts_of(choice)
-    if method == "ngram" and choice.get("async_scheduling"):
+    if method == "ngram" and choice["async_scheduling"]:
         return "vLLM: async scheduling is not supported with drafts by n-grams on the host"
+    if method == "draft_model" and choice["runner"] == "V2" and choice["parallel"] == "dp2":
+        return (
+            "vLLM's model runner V2 ends at the first prompt: its drafter runs one token more for each request"
+            " than the number of tokens that it gives to the other ranks"
+        )
+    if choice["backend"] == "CPU_ATTN" and choice["page_size"] % 32:
+        return "vLLM: CPU_ATTN needs a block size that is a multiple of 32"
+    if choice["backend"] == "CPU_ATTN" and choice["cudagraph_mode"] == "FULL":
+        return "vLLM: CUDAGraphMode.FULL is not supported by CPU_ATTN"
     return None
 
 

@@ -1,8 +1,12 @@
 """`BlockOwnership`: poisons KV blocks that no request owns, and detects writes to blocks of others.
 
-Before a batch, blocks that are free and that no prefix is found in are filled with NaN: whoever reads one
-gets NaN for its tokens. After it, every block but those of its requests must be as it was. The null block 0
-is free for all: vLLM's padding reads and writes it.
+Before a batch, blocks that are free and that no prefix is found in are poisoned: a step that reads one has
+wrong tokens. After it, every block but those of its requests must be as it was. Only the null block 0 may be
+written: vLLM's padding reads and writes it.
+
+The poison is NaN for the attention of graphpact, which reads no slot behind the last token of a request.
+vLLM's own attention for CPUs does, in the last block of a request, and multiplies by 0; the product with NaN
+is NaN. Its poison is a large number, with which a stale read shows in nearly every case, and a right one never.
 
 Does not: poison recurrent states, or blocks of a prefix that may be found again.
 """
@@ -12,9 +16,10 @@ from typing import Any
 import torch
 
 from graphpact.errors import ReplayError
+from graphpact_vllm import ATTENTION_BACKEND
 from graphpact_vllm.runs.in_process import InProcessEngine
 
-POISON = float("nan")
+_LARGE = 1e4
 
 
 class BlockOwnership:
@@ -26,6 +31,9 @@ class BlockOwnership:
 
     def __init__(self, engine: InProcessEngine) -> None:
         self._engine = engine
+        backend = engine.engine.vllm_config.attention_config.backend
+        is_ours = backend is None or backend.name.startswith(ATTENTION_BACKEND)
+        self._poison = float("nan") if is_ours else _LARGE
         self._caches: dict[str, torch.Tensor] = {}
         context = engine.engine.vllm_config.compilation_config.static_forward_context
         known: set[int] = set()
@@ -53,7 +61,7 @@ class BlockOwnership:
                 its.update(group)
         self._others = torch.tensor(sorted(set(range(pool.num_gpu_blocks)) - its), dtype=torch.int64)
         for name, cache in self._caches.items():
-            cache[torch.tensor(free, dtype=torch.int64)] = POISON
+            cache[torch.tensor(free, dtype=torch.int64)] = self._poison
             self._before[name] = self._sums(cache)
 
     @torch.inference_mode()

@@ -72,6 +72,8 @@ def test_each_value_of_a_feature_gives_the_eager_answers(
     """It starts on the strict tape, with poison in blocks that nobody owns."""
     name, at = value
     choice = {"runner": runner, **NEEDS.get(name, {}), name: _value(name, at)}
+    if choice.get("backend") == "CPU_ATTN":
+        choice |= {"page_size": 32, "cudagraph_mode": "PIECEWISE"}
     outcome = load(choice, is_strict=True)
     assert outcome.tokens == eager.tokens
     assert outcome.is_clean(), outcome
@@ -237,7 +239,7 @@ def test_a_full_cache_only_delays(eager: Outcome, choice: dict[str, Any]) -> Non
     assert outcome.tokens == eager.tokens
     assert outcome.is_clean(), outcome
     assert [step.requests for step in outcome.steps] != [step.requests for step in eager.steps]
-    again = [at for step in outcome.steps for at, kept in zip(step.requests, step.computed) if not kept]
+    again = [at for step in outcome.steps for at, kept in zip(step.requests, step.computed, strict=True) if not kept]
     assert ("prefix_cache" in choice) or len(again) > len(set(again)), "no request was preempted"
 
 
