@@ -54,8 +54,8 @@ def refused(choice: Mapping[str, Any]) -> str | None:
         return "vLLM: async scheduling is not supported with drafts by n-grams on the host"
     if method == "draft_model" and choice["runner"] == "V2" and choice["parallel"] == "dp2":
         return (
-            "vLLM's model runner V2 ends at the first prompt: its drafter runs one token more for each request"
-            " than the number of tokens that it gives to the other ranks"
+            "vLLM's model runner V2 ends at the first prompt: its drafter runs one token more of each"
+            " request than the number of tokens that it gives to the other ranks"
         )
     if choice["backend"] == "CPU_ATTN" and choice["page_size"] % 32:
         return "vLLM: CPU_ATTN needs a block size that is a multiple of 32"
@@ -128,6 +128,13 @@ def _config(model: Path) -> dict[str, Any]:
     return config
 
 
+def _has_several_groups(model: Path) -> bool:
+    """Return whether a model has layers of several kinds, each of which has blocks of its own."""
+    config = _config(model)
+    is_recurrent = any(name.startswith(("mamba_", "linear_", "conv_L")) for name in config)
+    return is_recurrent or len(set(config.get("layer_types") or ())) > 1
+
+
 def _has_experts(model: Path) -> bool:
     """Return whether a model has experts, by the names of their number in its configuration."""
     names = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -138,7 +145,8 @@ def arguments_of(how: EngineStart) -> dict[str, Any]:
     """Return the arguments of vLLM's ``EngineArgs``."""
     choice = how.choice
     max_len, max_requests, page_size = max_len_of(how), choice["max_requests"], choice["page_size"]
-    pages = -(-max_len // page_size) * (max_requests if choice["cache_pages"] == "plenty" else 1)
+    requests = max_requests if choice["cache_pages"] == "plenty" else 1
+    pages = -(-max_len // page_size) * requests * (2 if _has_several_groups(how.model) else 1)
     found = LAPTOP | {
         "model": str(how.model),
         "skip_tokenizer_init": True,

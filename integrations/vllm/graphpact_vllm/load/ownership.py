@@ -4,9 +4,10 @@ Before a batch, blocks that are free and that no prefix is found in are poisoned
 wrong tokens. After it, every block but those of its requests must be as it was. Only the null block 0 may be
 written: vLLM's padding reads and writes it.
 
-The poison is NaN for the attention of graphpact, which reads no slot behind the last token of a request.
-vLLM's own attention for CPUs does, in the last block of a request, and multiplies by 0; the product with NaN
-is NaN. Its poison is a large number, with which a stale read shows in nearly every case, and a right one never.
+The poison is NaN, unless right kernels read such blocks and multiply by 0, because the product with NaN is
+NaN. vLLM's own attention for CPUs does so behind the last token of a request, in its last block. Kernels with
+a sliding window do so before the window: vLLM frees those blocks, and leaves them in the block table. Then
+the poison is a large number: a stale read shows in nearly every case, and a right one never.
 
 Does not: poison recurrent states, or blocks of a prefix that may be found again.
 """
@@ -31,9 +32,7 @@ class BlockOwnership:
 
     def __init__(self, engine: InProcessEngine) -> None:
         self._engine = engine
-        backend = engine.engine.vllm_config.attention_config.backend
-        is_ours = backend is None or backend.name.startswith(ATTENTION_BACKEND)
-        self._poison = float("nan") if is_ours else _LARGE
+        self._poison = _LARGE if _masks_by_zero(engine) else float("nan")
         self._caches: dict[str, torch.Tensor] = {}
         context = engine.engine.vllm_config.compilation_config.static_forward_context
         known: set[int] = set()
@@ -87,3 +86,11 @@ class BlockOwnership:
         """Return the sum of the bits of each block that is not the batch's."""
         blocks = cache[self._others].flatten(1)
         return blocks.view(torch.int32).sum(1, dtype=torch.int64)
+
+
+def _masks_by_zero(engine: InProcessEngine) -> bool:
+    """Return whether right kernels read blocks that no request owns, and multiply by 0."""
+    backend = engine.engine.vllm_config.attention_config.backend
+    groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
+    has_windows = any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups)
+    return has_windows or not (backend is None or backend.name.startswith(ATTENTION_BACKEND))

@@ -8,7 +8,7 @@ import pytest
 import torch
 from engines import sweep_but
 from kinds import save_kind
-from loaded import Outcome, given, load, load_ranks
+from loaded import PLAIN, Outcome, given, load, load_ranks
 from plants import Stale, use
 
 from graphpact.engines import InjectedFault, PromptRequest
@@ -83,6 +83,19 @@ def test_each_value_of_a_feature_gives_the_eager_answers(
         assert outcome.replays("mixed") > 0
 
 
+@pytest.mark.parametrize(
+    ("kind", "runner"), sweep_but({("windows", "V1")}, ["windows", "mamba2", "mla"], RUNNERS)
+)
+def test_other_kinds_of_models_run_on_poison(kind: str, runner: str, tmp_path: Path) -> None:
+    """Layers with windows, recurrent layers and latents, in a cache for one request."""
+    model, its = save_kind(kind, tmp_path), _random_requests(8)[1:]
+    one = load({}, its, model=model, is_eager=True)
+    for choice in ({}, {"cache_pages": "starved", "chunk": 24}):
+        outcome = load({"runner": runner} | choice, its, model=model, is_strict=True)
+        assert outcome.tokens == one.tokens
+        assert outcome.is_clean(), outcome
+
+
 @pytest.mark.parametrize("runner", sweep_but({("V2",)}, RUNNERS))
 def test_ranks_of_tensor_parallelism_run_all_requests(eager: Outcome, runner: str, tmp_path: Path) -> None:
     """Both ranks have the same tokens and steps."""
@@ -129,6 +142,33 @@ def test_the_same_requests_give_the_same_steps(runner: str) -> None:
     assert len(stopped.output_logprobs) == len(stopped.output_ids)
     assert first.requests[0].finish_reason == "abort"
     assert first.landmarks.cache_tokens == 80
+
+
+@pytest.mark.sweep
+def test_drafts_of_a_model_end_data_parallelism_of_v2(tmp_path: Path) -> None:
+    """Why it is refused: vLLM's drafter runs one token more of each request than other ranks are told."""
+    its, choice = _random_requests(2), {"parallel": "dp2", "drafts": "draft_model:1", "runner": "V2"}
+    assert VllmLoad().refused(PLAIN | choice) is not None
+    for rank in load_ranks(choice, [its, its], save_kind("moe", tmp_path)):
+        assert rank.error is not None
+        assert "assert num_tokens_across_dp_cpu[dp_rank] == batchsize" in rank.error
+
+
+@pytest.mark.sweep
+def test_a_prompt_of_one_token_loses_its_state_in_v1(tmp_path: Path) -> None:
+    """vLLM's issue 57720: model runner V1 replays a graph of decodes for it, and Mamba2 plans a prefill.
+
+    The guard names the numbers that differ. Model runner V2 runs it eagerly.
+    """
+    model, its = save_kind("mamba2", tmp_path), _random_requests(1)
+    one = load({}, its, model=model, is_eager=True)
+    first, second = (load({"runner": runner}, its, model=model) for runner in RUNNERS)
+    assert second.tokens == one.tokens
+    assert second.is_clean(), second
+    assert first.tokens != one.tokens
+    assert ("GP08", "Mamba2AttentionMetadataBuilder.metadata.num_prefills") in [
+        (fault.rule, fault.field) for fault in first.faults
+    ]
 
 
 def test_a_run_of_a_drafter_begins_with_a_graph_that_was_seen() -> None:
@@ -239,7 +279,12 @@ def test_a_full_cache_only_delays(eager: Outcome, choice: dict[str, Any]) -> Non
     assert outcome.tokens == eager.tokens
     assert outcome.is_clean(), outcome
     assert [step.requests for step in outcome.steps] != [step.requests for step in eager.steps]
-    again = [at for step in outcome.steps for at, kept in zip(step.requests, step.computed, strict=True) if not kept]
+    again = [
+        at
+        for step in outcome.steps
+        for at, kept in zip(step.requests, step.computed, strict=True)
+        if not kept
+    ]
     assert ("prefix_cache" in choice) or len(again) > len(set(again)), "no request was preempted"
 
 
