@@ -156,7 +156,7 @@ def test_drafts_of_a_model_end_data_parallelism_of_v2(tmp_path: Path) -> None:
 
 @pytest.mark.sweep
 def test_a_prompt_of_one_token_loses_its_state_in_v1(tmp_path: Path) -> None:
-    """vLLM's issue 57720: model runner V1 replays a graph of decodes for it, and Mamba2 plans a prefill.
+    """Model runner V1 replays a graph of decodes for it, and Mamba2 plans a prefill: issue 57720 of vLLM.
 
     The guard names the numbers that differ. Model runner V2 runs it eagerly.
     """
