@@ -50,6 +50,7 @@ NEEDS_VLLM = (  # the same
     *("attention.latents", "attention.paged", "attention.plugged", "attention.registering"),
     *("guard.after_capture", "guard.contents", "guard.guarding", "guard.rank_steps", "guard.recording"),
     *("guard.start", "hooks"),
+    *("load.engine", "load.leaks", "load.ownership", "load.steps"),
     *("runs.builder_values", "runs.choices_report", "runs.cli", "runs.dispatch_job", "runs.in_process"),
     *("runs.job", "runs.surface"),
     *("seams.builders", "seams.graphs", "seams.ranks", "seams.steps"),

@@ -9,9 +9,11 @@ refuses launches: a compiled kernel needs a GPU, and no tape sees it.
 Does not: run fast; the interpreter takes milliseconds for each program of a grid.
 """
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -28,7 +30,8 @@ def record_launches(is_capturing: Callable[[], bool]) -> None:
 
     From then on, a launch of a compiled kernel raises `ConfigError`.
     """
-    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder  # noqa: PLC0415  Triton may be missing
+    from triton.runtime import interpreter  # noqa: PLC0415  Triton may be missing
+    from triton.runtime.interpreter import GridExecutor, InterpreterBuilder  # noqa: PLC0415
     from triton.runtime.jit import JITFunction  # noqa: PLC0415
 
     JITFunction.run = _refuse_launch
@@ -37,6 +40,10 @@ def record_launches(is_capturing: Callable[[], bool]) -> None:
         return
     for name, at in (("create_masked_load", 1), ("create_masked_store", 2)):
         setattr(InterpreterBuilder, name, _with_bool_mask(getattr(InterpreterBuilder, name), at))
+    builder: Any = interpreter.interpreter_builder
+    # A compiled kernel checks no overflow either, and the checks take half of a launch.
+    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
+    interpreter._patch_lang = _once_for_each(interpreter._patch_lang)  # noqa: SLF001
 
     @functools.wraps(run)
     def launch(self: Any, *args: Any, **kwargs: Any) -> None:
@@ -51,6 +58,24 @@ def record_launches(is_capturing: Callable[[], bool]) -> None:
 
     launch.is_recorded = True  # type: ignore[attr-defined]
     GridExecutor.__call__ = launch
+
+
+def _once_for_each(patch: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Let the interpreter put its functions into Triton's language once for each kernel, and leave them.
+
+    It does so for each launch, and for each call of a function in a kernel. Nothing else uses the language in
+    a process whose kernels are interpreted.
+    """
+    patched: set[Any] = set()
+
+    @functools.wraps(patch)
+    def once(kernel: Any) -> Any:
+        if kernel not in patched:
+            patch(kernel)
+            patched.add(kernel)
+        return SimpleNamespace(restore=lambda: None)
+
+    return once
 
 
 def _with_bool_mask(method: Any, at: int) -> Any:

@@ -273,6 +273,10 @@ class LoadOffer(ABC):
         del choice
         return None
 
+    def refused_with(self, how: EngineStart) -> str | None:
+        """Return why the engine refuses to start so: a combination of values, or one with this model."""
+        return self.refused(how.choice)
+
     def ranks(self, choice: Mapping[str, Any]) -> int:
         """Return the number of processes of a configuration. Each is a started engine."""
         del choice

@@ -5,7 +5,7 @@ Does not: import vLLM for runs; each is a process of its own.
 
 from typing import Any, ClassVar
 
-from graphpact.engines import ProcessOffer
+from graphpact.engines import LoadOffer, ProcessOffer
 from graphpact_vllm import SUPPORTED, installed_release
 
 
@@ -27,6 +27,12 @@ class VllmOffer(ProcessOffer):
         from graphpact_vllm.runs.builder_values import BuilderValues  # noqa: PLC0415  it imports vLLM
 
         return BuilderValues()
+
+    def under_load(self) -> LoadOffer:
+        """Return how `graphpact swarm` runs vLLM."""
+        from graphpact_vllm.load.offer import VllmLoad  # noqa: PLC0415  only for that command
+
+        return VllmLoad()
 
 
 class VllmDispatchers(VllmOffer):

@@ -28,12 +28,15 @@ class StepCounts:
 
     Attributes:
         is_serving: Whether eager steps and replays are those of requests. Before that vLLM warms up.
+        listeners: Are called while the engine serves, before each replay with its graph and None, and before
+            each eager step with None and its reason.
     """
 
     def __init__(self, builders: Builders) -> None:
         self.graphs: dict[GraphKey, GraphCounts] = {}
         self.eager: Counter[tuple[str, str]] = Counter()
         self.is_serving = False
+        self.listeners: list[Callable[[GraphKey | None, str | None], None]] = []
         self._builders = builders
         self._reason: str | None = None
 
@@ -120,6 +123,7 @@ class StepCounts:
         tokens = self._builders.num_tokens()
         counts.raw += padded if tokens is None else min(tokens, padded)
         counts.padded += padded
+        self._tell(key, None)
 
     def _forward(self, model_runner: Any, args: Any, kwargs: Any) -> None:
         del args
@@ -131,7 +135,13 @@ class StepCounts:
         ids = kwargs.get("input_ids")
         tokens = len(ids if ids is not None else kwargs["positions"])
         kind = "mixed" if _has_prefill(self._builders) else "decode"
-        self.eager[kind, self._reason or _reason(model_runner, tokens)] += 1
+        reason = self._reason or _reason(model_runner, tokens)
+        self.eager[kind, reason] += 1
+        self._tell(None, reason)
+
+    def _tell(self, key: GraphKey | None, reason: str | None) -> None:
+        for listener in self.listeners:
+            listener(key, reason)
 
 
 def _has_prefill(builders: Builders) -> bool:

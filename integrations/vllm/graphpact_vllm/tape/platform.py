@@ -8,7 +8,7 @@ vLLM imports this module while it is itself half imported, so it imports little.
 Does not: run models faster; a tape repeats what eager torch does.
 """
 
-from typing import Any
+from typing import Any, ClassVar
 
 from vllm.platforms.cpu import CpuPlatform
 
@@ -18,7 +18,15 @@ from graphpact_vllm.runs.arguments import NATIVE_ROPE
 
 
 class TapePlatform(CpuPlatform):
-    """A CPU with graph capture."""
+    """A CPU with graph capture.
+
+    Attributes:
+        schedules_ahead: Whether vLLM may schedule asynchronously, if it was asked to; its platform for CPUs
+            never does.
+    """
+
+    schedules_ahead: ClassVar[bool] = False
+    simple_compile_backend: str = "eager"  # of small functions: Inductor asks Triton's driver for a compiler
 
     @classmethod
     def check_and_update_config(cls, vllm_config: Any) -> None:
@@ -33,13 +41,21 @@ class TapePlatform(CpuPlatform):
         asked = {name: getattr(compilation, name) for name in names}
         if parallel.worker_cls == "auto":
             parallel.worker_cls = "graphpact_vllm.tape.worker.TapeWorker"
+        is_async = vllm_config.scheduler_config.async_scheduling
         super().check_and_update_config(vllm_config)
+        if cls.schedules_ahead:
+            vllm_config.scheduler_config.async_scheduling = is_async
         for name, value in asked.items():
             setattr(compilation, name, value)
         if not any(word.endswith("rotary_embedding") for word in compilation.custom_ops):
             compilation.custom_ops.append(NATIVE_ROPE)
         if compilation.mode == CompilationMode.VLLM_COMPILE:
             compilation.backend = "eager"  # a tape records what torch dispatches, not compiled kernels
+
+    @classmethod
+    def get_compile_backend(cls) -> str:
+        """Return the backend from which vLLM derives its settings of a compiled model, as for CUDA."""
+        return "inductor"
 
     @classmethod
     def get_attn_backend_cls(

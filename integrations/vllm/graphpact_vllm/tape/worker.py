@@ -121,10 +121,15 @@ def _broken(model: Any, vllm_config: Any) -> BreakableCUDAGraphWrapper:
 
 
 def _with_device(function: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-    """Return ``function`` as it runs where a CPU is the default device."""
+    """Return ``function`` as it runs where a CPU is the default device.
+
+    A compiler traces it as it is, because it cannot enter a device. What it makes of it runs where a CPU is.
+    """
 
     @functools.wraps(function)
     def wrapped(*args: Any) -> torch.Tensor:
+        if torch.compiler.is_compiling():
+            return function(*args)
         with torch.device("cpu"):
             return function(*args)
 

@@ -1,0 +1,12 @@
+"""vLLM under generated load, for `graphpact swarm`.
+
+    offer         its features, and how it starts with a choice of them
+    arguments     the arguments of vLLM that follow from a choice
+    engine        the started engine: runs, faults, what is left over
+    steps         what each batch of a run was
+    ownership     poison of KV blocks that no request owns
+    injected      faults that a run gets on purpose
+    leaks         what is still held after a run
+
+Does not: draw or judge; `graphpact_swarm` does.
+"""
