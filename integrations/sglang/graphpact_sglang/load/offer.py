@@ -29,7 +29,7 @@ FEATURES = (
     Feature(name="cache_tokens", values=(4096, 512, 256)),
     Feature(name="max_requests", values=(8, 3, 16)),
     Feature(name="parallel", values=(1, "tp2", "dp2")),
-    Feature(name="backend", values=("graphpact", "fa3", "triton")),
+    Feature(name="backend", values=("graphpact", "fa3")),
 )
 
 

@@ -10,6 +10,7 @@ Does not: tokenize, or serve several processes; SGLang's ``Engine`` does.
 import os
 from array import array
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -36,7 +37,7 @@ class InProcessEngine:
     def __init__(self, *, rank: int = 0, **arguments: Any) -> None:
         load_plugins()
         from sglang.srt.managers import scheduler  # noqa: PLC0415  after the plugins
-        from sglang.srt.server_args import PortArgs, ServerArgs  # noqa: PLC0415
+        from sglang.srt.server_args import ServerArgs  # noqa: PLC0415
         from sglang.srt.utils import configure_logger  # noqa: PLC0415
 
         server_args = ServerArgs(**arguments)
@@ -46,8 +47,9 @@ class InProcessEngine:
         ranks = scheduler.SpawnRanks(world_rank=rank, dp_rank=None, gpu_id=rank)
         scheduler.publish(server_args, role="scheduler", ranks=ranks)
         configure_logger(server_args)
-        self.scheduler: Any = scheduler.Scheduler(server_args, PortArgs.init_new(server_args))
+        self.scheduler: Any = scheduler.Scheduler(server_args, _ports(server_args))
         self.scheduler.request_receiver = SimpleNamespace(recv_requests=self._receive)
+        self._without_load_snapshots()
         channels = self.scheduler.ipc_channels
         channels.send_to_detokenizer.send_output = self._take_output
         channels.send_to_tokenizer.send_output = self._take_abort
@@ -57,6 +59,14 @@ class InProcessEngine:
         self._on_pass: Callable[[int], None] | None = None
         self._runs, self._most = 0, 0
         self.at = -1
+
+    def _without_load_snapshots(self) -> None:
+        """Write no numbers of the load for SGLang's other processes: each start would leave a file in memory."""
+        writer, self.scheduler.load_snapshot_writer = self.scheduler.load_snapshot_writer, None
+        if writer is not None:
+            writer.close()
+            if hasattr(writer, "path"):
+                Path(writer.path).unlink(missing_ok=True)
 
     @property
     def model_runner(self) -> Any:
@@ -214,6 +224,21 @@ class InProcessEngine:
             done, op=torch.distributed.ReduceOp.MIN, group=get_parallel().tp_group.cpu_group
         )
         return bool(done)
+
+
+def _ports(server_args: Any) -> Any:
+    """Return names of sockets that leave no files. SGLang's own choice requires ports that another rank has taken."""
+    from sglang.srt.server_args import PortArgs  # noqa: PLC0415
+    from sglang.srt.utils.network import get_free_port_below_ephemeral  # noqa: PLC0415
+
+    names = ("tokenizer", "scheduler_input", "detokenizer", "rpc", "metrics")
+    return PortArgs(
+        nccl_port=server_args.nccl_port or get_free_port_below_ephemeral(),
+        tokenizer_worker_ipc_name=None,
+        decoupled_spec_ipc_config=None,
+        instance_id=f"graphpact-{os.getpid()}",
+        **{f"{name}_ipc_name": f"ipc://@graphpact-{os.getpid()}-{name}" for name in names},
+    )
 
 
 def _reason(finished: Any) -> str:
