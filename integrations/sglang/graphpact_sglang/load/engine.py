@@ -35,8 +35,18 @@ from graphpact_sglang.runs.in_process import InProcessEngine
 
 
 def warm_up() -> None:
-    """Import what each start would import."""
+    """Import what each start would import, and keep threads away: a process that has them may not fork."""
     import sglang.srt.managers.scheduler  # noqa: PLC0415
+    import torch  # noqa: PLC0415
+    import tqdm  # noqa: PLC0415
+
+    torch.set_num_threads(1)
+    tqdm.tqdm.monitor_interval = 0
+    sglang.srt.managers.scheduler.create_scheduler_watchdog = _no_watchdog
+
+
+def _no_watchdog(*args: Any, **kwargs: Any) -> None:
+    """Start no thread that ends the process by the clock."""
 
 
 class SglangLoadedEngine(LoadedEngine):

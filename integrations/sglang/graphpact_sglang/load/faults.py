@@ -55,8 +55,9 @@ class Injection:
     def give_back(self) -> None:
         """Give back the pages that were taken."""
         held, self._held = self._held, []
-        for pages in held:
-            self._scheduler.token_to_kv_pool_allocator.free(pages)
+        for slots in held:
+            self._scheduler.token_to_kv_pool_allocator.free(slots)
+            self._scheduler.invariant_checker.max_total_num_tokens += len(slots)
 
     def _has_too_few_requests(self) -> bool:
         scheduler = self._scheduler
@@ -73,7 +74,7 @@ class Injection:
         allocator, cache = scheduler.token_to_kv_pool_allocator, scheduler.tree_cache
         if cache.supports_prefix_sharing() and (evictable := cache.evictable_size()):
             cache.evict(EvictParams(num_tokens=evictable))
-        if free := allocator.available_size():
-            pages = allocator.alloc(free)
-            if pages is not None:
-                self._held.append(pages)
+        slots = allocator.alloc(allocator.available_size())
+        if slots is not None and len(slots):
+            self._held.append(slots)
+            scheduler.invariant_checker.max_total_num_tokens -= len(slots)  # SGLang counts them in every pass

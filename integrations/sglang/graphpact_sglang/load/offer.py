@@ -7,9 +7,10 @@ import gc
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 from graphpact.engines import EngineStart, Feature, LoadedEngine, LoadOffer
+from graphpact.errors import UsageError
 from graphpact_sglang.runs.arguments import LAPTOP
 
 _STEPS = 3
@@ -17,6 +18,8 @@ _STEPS = 3
 _CHAIN = {"speculative_num_steps": _STEPS, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": _STEPS + 1}
 _TREE = {"speculative_num_steps": _STEPS, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
+# Requests are retracted where the cache is starved and SGLang expects short answers (`conservativeness`), unless
+# its prefix cache is off and no request has stop tokens: then it admits only what fits for certain.
 FEATURES = (
     Feature(name="decode_sizes", values=([1, 2, 4, 8], [2, 4], [1, 8], [3, 5, 7])),
     Feature(name="prefill_graph", values=(None, [16, 32, 64, 128], [8, 24, 40])),
@@ -24,17 +27,20 @@ FEATURES = (
     Feature(name="chunk", values=(None, 16, 24, 40)),
     Feature(name="mixed_chunk", values=(False, True)),
     Feature(name="prefix_cache", values=(False, True)),
-    Feature(name="drafts", values=(None, "standalone", "standalone tree", "eagle", "eagle tree")),
+    Feature(name="drafts", values=(None, "standalone", "standalone_tree", "eagle", "eagle_tree")),
     Feature(name="overlap", values=(False, True)),
-    Feature(name="cache_tokens", values=(4096, 512, 256)),
+    Feature(name="cache_tokens", values=(4096, 512, 192)),
+    Feature(name="conservativeness", values=(1.0, 0.1)),
     Feature(name="max_requests", values=(8, 3, 16)),
-    Feature(name="parallel", values=(1, "tp2", "dp2")),
+    Feature(name="parallel", values=(1, "tp2")),
     Feature(name="backend", values=("graphpact", "fa3")),
 )
 
 
 class SglangLoadOffer(LoadOffer):
     """SGLang under generated load, in one process for each rank."""
+
+    draft_models: ClassVar[tuple[str, ...]] = ("eagle", "eagle_tree")
 
     def features(self) -> Sequence[Feature]:
         """Return the features of configurations."""
@@ -60,6 +66,9 @@ class SglangLoadOffer(LoadOffer):
             "HF_HUB_OFFLINE": "1",
             "OMP_NUM_THREADS": "1",
             "PYTHONHASHSEED": "0",
+            "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",  # SGLang counts its pages after every step
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
+            "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
             "TRITON_INTERPRET": "1",
         }
 
@@ -97,6 +106,7 @@ def arguments_of(how: EngineStart) -> dict[str, Any]:
         "model_path": str(how.model),
         "log_level": "error",
         "skip_tokenizer_init": True,
+        "disable_hybrid_swa_memory": True,  # our attention backend serves one pool, with windows as masks
         "attention_backend": choice["backend"],
         "page_size": choice["page_size"],
         "chunked_prefill_size": choice["chunk"] or -1,
@@ -105,13 +115,14 @@ def arguments_of(how: EngineStart) -> dict[str, Any]:
         "disable_overlap_schedule": not choice["overlap"],
         "max_total_tokens": choice["cache_tokens"],
         "max_running_requests": choice["max_requests"],
+        "schedule_conservativeness": choice["conservativeness"],
     }
     found |= _graphs(choice) if not how.is_eager else {
         "cuda_graph_backend_decode": "disabled",
         "cuda_graph_backend_prefill": "disabled",
     }
     if not how.is_eager and choice["drafts"] is not None:
-        found |= _drafts(choice["drafts"], how.model)
+        found |= _drafts(choice["drafts"], how)
     if choice["parallel"] != 1:
         found |= {"tp_size": 2, "nccl_port": how.port}
     if choice["parallel"] == "dp2":
@@ -130,11 +141,16 @@ def _graphs(choice: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _drafts(name: str, model: Path) -> dict[str, Any]:
-    algorithm = name.partition(" ")[0].upper()
-    draft = model if algorithm == "STANDALONE" else model.with_name(f"{model.name}-eagle")
+def _drafts(name: str, how: EngineStart) -> dict[str, Any]:
+    """Return the arguments of drafts: by the model itself, or by a head for it."""
+    algorithm = name.partition("_")[0]
+    draft = how.drafts.get(name) or how.drafts.get(algorithm)
+    if algorithm == "standalone":
+        draft = how.model
+    if draft is None:
+        raise UsageError(f"drafts of {name} need a draft model", hint=f"give its folder: --draft {name}=DIR")
     return {
-        "speculative_algorithm": algorithm,
+        "speculative_algorithm": algorithm.upper(),
         "speculative_draft_model_path": str(draft),
         **(_TREE if name.endswith("tree") else _CHAIN),
     }

@@ -65,8 +65,8 @@ class Poison:
                 written = slots[~is_kept.all(1)].tolist()
                 raise ContractError(
                     f"a step wrote {name} at KV slots that no request owns: {written[:8]}",
-                    hint="padding rows write slot 0; see out_cache_loc of the step",
-                    rule="GP03",
+                    hint="padding rows write the page of slot 0; see out_cache_loc of the step",
+                    rule="GP04",
                 )
 
     def _free_slots(self) -> torch.Tensor:
