@@ -18,8 +18,8 @@ _STEPS = 3
 _CHAIN = {"speculative_num_steps": _STEPS, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": _STEPS + 1}
 _TREE = {"speculative_num_steps": _STEPS, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
-# Requests are retracted where the cache is starved and SGLang expects short answers (`conservativeness`), unless
-# its prefix cache is off and no request has stop tokens: then it admits only what fits for certain.
+# Requests are retracted where the cache is starved, SGLang expects short answers (`conservativeness`), and requests
+# arrive one after another.
 FEATURES = (
     Feature(name="decode_sizes", values=([1, 2, 4, 8], [2, 4], [1, 8], [3, 5, 7])),
     Feature(name="prefill_graph", values=(None, [16, 32, 64, 128], [8, 24, 40])),

@@ -100,8 +100,7 @@ class InProcessEngine:
 
         def known(request: Any, *args: Any, **kwargs: Any) -> Any:
             self._known[request.rid] = request
-            if request.sampling_params.stop_token_ids:  # SGLang would take the model's own for some of them
-                request.eos_token_ids, request.tokenizer = set(), None
+            request.eos_token_ids, request.tokenizer = set(), None  # the model's own end tokens do not end it
             return add(self.scheduler, request, *args, **kwargs)
 
         self.scheduler._add_request_to_queue = known  # noqa: SLF001
@@ -195,7 +194,7 @@ class InProcessEngine:
             temperature=0.0,
             max_new_tokens=request.max_new_tokens,
             stop_token_ids=list(request.stop_token_ids) or None,
-            ignore_eos=not request.stop_token_ids,  # SGLang ignores stop tokens with it
+            ignore_eos=False,  # with it SGLang ignores stop tokens, and admits only what fits for certain
         )
         params.normalize(None)
         return TokenizedGenerateReqInput(

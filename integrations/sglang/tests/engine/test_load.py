@@ -186,7 +186,9 @@ def test_two_ranks_run_the_same_steps(plain: Found) -> None:
 def test_a_starved_cache_retracts_and_loses_nothing() -> None:
     """Requests that outgrow the cache wait and begin again, and give the tokens of a cache with plenty."""
     def long() -> list[PromptRequest]:
-        return [PromptRequest(token_ids=[65 + at] * 20, max_new_tokens=60) for at in range(6)]
+        return [
+            PromptRequest(token_ids=[65 + at] * 20, max_new_tokens=60, arrives_in=2 * at) for at in range(6)
+        ]
 
     right = in_child(given=long())
     starved = {"cache_tokens": 192, "conservativeness": 0.1, "prefix_cache": True}
