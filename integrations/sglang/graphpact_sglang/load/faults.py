@@ -2,9 +2,9 @@
 
     raise    the target model raises `InjectedError` in one step. SGLang's scheduler ends by it.
     full     the KV cache has no free page: the prefix cache is emptied and all free pages are taken, for some
-             passes. SGLang aborts the last request of a batch for which there is no room, because it cannot
-             know that room will come. So the pages are given back, too early, to a batch of one request and to
-             an empty engine: the fault is meant to make it wait and retract, not to lose a request.
+             passes. SGLang aborts the last request of a batch for which there is no room. So the pages are
+             given back, too early, while fewer than two requests run: the fault makes requests wait and be
+             retracted, and none may be lost.
 
 Does not: change SGLang's answers to them.
 """
@@ -38,7 +38,9 @@ class Injection:
             def raising(*args: Any, **kwargs: Any) -> Any:
                 if self._raise and self._at >= self._raise[0]:
                     at = self._raise.pop(0)
-                    raise InjectedError(f"the model fails on purpose in pass {self._at}, asked for in pass {at}")
+                    raise InjectedError(
+                        f"the model fails on purpose in pass {self._at}, asked for in pass {at}"
+                    )
                 return forward(*args, **kwargs)
 
             runner.forward = raising

@@ -6,7 +6,6 @@ Does not: import SGLang before `prepare`.
 import gc
 import os
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from graphpact.engines import EngineStart, Feature, LoadedEngine, LoadOffer
@@ -15,10 +14,14 @@ from graphpact_sglang.runs.arguments import LAPTOP
 
 _STEPS = 3
 """Steps of a draft."""
-_CHAIN = {"speculative_num_steps": _STEPS, "speculative_eagle_topk": 1, "speculative_num_draft_tokens": _STEPS + 1}
+_CHAIN = {
+    "speculative_num_steps": _STEPS,
+    "speculative_eagle_topk": 1,
+    "speculative_num_draft_tokens": _STEPS + 1,
+}
 _TREE = {"speculative_num_steps": _STEPS, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
-# Requests are retracted where the cache is starved, SGLang expects short answers (`conservativeness`), and requests
+# Requests are retracted where the cache is starved, SGLang expects short answers (`conservativeness`), and they
 # arrive one after another.
 FEATURES = (
     Feature(name="decode_sizes", values=([1, 2, 4, 8], [2, 4], [1, 8], [3, 5, 7])),
@@ -47,8 +50,14 @@ class SglangLoadOffer(LoadOffer):
         return FEATURES
 
     def refused(self, choice: Mapping[str, Any]) -> str | None:
-        """Return why SGLang, or graphpact's tape, refuses a combination of values, or None."""
-        del choice
+        """Return why SGLang refuses a combination of values or switches one off; None if it takes it."""
+        drafts, page = choice["drafts"] or "", choice["page_size"]
+        if choice["chunk"] is not None and choice["chunk"] % page:
+            return "chunked_prefill_size must be divisible by page_size"
+        if drafts.endswith("tree") and page > 1 and choice["backend"] not in ("flashinfer", "fa3", "triton"):
+            return "trees of drafts with pages above 1 token are only supported on flashinfer, fa3 and triton"
+        if drafts.startswith("standalone") and choice["mixed_chunk"]:
+            return "STANDALONE drafts do not support mixed steps: SGLang switches them off"
         return None
 
     def ranks(self, choice: Mapping[str, Any]) -> int:
@@ -57,7 +66,7 @@ class SglangLoadOffer(LoadOffer):
 
     def shares_requests(self, choice: Mapping[str, Any]) -> bool:
         """Return whether all ranks run all requests, as those of tensor parallelism do."""
-        return choice.get("parallel", 1) != "dp2"
+        return bool(choice.get("parallel", 1) != "dp2")
 
     def variables(self) -> Mapping[str, str]:
         """Return environment variables that must be set before SGLang is imported."""
@@ -83,7 +92,7 @@ class SglangLoadOffer(LoadOffer):
         engine.warm_up()
         gc.collect()
         gc.freeze()
-        gc.unfreeze = gc.freeze  # type: ignore[assignment]  SGLang unfreezes after its captures
+        gc.unfreeze = gc.freeze  # SGLang unfreezes after its captures
 
     def start(self, how: EngineStart) -> LoadedEngine:
         """Start SGLang in this process."""
@@ -94,8 +103,13 @@ class SglangLoadOffer(LoadOffer):
 
 
 def words_of(how: EngineStart) -> str:
-    """Return the value of ``GRAPHPACT`` for a start."""
-    tape = "tape:strict" if how.is_strict else "tape"
+    """Return the value of ``GRAPHPACT`` for a start.
+
+    A strict tape refuses drafts by FlashAttention-3: Triton's interpreter prepares them in the graph, and a launch
+    counts as a write of all its tensors, the scheduler's own among them. They run on a tape that is not strict.
+    """
+    is_refused = how.choice.get("drafts") is not None and how.choice.get("backend") == "fa3"
+    tape = "tape:strict" if how.is_strict and (how.is_eager or not is_refused) else "tape"
     return tape if how.is_eager else f"{tape},guard,contents:1,verify:1"
 
 
@@ -117,10 +131,14 @@ def arguments_of(how: EngineStart) -> dict[str, Any]:
         "max_running_requests": choice["max_requests"],
         "schedule_conservativeness": choice["conservativeness"],
     }
-    found |= _graphs(choice) if not how.is_eager else {
-        "cuda_graph_backend_decode": "disabled",
-        "cuda_graph_backend_prefill": "disabled",
-    }
+    found |= (
+        _graphs(choice)
+        if not how.is_eager
+        else {
+            "cuda_graph_backend_decode": "disabled",
+            "cuda_graph_backend_prefill": "disabled",
+        }
+    )
     if not how.is_eager and choice["drafts"] is not None:
         found |= _drafts(choice["drafts"], how)
     if choice["parallel"] != 1:

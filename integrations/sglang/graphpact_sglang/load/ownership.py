@@ -5,8 +5,10 @@ Before each step it fills
 - the KV slots that no request owns and that the prefix cache does not keep, but the padding slots of page 0,
 - the rows of ``req_to_token`` that no request owns, but row 0 of padding requests: they point at a free slot.
 
-After the step these slots must be as they were. Slots are filled when they become free, and those that a request
-gets keep their poison until the step that writes them. So a read of a slot before it is written shows too.
+After the step these slots must be as they were. Slots are filled when they become free, and those that a
+request gets keep their poison until the step that writes them. So a read of a slot before it is written shows
+too. The poison is NaN, which reaches every sum: right kernels on the tape gather the slots of their own requests
+only, and their padding reads the page of slot 0, which is never filled.
 
 Does not: see a read whose result is thrown away, or a write of the same value.
 """
@@ -60,7 +62,7 @@ class Poison:
         slots = self._filled.nonzero().flatten()
         for name, cache in self._caches.items():
             rows = cache[slots].flatten(1)
-            is_kept = rows.isnan() if self._value != self._value else rows == self._value  # noqa: PLR0124  NaN
+            is_kept = rows.isnan() if self._value != self._value else rows == self._value
             if not bool(is_kept.all()):
                 written = slots[~is_kept.all(1)].tolist()
                 raise ContractError(
@@ -71,8 +73,8 @@ class Poison:
 
     def _free_slots(self) -> torch.Tensor:
         allocator = self._scheduler.token_to_kv_pool_allocator
-        pages, size = allocator.get_all_free_pages(), allocator.page_size
-        return (pages[:, None] * size + torch.arange(size)).flatten()
+        pages: torch.Tensor = allocator.get_all_free_pages()
+        return (pages[:, None] * allocator.page_size + torch.arange(allocator.page_size)).flatten()
 
 
 def _caches(model_runner: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -80,7 +80,9 @@ class StepLog:
         return {
             "at": self._at(),
             "kind": kind,
-            "requests": () if kind == "idle" else tuple(self._place_of(request.rid) for request in batch.reqs),
+            "requests": ()
+            if kind == "idle"
+            else tuple(self._place_of(request.rid) for request in batch.reqs),
             "tokens": tuple(tokens),
             "computed": tuple(computed),
         }

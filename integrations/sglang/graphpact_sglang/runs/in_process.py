@@ -61,7 +61,7 @@ class InProcessEngine:
         self.at = -1
 
     def _without_load_snapshots(self) -> None:
-        """Write no numbers of the load for SGLang's other processes: each start would leave a file in memory."""
+        """Write no numbers of the load for SGLang's other processes: each start would leave a file."""
         writer, self.scheduler.load_snapshot_writer = self.scheduler.load_snapshot_writer, None
         if writer is not None:
             writer.close()
@@ -120,11 +120,13 @@ class InProcessEngine:
         return f"{self._runs}-{at:06}"  # SGLang aborts all requests whose names begin with that of an abort
 
     def _complete(self, request: PromptRequest, its: Any) -> None:
-        """Fill in what a request got that the scheduler has not given out, such as that of a rank that is silent."""
+        """Fill in what a request got, if the scheduler has given out no end of it."""
         if its is None or request.num_ends:
             return
         tokens = list(its.output_ids)[: request.max_new_tokens]
-        request.output_ids = list(its.output_ids_through_stop)[: request.max_new_tokens] if its.finished() else tokens
+        request.output_ids = (
+            list(its.output_ids_through_stop)[: request.max_new_tokens] if its.finished() else tokens
+        )
         request.finish_reason = _reason(its.finished_reason.to_json()) if its.finished_reason else None
 
     # -- what SGLang sends -----------------------------------------------------------------------
@@ -148,7 +150,7 @@ class InProcessEngine:
                 self._end(request, _reason(reason))
 
     def _take_abort(self, output: Any, recv_obj: object = None) -> None:
-        """Take what the scheduler gives to the tokenizer: requests that ended before they ran, or without room."""
+        """Take what the scheduler gives to the tokenizer: requests that it aborted while they did not run."""
         del recv_obj
         if type(output).__name__ != "AbortReq" or (place := self._places.get(output.rid)) is None:
             return
@@ -213,7 +215,7 @@ class InProcessEngine:
         )
 
     def _all_ranks_are(self, is_done: bool) -> bool:  # noqa: FBT001
-        """Return whether all ranks are done: ranks with requests of their own take part in each other's steps."""
+        """Return whether all ranks are done: each takes part in the steps of the others."""
         if not self.scheduler.require_mlp_sync:
             return is_done
         from sglang.srt.runtime_context import get_parallel  # noqa: PLC0415
@@ -226,7 +228,10 @@ class InProcessEngine:
 
 
 def _ports(server_args: Any) -> Any:
-    """Return names of sockets that leave no files. SGLang's own choice requires ports that another rank has taken."""
+    """Return names of sockets that leave no files.
+
+    SGLang's own choice requires a port that another rank of data parallel attention may have taken.
+    """
     from sglang.srt.server_args import PortArgs  # noqa: PLC0415
     from sglang.srt.utils.network import get_free_port_below_ephemeral  # noqa: PLC0415
 

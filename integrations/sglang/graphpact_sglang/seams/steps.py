@@ -37,8 +37,8 @@ class StepCounts:
 
     Attributes:
         is_paused: Whether steps are not counted now, because they are none of the engine's.
-        listeners: Functions that are called in every counted step with the runner, the graph that it replays or
-            None, and the reason of an eager step or None.
+        listeners: Functions that are called in every counted step with the runner, the graph that it replays
+            or None, and the reason of an eager step or None.
     """
 
     def __init__(self) -> None:

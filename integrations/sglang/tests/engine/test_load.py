@@ -1,4 +1,4 @@
-"""SGLang under generated load: every value of a feature gives the plain tokens, and planted faults are reported."""
+"""SGLang under generated load: each value of a feature gives the plain tokens; planted faults are reported."""
 
 import random
 import socket
@@ -122,7 +122,10 @@ def plain() -> Found:
 
 
 VALUES = [
-    ({feature.name: value}, feature.name in ("drafts", "overlap", "prefill_graph") and value is feature.values[1])
+    (
+        {feature.name: value},
+        feature.name in ("drafts", "overlap", "prefill_graph") and value is feature.values[1],
+    )
     for feature in FEATURES
     for value in feature.values[1:]
     if feature.name != "parallel"
@@ -149,7 +152,7 @@ def test_every_value_gives_the_plain_tokens(plain: Found, choice: dict[str, Any]
 
 
 def test_a_run_gives_the_same_steps_again_whatever_is_mixed(plain: Found) -> None:
-    """Chunks, mixed steps, hits of the prefix cache, drafts and the overlapped schedule are the same each time."""
+    """Chunks, mixed steps, hits of the prefix cache, drafts and the overlapped schedule: always the same."""
     choice = {
         "chunk": 16,
         "mixed_chunk": True,
@@ -159,10 +162,14 @@ def test_a_run_gives_the_same_steps_again_whatever_is_mixed(plain: Found) -> Non
         "page_size": 4,
         "drafts": "eagle",
     }
-    first, second = in_child(choice=choice, is_strict=True), in_child(choice=choice, is_strict=True)
+
+    def overlaps(started: Any) -> None:
+        assert started.engine.scheduler.enable_overlap
+
+    first, second = (in_child(choice=choice, is_strict=True, plant=overlaps) for _ in range(2))
     first.require_right(plain)
     assert first.steps == second.steps
-    assert {"verify", "prefill"} <= {step.kind for step in first.steps}
+    assert {step.kind for step in first.steps} == {"verify", "prefill", "mixed"}
     assert any(step.computed and max(step.computed) and step.kind == "prefill" for step in first.steps)
 
 
@@ -185,6 +192,7 @@ def test_two_ranks_run_the_same_steps(plain: Found) -> None:
 
 def test_a_starved_cache_retracts_and_loses_nothing() -> None:
     """Requests that outgrow the cache wait and begin again, and give the tokens of a cache with plenty."""
+
     def long() -> list[PromptRequest]:
         return [
             PromptRequest(token_ids=[65 + at] * 20, max_new_tokens=60, arrives_in=2 * at) for at in range(6)
@@ -212,7 +220,7 @@ def test_aborted_requests_end_once(plain: Found) -> None:
     assert found.leaks == []
 
 
-# -- faults ----------------------------------------------------------------------------------------------------
+# -- faults ------------------------------------------------------------------------------------------------
 
 
 def test_an_error_of_the_model_ends_the_run() -> None:
@@ -265,7 +273,7 @@ def writes_of_padding(started: Any) -> None:
 
 def test_a_lost_page_is_a_leak() -> None:
     """SGLang's own counts of memory are off, so this ends the start of a pass, or is told at the end."""
-    with pytest.raises(AssertionError, match="Leak Detected|memory leak"):
+    with pytest.raises(AssertionError, match=r"Leak Detected|memory leak"):
         in_child(plant=lost_page)
 
 
