@@ -41,8 +41,8 @@ def warm_up() -> None:
     Three things of SGLang are changed in this process, none of which decides what a step does:
 
     - its watchdog is not started: a thread that ends the process by the clock;
-    - the overlapped schedule stays on with drafts: SGLang switches it off on CPUs, and the tape goes the ways of
-      a GPU;
+    - the overlapped schedule stays on with drafts: SGLang switches it off on CPUs, and the tape goes the ways
+      of a GPU;
     - progress bars start no thread.
     """
     import torch  # noqa: PLC0415

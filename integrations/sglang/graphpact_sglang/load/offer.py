@@ -21,8 +21,8 @@ _CHAIN = {
 }
 _TREE = {"speculative_num_steps": _STEPS, "speculative_eagle_topk": 2, "speculative_num_draft_tokens": 6}
 
-# Requests are retracted where the cache is starved, SGLang expects short answers (`conservativeness`), and they
-# arrive one after another.
+# Requests are retracted where the cache is starved, SGLang expects short answers (`conservativeness`), and
+# they arrive one after another.
 FEATURES = (
     Feature(name="decode_sizes", values=([1, 2, 4, 8], [2, 4], [1, 8], [3, 5, 7])),
     Feature(name="prefill_graph", values=(None, [16, 32, 64, 128], [8, 24, 40])),
@@ -105,8 +105,8 @@ class SglangLoadOffer(LoadOffer):
 def words_of(how: EngineStart) -> str:
     """Return the value of ``GRAPHPACT`` for a start.
 
-    A strict tape refuses drafts by FlashAttention-3: Triton's interpreter prepares them in the graph, and a launch
-    counts as a write of all its tensors, the scheduler's own among them. They run on a tape that is not strict.
+    A strict tape refuses drafts by FlashAttention-3: Triton's interpreter prepares them in the graph, and a
+    launch counts as a write of all its tensors, the scheduler's own among them. They run on the fast tape.
     """
     is_refused = how.choice.get("drafts") is not None and how.choice.get("backend") == "fa3"
     tape = "tape:strict" if how.is_strict and (how.is_eager or not is_refused) else "tape"

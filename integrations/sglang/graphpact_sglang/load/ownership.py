@@ -7,8 +7,8 @@ Before each step it fills
 
 After the step these slots must be as they were. Slots are filled when they become free, and those that a
 request gets keep their poison until the step that writes them. So a read of a slot before it is written shows
-too. The poison is NaN, which reaches every sum: right kernels on the tape gather the slots of their own requests
-only, and their padding reads the page of slot 0, which is never filled.
+too. The poison is NaN, which reaches every sum: right kernels on the tape gather the slots of their own
+requests only, and their padding reads the page of slot 0, which is never filled.
 
 Does not: see a read whose result is thrown away, or a write of the same value.
 """
@@ -74,7 +74,8 @@ class Poison:
     def _free_slots(self) -> torch.Tensor:
         allocator = self._scheduler.token_to_kv_pool_allocator
         pages: torch.Tensor = allocator.get_all_free_pages()
-        return (pages[:, None] * allocator.page_size + torch.arange(allocator.page_size)).flatten()
+        size: int = allocator.page_size
+        return (pages[:, None] * size + torch.arange(size)).flatten()
 
 
 def _caches(model_runner: Any) -> Iterator[tuple[str, torch.Tensor]]:

@@ -123,10 +123,7 @@ class InProcessEngine:
         """Fill in what a request got, if the scheduler has given out no end of it."""
         if its is None or request.num_ends:
             return
-        tokens = list(its.output_ids)[: request.max_new_tokens]
-        request.output_ids = (
-            list(its.output_ids_through_stop)[: request.max_new_tokens] if its.finished() else tokens
-        )
+        request.output_ids = list(its.output_ids_through_stop)[: request.max_new_tokens]
         request.finish_reason = _reason(its.finished_reason.to_json()) if its.finished_reason else None
 
     # -- what SGLang sends -----------------------------------------------------------------------

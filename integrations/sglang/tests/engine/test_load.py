@@ -1,4 +1,4 @@
-"""SGLang under generated load: each value of a feature gives the plain tokens; planted faults are reported."""
+"""SGLang under generated load: each value of a feature gives the plain tokens, and plants are reported."""
 
 import random
 import socket
@@ -252,7 +252,7 @@ def lost_page(started: Any) -> None:
 
 
 def row_of_another(started: Any) -> None:
-    """Read the row of a request that ended: the last row, which is free in this load."""
+    """Read the row of no request: the last one, which is free in this load."""
     backend = started.engine.model_runner.attn_backend
     prepare = backend.fill_graph_metadata
 
