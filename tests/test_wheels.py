@@ -42,6 +42,7 @@ NEEDS_SGLANG = (  # which its user has, or the extra for the tape
     *("attention.drafts", "attention.fa3", "attention.paged", "hooks"),
     *("guard.contents", "guard.draft_contents", "guard.guarding", "guard.live_tokens"),
     *("guard.prefill_contents", "guard.recording", "guard.start"),
+    *("load.engine", "load.steps"),
     *("runs.cli", "runs.in_process", "runs.job", "runs.surface"),
     *("seams.hooking", "seams.ranks", "seams.steps"),
     *("tape.experts", "tape.platform", "tape.segments", "tape.taping"),

@@ -8,6 +8,7 @@
     tape         its platform, graph runners and graphs on a CPU
     attention    attention backends that run on a CPU and can be recorded
     runs         runs of its engine, for commands
+    load         its engine under generated load
 
 SGLang calls `platform_class` and `register` by its entry points, in each of its processes. Both do nothing
 unless ``GRAPHPACT`` asks for something.

@@ -270,11 +270,20 @@ class SglangGuard:
         if select_index is None:  # 0.5.19 selects rows by other rules, so its draft extends are not verified
             return original(runner, batch)
         self._take_replayed()
+        draft = batch.spec_info
+        hidden = draft.hidden_states
+        # They are an output of the graph that verified, and the next replay may reuse its memory.
+        is_verified = self.guard is not None and self.guard.settings.verify
+        kept = hidden.clone() if is_verified and hidden is not None else hidden  # None: a model of its own
         output = original(runner, batch, select_index)
 
         def eager() -> Iterator[tuple[str, torch.Tensor]]:
             """Yield the outputs of the selected rows: only a graph selects them before the last layer."""
-            again = _run_again(runner, runner.model_runner.forward, batch)
+            draft.hidden_states = kept
+            try:
+                again = _run_again(runner, runner.model_runner.forward, batch)
+            finally:
+                draft.hidden_states = hidden
             for name, tensor in _outputs(again.logits_output):
                 yield name, tensor[select_index]
 

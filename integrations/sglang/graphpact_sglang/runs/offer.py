@@ -5,7 +5,7 @@ Does not: import SGLang; each run is a process of its own.
 
 from typing import ClassVar
 
-from graphpact.engines import ProcessOffer
+from graphpact.engines import LoadOffer, ProcessOffer
 from graphpact_sglang import SUPPORTED
 
 
@@ -17,3 +17,9 @@ class SglangOffer(ProcessOffer):
     supported: ClassVar[tuple[str, ...]] = SUPPORTED
     job_module: ClassVar[str] = "graphpact_sglang.runs.job"
     make_target: ClassVar[str] = "sglang"
+
+    def under_load(self) -> LoadOffer:
+        """Return how `graphpact swarm` runs SGLang."""
+        from graphpact_sglang.load.offer import SglangLoadOffer  # noqa: PLC0415  only for generated load
+
+        return SglangLoadOffer()

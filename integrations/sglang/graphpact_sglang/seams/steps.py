@@ -8,6 +8,7 @@ Does not: change a step.
 
 import time
 from collections import Counter
+from collections.abc import Callable
 from typing import Any
 
 from sglang.srt.model_executor.runner import prefill_cuda_graph_runner
@@ -36,12 +37,15 @@ class StepCounts:
 
     Attributes:
         is_paused: Whether steps are not counted now, because they are none of the engine's.
+        listeners: Functions that are called in every counted step with the runner, the graph that it replays
+            or None, and the reason of an eager step or None.
     """
 
     def __init__(self) -> None:
         self.graphs: dict[GraphKey, GraphCounts] = {}
         self.eager: Counter[tuple[str, str]] = Counter()
         self.is_paused = False
+        self.listeners: list[Callable[[Any, GraphKey | None, str | None], None]] = []
         self._begun: float | None = None  # when the current capture began
 
     def register(self) -> None:
@@ -70,12 +74,15 @@ class StepCounts:
     def _replay(self, graph_backend: Any, shape_key: Any, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
         runner = graph_backend._cuda_graph_runner  # noqa: SLF001
-        counts = self.graphs.get(key_of(runner, shape_key))
+        key = key_of(runner, shape_key)
+        counts = self.graphs.get(key)
         if counts is None or self.is_paused:  # None: it was captured before the hooks were there
             return
         counts.replays += 1
         counts.raw += getattr(runner, "raw_num_tokens", None) or runner.raw_bs
         counts.padded += shape_key.size
+        for listener in self.listeners:
+            listener(runner, key, None)
 
     def _run(self, runner: Any, batch: Any, *args: Any, **kwargs: Any) -> None:
         del args, kwargs
@@ -83,7 +90,10 @@ class StepCounts:
         is_capture = self._begun is not None
         if is_capture or self.is_paused or getattr(batch, "graphpact_verifies", False):
             return
-        self.eager[batch.forward_mode.name.lower(), _eager_reason(runner, batch)] += 1
+        reason = _eager_reason(runner, batch)
+        self.eager[batch.forward_mode.name.lower(), reason] += 1
+        for listener in self.listeners:
+            listener(runner, None, reason)
 
 
 def _nodes_of(graph: Any) -> int:

@@ -36,6 +36,7 @@ class Capture:
         }
         eager = getattr(model_runner, "eager_runner", None)  # made after the first captures
         eager_slots = {} if eager is None else eager._eager_registry._slots  # noqa: SLF001
+        of_host = {name: slot for name, slot in eager_slots.items() if name.endswith("_cpu")}
         self._graph_backend = graph_backend
         self._names = names = MemoryNames()
         # Attention backends hold some of these too.
@@ -43,7 +44,8 @@ class Capture:
         names.claim({"req_to_token": model_runner.req_to_token_pool.req_to_token})
         self._caches = names.claim(_pools(model_runner))
         self._refreshed = names.claim(inputs | metadata)
-        self._host = names.claim(host)
+        # Eager runs of more requests than any graph has copy there too.
+        self._host = names.claim(host | {"EagerRunner": of_host})
         self._workspaces = names.claim(backends | {"EagerRunner": eager_slots})  # drafts copy there
 
     def memory(self) -> DeclaredMemory:

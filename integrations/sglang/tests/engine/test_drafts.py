@@ -75,6 +75,7 @@ def plain() -> Run:
     [
         pytest.param(VERIFIED, DRAFTS, marks=pytest.mark.smoke),
         ("tape:strict,guard,contents:1", DRAFTS),
+        ("tape:strict,guard,contents:1,verify:1", DRAFTS | {"max_running_requests": 16}),
         (VERIFIED, TREE),
         ("tape:strict,guard,contents:1", TREE),
         (VERIFIED, DRAFTS | {"page_size": 16}),
@@ -82,7 +83,17 @@ def plain() -> Run:
         (VERIFIED, DRAFTS | FA3),
         (VERIFIED, TREE | FA3 | {"page_size": 16}),
     ],
-    ids=["chain", "strict", "tree", "strict tree", "pages", "standalone", "fa3", "fa3 tree with pages"],
+    ids=[
+        "chain",
+        "strict",
+        "strict with more requests than graphs have",
+        "tree",
+        "strict tree",
+        "pages",
+        "standalone",
+        "fa3",
+        "fa3 tree with pages",
+    ],
 )
 def test_drafted_answers_are_those_without_drafts(plain: Run, words: str, arguments: dict[str, Any]) -> None:
     """In batches of 1 to 8, the tokens are the plain ones, without a fault.
