@@ -7,6 +7,7 @@
     tape         its worker, model runners and graphs on a CPU
     attention    attention backends that run on a CPU and can be recorded
     runs         runs of its engine, for commands
+    load         its engine under generated load, for `graphpact swarm`
 
 vLLM calls `platform_class` and `register` by its entry points, in each of its processes, sometimes twice.
 Both do nothing unless ``GRAPHPACT`` asks for something.
