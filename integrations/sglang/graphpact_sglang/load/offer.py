@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from graphpact.engines import EngineStart, Feature, LoadedEngine, LoadOffer
 from graphpact.errors import UsageError
-from graphpact_sglang.runs.arguments import LAPTOP
+from graphpact_sglang.arguments import LAPTOP
 
 _STEPS = 3
 """Steps of a draft."""

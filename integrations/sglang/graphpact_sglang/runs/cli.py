@@ -5,7 +5,7 @@ Does not: import SGLang; each run is a process of its own, and releases are only
 
 from graphpact_cli.engine_runs import LaptopEngine, engine_app
 from graphpact_cli.releases.command import add_diff
-from graphpact_sglang.runs.arguments import GRAPHS, LAPTOP
+from graphpact_sglang.arguments import GRAPHS, LAPTOP
 from graphpact_sglang.runs.offer import SglangOffer
 from graphpact_sglang.runs.surface import RELEASES
 

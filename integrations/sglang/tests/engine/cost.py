@@ -29,7 +29,7 @@ from engines import ENGINE, requests  # noqa: E402  after the stand-ins
 from guard_cost import microseconds_of_a_check, take_turns  # noqa: E402
 
 from graphpact_sglang.hooks import InProcess, state  # noqa: E402
-from graphpact_sglang.runs.in_process import InProcessEngine  # noqa: E402
+from graphpact_sglang.load.in_process import InProcessEngine  # noqa: E402
 
 
 def main(turns: int) -> None:

@@ -24,7 +24,7 @@ from sglang.srt.runtime_context import get_context
 from graphpact_guard import GraphKey, Guard, Settings
 from graphpact_kernels import PageTableCall, PageTableRows, ScoreOptions, page_table_attention
 from graphpact_sglang.guard.contents import DecodeRows, expected_metadata
-from graphpact_sglang.runs.in_process import InProcessEngine
+from graphpact_sglang.load.in_process import InProcessEngine
 from graphpact_sglang.seams.runners import METADATA
 
 HEADS, RANK, ROPE, PAGE, PAGES, REQUESTS, WIDTH, BS = 2, 512, 64, 64, 4, 8, 4, 4  # DeepSeek's widths

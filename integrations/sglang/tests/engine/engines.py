@@ -11,8 +11,8 @@ from engine_run import MODEL, PROMPTS, ROOT, SECONDS, EngineRun, requests
 from sglang.srt.plugins import load_plugins
 
 from graphpact.engines import PromptRequest
-from graphpact_sglang.runs.arguments import GRAPHS, LAPTOP
-from graphpact_sglang.runs.in_process import InProcessEngine
+from graphpact_sglang.arguments import GRAPHS, LAPTOP
+from graphpact_sglang.load.in_process import InProcessEngine
 
 __all__ = [
     "ENGINE",

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from graphpact_sglang.attention.paged import PagedAttnBackend, PagedMetadata
-from graphpact_sglang.runs.in_process import InProcessEngine
+from graphpact_sglang.load.in_process import InProcessEngine
 
 
 def _replays(change: Callable[[Any, Any, Any], None]) -> Callable[[InProcessEngine], None]:

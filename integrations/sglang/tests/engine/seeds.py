@@ -16,7 +16,7 @@ from sglang.srt.model_executor.cuda_graph_buffer_registry import PaddingPolicy
 from sglang.srt.model_executor.runner import decode_cuda_graph_runner, prefill_cuda_graph_runner
 
 from graphpact.engines import PromptRequest
-from graphpact_sglang.runs.in_process import InProcessEngine
+from graphpact_sglang.load.in_process import InProcessEngine
 
 Answers = Literal["right", "wrong", "refused"]
 Plant = Callable[[InProcessEngine], None]

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from engines import PROMPTS, Run, requests, run_in_child
 
-from graphpact_sglang.runs.in_process import InProcessEngine
+from graphpact_sglang.load.in_process import InProcessEngine
 
 DECODE = {"cuda_graph_backend_prefill": "disabled"}
 FA3 = DECODE | {"attention_backend": "fa3"}

@@ -10,7 +10,7 @@ import torch
 from engines import MODEL, Run, requests, run_in_child
 from safetensors.torch import save_file
 
-from graphpact_sglang.runs.in_process import InProcessEngine
+from graphpact_sglang.load.in_process import InProcessEngine
 
 DRAFTS: dict[str, Any] = {
     "speculative_algorithm": "EAGLE",

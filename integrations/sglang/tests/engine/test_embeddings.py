@@ -13,7 +13,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.sampling.sampling_params import SamplingParams
 
 from graphpact_kernels import define_kernel
-from graphpact_sglang.runs.in_process import InProcessEngine
+from graphpact_sglang.load.in_process import InProcessEngine
 
 # Then FlashAttention attends to keys that are in no cache.
 NO_CACHE = {

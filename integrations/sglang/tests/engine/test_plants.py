@@ -6,7 +6,7 @@ import pytest
 from engines import Run, run_in_child
 from plants import REBOUND, STALE, BakedBackend, swapped_metadata, use
 
-from graphpact_sglang.runs.in_process import InProcessEngine
+from graphpact_sglang.load.in_process import InProcessEngine
 
 WORDS = "tape,guard,contents:1"
 

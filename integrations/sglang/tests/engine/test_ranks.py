@@ -16,7 +16,7 @@ from sglang.srt.runtime_context import get_parallel
 from graphpact.engines import EngineJob, EngineResult
 from graphpact.errors import ConfigError
 from graphpact.recording import read_recording
-from graphpact_sglang.runs.in_process import InProcessEngine
+from graphpact_sglang.load.in_process import InProcessEngine
 from graphpact_sglang.seams.ranks import agreement_of_ranks
 
 ASKED = PROMPTS[:3]

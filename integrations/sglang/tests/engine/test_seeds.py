@@ -16,7 +16,7 @@ from seeds import (
     Seed,
 )
 
-from graphpact_sglang.runs.in_process import InProcessEngine
+from graphpact_sglang.load.in_process import InProcessEngine
 
 WORDS = "tape,guard,contents:1"
 _WIDTHS = {

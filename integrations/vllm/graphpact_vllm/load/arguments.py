@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphpact.engines import EngineStart, Feature
-from graphpact_vllm.runs.arguments import LAPTOP
+from graphpact_vllm.arguments import LAPTOP
 
 MAX_LEN = 256
 """The most tokens of a request, if the model can have so many: long ones only take time."""

@@ -32,7 +32,7 @@ from graphpact_vllm.load.injected import Injector
 from graphpact_vllm.load.leaks import leaks_of
 from graphpact_vllm.load.ownership import BlockOwnership
 from graphpact_vllm.load.steps import StepLog
-from graphpact_vllm.runs.in_process import InProcessEngine
+from graphpact_vllm.load.in_process import InProcessEngine
 
 
 class LoadedVllm(LoadedEngine):

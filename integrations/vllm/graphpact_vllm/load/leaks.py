@@ -6,7 +6,7 @@ Does not: take anything away; the engine must be drained before.
 from collections.abc import Iterator
 from typing import Any
 
-from graphpact_vllm.runs.in_process import InProcessEngine
+from graphpact_vllm.load.in_process import InProcessEngine
 
 
 def leaks_of(engine: InProcessEngine) -> Iterator[str]:

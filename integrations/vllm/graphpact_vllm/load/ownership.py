@@ -18,7 +18,7 @@ import torch
 
 from graphpact.errors import ReplayError
 from graphpact_vllm import ATTENTION_BACKEND
-from graphpact_vllm.runs.in_process import InProcessEngine
+from graphpact_vllm.load.in_process import InProcessEngine
 
 _LARGE = 1e4
 

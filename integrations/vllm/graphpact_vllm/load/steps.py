@@ -12,7 +12,7 @@ from typing import Any
 
 from graphpact.engines import EngineStep
 from graphpact_guard import GraphKey
-from graphpact_vllm.runs.in_process import InProcessEngine
+from graphpact_vllm.load.in_process import InProcessEngine
 from graphpact_vllm.seams.steps import StepCounts
 
 Seen = tuple[GraphKey | None, str | None]

@@ -17,7 +17,7 @@ from graphpact.engines import EngineJob
 from graphpact_cli.console import data, note
 from graphpact_cli.engine_runs import LaptopEngine, engine_app, parse_setting, require_ready
 from graphpact_cli.releases.command import add_diff
-from graphpact_vllm.runs.arguments import EAGER, GRAPHS, LAPTOP
+from graphpact_vllm.arguments import EAGER, GRAPHS, LAPTOP
 from graphpact_vllm.runs.choices_report import judge_choices, print_choices
 from graphpact_vllm.runs.offer import VllmDispatchers, VllmOffer
 from graphpact_vllm.runs.surface import RELEASES

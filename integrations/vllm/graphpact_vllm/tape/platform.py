@@ -14,7 +14,7 @@ from vllm.platforms.cpu import CpuPlatform
 
 from graphpact.errors import ConfigError
 from graphpact_vllm import ATTENTION_BACKEND, PLUGGED
-from graphpact_vllm.runs.arguments import NATIVE_ROPE
+from graphpact_vllm.arguments import NATIVE_ROPE
 
 
 class TapePlatform(CpuPlatform):

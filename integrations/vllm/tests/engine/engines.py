@@ -12,8 +12,8 @@ from engine_run import MODEL, PROMPTS, ROOT, SECONDS, EngineRun, requests
 from vllm.utils.network_utils import get_open_port
 
 from graphpact.engines import PromptRequest
-from graphpact_vllm.runs.arguments import GRAPHS, LAPTOP
-from graphpact_vllm.runs.in_process import InProcessEngine
+from graphpact_vllm.arguments import GRAPHS, LAPTOP
+from graphpact_vllm.load.in_process import InProcessEngine
 
 __all__ = [
     "ENGINE",

@@ -9,7 +9,7 @@ from vllm.v1.attention.backend import AttentionCGSupport
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionMetadataBuilder
 
 from graphpact_vllm.attention.paged import PagedBackend, PagedImpl, PagedMetadata, PagedMetadataBuilder
-from graphpact_vllm.runs.in_process import InProcessEngine
+from graphpact_vllm.load.in_process import InProcessEngine
 
 
 class Rebound(PagedMetadataBuilder):

@@ -11,7 +11,7 @@ from engines import MODEL, Run, requests, run_in_child, sweep_but
 from plants import move_slots
 from safetensors.torch import load_file, save_file
 
-from graphpact_vllm.runs.in_process import InProcessEngine
+from graphpact_vllm.load.in_process import InProcessEngine
 
 FULL = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY", "cudagraph_capture_sizes": [4, 8, 16, 32]}
 FAST, STRICT = "tape,guard,contents:1,verify:1", "tape:strict,guard,contents:1"

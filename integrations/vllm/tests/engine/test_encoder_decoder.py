@@ -14,7 +14,7 @@ from plants import Stale, use
 from transformers import WhisperFeatureExtractor, WhisperForConditionalGeneration
 
 from graphpact.engines import PromptRequest
-from graphpact_vllm.runs.in_process import InProcessEngine
+from graphpact_vllm.load.in_process import InProcessEngine
 
 FAST, STRICT = "tape,guard,contents:1,verify:1", "tape:strict,guard,contents:1"
 RATE = 16000

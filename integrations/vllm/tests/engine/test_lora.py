@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from vllm.lora.request import LoRARequest
 from vllm.platforms.cpu import CpuPlatform
 
-from graphpact_vllm.runs.in_process import InProcessEngine
+from graphpact_vllm.load.in_process import InProcessEngine
 from graphpact_vllm.tape.platform import TapePlatform
 
 FAST, STRICT = "tape,guard,contents:1,verify:1", "tape:strict,guard,contents:1"

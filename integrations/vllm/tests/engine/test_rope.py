@@ -1,4 +1,4 @@
-"""The kernel of RoPE of vLLM for CPUs, which graphpact switches off, see `graphpact_vllm.runs.arguments`."""
+"""The kernel of RoPE of vLLM for CPUs, which graphpact switches off, see `graphpact_vllm.arguments`."""
 
 import torch
 from vllm import _custom_ops
