@@ -40,7 +40,11 @@ _KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "windows": (
         "Gemma3TextConfig",
         "Gemma3ForCausalLM",
-        {"sliding_window": _WINDOW, "layer_types": ["sliding_attention", "full_attention"]},
+        {
+            "sliding_window": _WINDOW,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "tie_word_embeddings": True,  # as all that are released; SGLang computes no other
+        },
     ),
     "experts": (
         "Qwen3MoeConfig",
@@ -111,6 +115,6 @@ def make_model(name: str, folder: Path) -> Path:
     with torch.random.fork_rng():
         torch.manual_seed(0)
         config, kind, more = _KINDS[name]
-        model: Any = getattr(transformers, kind)(getattr(transformers, config)(**_SHAPE, **more))
+        model: Any = getattr(transformers, kind)(getattr(transformers, config)(**(_SHAPE | more)))
     model.float().save_pretrained(path)
     return path

@@ -5,9 +5,8 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given
@@ -31,6 +30,8 @@ MARKS = Landmarks(
     max_requests=8,
     cache_tokens=176,
 )
+LLAMA = {"llama": Path("llama")}
+MODELS = LLAMA | {"windows": Path("windows")}
 MOST_TOKENS = 1500  # of a scenario
 
 
@@ -46,8 +47,9 @@ class Offer(LoadOffer):
         """Return the features."""
         return (Feature(name="drafts", values=("none", "eagle")), Feature(name="mixed", values=(False, True)))
 
-    def refused(self, choice: Mapping[str, Any]) -> str | None:
+    def refused(self, how: EngineStart) -> str | None:
         """Refuse drafts in mixed steps."""
+        choice = how.choice
         return "both" if self.broken or (choice["drafts"] != "none" and choice["mixed"]) else None
 
     def prepare(self) -> None:
@@ -65,7 +67,7 @@ def drawn(space: Space, seed: int, marks: Landmarks = MARKS, model: ModelFacts =
 
 def digest() -> str:
     """Return a text that is the same if the scenarios of the first seeds are the same."""
-    space = Space("graphpact", GraphpactLoad(), ["llama", "window"], has_faults=True)
+    space = Space("graphpact", GraphpactLoad(), MODELS, has_faults=True)
     texts = [json.dumps(drawn(space, seed).to_json()) for seed in range(60)]
     return hashlib.sha256("\n".join(texts).encode()).hexdigest()
 
@@ -104,7 +106,7 @@ def marks(draw: st.DrawFn) -> Landmarks:
 def test_requests_fit_the_engine(seed: int, marks: Landmarks, window: int | None) -> None:
     """Each request has a prompt, asks for a token, fits into cache and model, and comes before its abort."""
     model = ModelFacts(Path("llama"), [*range(3, 160)], 512, window)
-    scenario = drawn(Space("graphpact", GraphpactLoad(), ["llama"]), seed, marks, model)
+    scenario = drawn(Space("graphpact", GraphpactLoad(), LLAMA), seed, marks, model)
     room = marks.cache_tokens - marks.page_size - marks.verify_width
     most = max(min(marks.max_len, model.max_len, room), 2)
     assert scenario.arrivals
@@ -122,7 +124,7 @@ def test_requests_fit_the_engine(seed: int, marks: Landmarks, window: int | None
 def test_every_value_is_drawn() -> None:
     """The first 400 seeds have every value of every feature, those of drafts and faults too."""
     offer = GraphpactLoad()
-    space = Space("graphpact", offer, ["llama", "window"], frozenset(offer.draft_models), has_faults=True)
+    space = Space("graphpact", offer, MODELS, frozenset(offer.draft_models), has_faults=True)
     missing = {
         (each.name, json.dumps(value))
         for each in [*space.engine_features(), *space.load_features()]
@@ -137,7 +139,7 @@ def test_every_value_is_drawn() -> None:
 
 def test_the_landmarks_are_hit() -> None:
     """Prompts of a chunk, a page and a token count, and one more and less, are in the first 400 seeds."""
-    space = Space("graphpact", GraphpactLoad(), ["llama"])
+    space = Space("graphpact", GraphpactLoad(), LLAMA)
     lengths = {len(each.prompt) for seed in range(400) for each in drawn(space, seed).arrivals}
     for point in (MARKS.chunk, 2 * MARKS.chunk, MARKS.page_size, *MARKS.token_counts, MARKS.verify_width):
         assert {point - 1, point, point + 1} <= lengths
@@ -148,20 +150,20 @@ def test_the_landmarks_are_hit() -> None:
 @given(seed=st.integers(0, 10**6))
 def test_seeds_of_a_block_share_an_engine(seed: int) -> None:
     """They have one configuration, which the engine does not refuse."""
-    space = Space("graphpact", GraphpactLoad(), ["llama", "window"], frozenset(["eagle"]))
+    space = Space("graphpact", GraphpactLoad(), MODELS, frozenset(["eagle"]))
     block = seed // SEEDS_PER_START * SEEDS_PER_START
     assert space.configuration(seed) == space.configuration(block)
-    assert space.offer.refused(space.configuration(seed)) is None
+    assert space.refused(space.configuration(seed)) is None
 
 
 def test_impossible_values_are_not_drawn() -> None:
     """A draft without its model is not drawn, a fixed feature has its value, no pair is refused."""
     seeds = range(0, 400, SEEDS_PER_START)
-    without = Space("e", Offer(), ["llama"])
+    without = Space("e", Offer(), LLAMA)
     assert {without.configuration(seed)["drafts"] for seed in seeds} == {"none"}
-    fixed = Space("e", Offer(), ["llama"], frozenset(["eagle"]), fixed={"mixed": True})
+    fixed = Space("e", Offer(), LLAMA, frozenset(["eagle"]), fixed={"mixed": True})
     assert {(c["mixed"], c["drafts"]) for c in map(fixed.configuration, seeds)} == {(True, "none")}
-    with_it = Space("e", Offer(), ["llama"], frozenset(["eagle"]))
+    with_it = Space("e", Offer(), LLAMA, frozenset(["eagle"]))
     both = {(c["mixed"], c["drafts"]) for c in map(with_it.configuration, seeds)}
     assert both == {(False, "none"), (True, "none"), (False, "eagle")}
 
@@ -169,4 +171,4 @@ def test_impossible_values_are_not_drawn() -> None:
 def test_an_engine_that_refuses_everything_is_an_error() -> None:
     """The error has the reason of the engine."""
     with pytest.raises(EngineError, match="refuses its plainest configuration: both"):
-        Space("e", Offer(broken=True), ["llama"]).configuration(0)
+        Space("e", Offer(broken=True), LLAMA).configuration(0)

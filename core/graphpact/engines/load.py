@@ -268,14 +268,10 @@ class LoadOffer(ABC):
     def features(self) -> Sequence[Feature]:
         """Return the features of configurations."""
 
-    def refused(self, choice: Mapping[str, Any]) -> str | None:
-        """Return why the engine itself refuses a combination of values, or None."""
-        del choice
+    def refused(self, how: EngineStart) -> str | None:
+        """Return why the engine itself refuses a combination of values, or one with this model; or None."""
+        del how
         return None
-
-    def refused_with(self, how: EngineStart) -> str | None:
-        """Return why the engine refuses to start so: a combination of values, or one with this model."""
-        return self.refused(how.choice)
 
     def ranks(self, choice: Mapping[str, Any]) -> int:
         """Return the number of processes of a configuration. Each is a started engine."""

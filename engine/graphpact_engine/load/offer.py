@@ -52,8 +52,9 @@ class GraphpactLoad(LoadOffer):
             Feature(name="drafts", values=("none", *self.draft_models)),
         )
 
-    def refused(self, choice: Mapping[str, Any]) -> str | None:
+    def refused(self, how: EngineStart) -> str | None:
         """Return why the engine refuses a combination, or None."""
+        choice = how.choice
         if choice["drafts"] != "none":
             if choice["mixed"]:
                 return "drafts exclude mixed steps"

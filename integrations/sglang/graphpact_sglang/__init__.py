@@ -1,6 +1,7 @@
 """graphpact inside SGLang: its real engine on a tape, and a guard of its replays.
 
     hooks        what is registered in SGLang in this process
+    arguments    arguments of its engine on a laptop
     stand_ins    stand-ins for packages that SGLang imports and a CPU cannot load
 
     seams        its graph runners, steps and ranks, which graphpact watches

@@ -24,7 +24,7 @@ def test_the_offer_is_built_without_the_engine() -> None:
     offer = SglangOffer().under_load()
     assert isinstance(offer, SglangLoadOffer)
     assert {feature.name for feature in offer.features()} >= {"page_size", "chunk", "drafts", "overlap"}
-    assert offer.refused(PLAIN) is None
+    assert offer.refused(EngineStart(choice=PLAIN, model=MODEL)) is None
     assert "sglang" not in sys.modules
 
 
@@ -37,7 +37,7 @@ def test_the_offer_is_built_without_the_engine() -> None:
 )
 def test_a_refusal_says_why(choice: dict[str, Any], named: str) -> None:
     """The reason is SGLang's own, in words."""
-    reason = SglangLoadOffer().refused(PLAIN | choice)
+    reason = SglangLoadOffer().refused(EngineStart(choice=PLAIN | choice, model=MODEL))
     assert reason is not None
     assert named in reason
 

@@ -1,6 +1,7 @@
 """graphpact inside vLLM: its real engine on a tape, and a guard of its replays.
 
     hooks        what is wrapped in vLLM in this process
+    arguments    arguments of its engine on a laptop
 
     seams        its builders, graphs, steps and ranks, which graphpact watches
     guard        what is checked at a replay, in a step of many ranks, and after the capture

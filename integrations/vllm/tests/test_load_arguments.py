@@ -36,11 +36,13 @@ def model(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_the_offer_is_made_without_vllm() -> None:
+def test_the_offer_is_made_without_vllm(model: Path) -> None:
     """A command asks for features in a process that has not imported the engine."""
     script = (
         "import sys; from graphpact_vllm.runs.offer import VllmOffer; load = VllmOffer().under_load();"
-        "choice = {each.name: each.values[-1] for each in load.features()}; load.refused(choice);"
+        "from graphpact.engines import EngineStart; from pathlib import Path;"
+        f"choice = {{each.name: each.values[-1] for each in load.features()}}; model = Path({str(model)!r});"
+        "load.refused(EngineStart(choice=choice, model=model));"
         "load.ranks(choice); load.variables(); sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", script], check=False).returncode == 0
@@ -87,13 +89,12 @@ def test_words_follow_from_the_choice(model: Path) -> None:
 
 def test_refused_combinations_have_a_reason(model: Path) -> None:
     """VLLM has no asynchronous scheduling with n-grams, and no data parallelism of dense models offline."""
-    assert "async" in str(refused(PLAIN | {"drafts": "ngram:1", "async_scheduling": True}))
-    assert refused(PLAIN | {"drafts": "draft_model:1", "async_scheduling": True}) is None
+    assert "async" in str(refused(start(model, drafts="ngram:1", async_scheduling=True)))
+    assert refused(start(model, drafts="draft_model:1", async_scheduling=True)) is None
     load, dense = VllmLoad(), start(model, parallel="dp2")
-    assert load.refused(dense.choice) is None
-    assert "dense" in str(load.refused_with(dense))
+    assert "dense" in str(load.refused(dense))
     (model / "config.json").write_text(json.dumps({"num_experts": 4}))
-    assert load.refused_with(dense) is None
+    assert load.refused(dense) is None
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, (None, 0)), ("ngram:3", ("ngram", 3))])
@@ -102,12 +103,13 @@ def test_drafts_have_a_method_and_a_number(value: str | None, expected: tuple[st
     assert drafts_of({"drafts": value}) == expected
 
 
-def test_most_combinations_are_not_refused() -> None:
-    """A refusal is an exception among all pairs of values."""
+def test_most_combinations_are_not_refused(model: Path) -> None:
+    """A refusal is an exception among all pairs of values, for a model with experts."""
+    (model / "config.json").write_text(json.dumps({"num_experts": 4}))
     pairs = [
         {one.name: a, other.name: b}
         for one, other in product(FEATURES, FEATURES)
         for a, b in product(one.values, other.values)
         if one.name < other.name
     ]
-    assert sum(refused(PLAIN | pair) is not None for pair in pairs) < len(pairs) / 15
+    assert sum(refused(start(model, **pair)) is not None for pair in pairs) < len(pairs) / 15

@@ -5,12 +5,13 @@ Does not: draw requests; `graphpact_swarm.draws.loads` does.
 
 import itertools
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from random import Random
 from typing import Any
 
-from graphpact.engines import Feature, LoadOffer
+from graphpact.engines import EngineStart, Feature, LoadOffer
 from graphpact.errors import EngineError
 
 SEEDS_PER_START = 4
@@ -41,7 +42,7 @@ class Space:
     Args:
         engine: The name of the engine.
         offer: What it offers.
-        models: Names of models to draw from, the plainest first.
+        models: The folders of models to draw from, by name, the plainest first.
         drafts: Values of the feature ``drafts`` whose draft model is there.
         has_faults: Whether faults are drawn.
         fixed: Features with one value only.
@@ -49,7 +50,7 @@ class Space:
 
     engine: str
     offer: LoadOffer
-    models: Sequence[str]
+    models: Mapping[str, Path]
     drafts: frozenset[str] = frozenset()
     has_faults: bool = False
     fixed: Mapping[str, Any] | None = None
@@ -86,14 +87,18 @@ class Space:
         features = self.engine_features()
         for _ in range(_TRIES):
             choice = {each.name: _drawn(random, each) for each in features}
-            if self.offer.refused(choice) is None:
+            if self.refused(choice) is None:
                 return choice
         # Most features are refused together: go towards the plainest one by one.
         for each in random.sample(features, len(features)):
             choice[each.name] = each.values[0]
-            if (reason := self.offer.refused(choice)) is None:
+            if (reason := self.refused(choice)) is None:
                 return choice
         raise EngineError(f"{self.engine} refuses its plainest configuration: {reason}")
+
+    def refused(self, choice: Mapping[str, Any]) -> str | None:
+        """Return why the engine refuses a configuration, or None."""
+        return self.offer.refused(EngineStart(choice=choice, model=self.models[choice["model"]]))
 
     def load(self, seed: int) -> dict[str, Any]:
         """Return the value of each feature of the load of ``seed``."""

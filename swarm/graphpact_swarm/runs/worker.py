@@ -68,7 +68,7 @@ class Setup:
         return Space(
             self.engine,
             offer,
-            list(self.models),
+            {name: Path(path) for name, path in self.models.items()},
             drafts=frozenset(self.drafts),
             has_faults=self.has_faults,
             fixed=self.fixed,
@@ -230,7 +230,7 @@ class Worker:
             def run(candidate: Scenario) -> Verdict | None:
                 nonlocal now
                 choice = {name: value for name, value in candidate.choice.items() if name in engines}
-                if self.offer.refused(choice) is not None:
+                if self.space.refused(choice) is not None:
                     return None
                 key = json.dumps(choice, sort_keys=True)
                 if now is None or now[0] != key:

@@ -29,10 +29,10 @@ from graphpact.engines import (
     PromptRequest,
 )
 from graphpact_sglang.load.faults import Injection
+from graphpact_sglang.load.in_process import InProcessEngine
 from graphpact_sglang.load.leaks import leaks_of
 from graphpact_sglang.load.ownership import Poison
 from graphpact_sglang.load.steps import StepLog
-from graphpact_sglang.load.in_process import InProcessEngine
 
 
 def warm_up() -> None:

@@ -49,8 +49,9 @@ class SglangLoadOffer(LoadOffer):
         """Return the features of configurations."""
         return FEATURES
 
-    def refused(self, choice: Mapping[str, Any]) -> str | None:
+    def refused(self, how: EngineStart) -> str | None:
         """Return why SGLang refuses a combination of values or switches one off; None if it takes it."""
+        choice = how.choice
         drafts, page = choice["drafts"] or "", choice["page_size"]
         if choice["chunk"] is not None and choice["chunk"] % page:
             return "chunked_prefill_size must be divisible by page_size"

@@ -2,6 +2,7 @@
 
     offer         its features, and how it starts with a choice of them
     arguments     the arguments of vLLM that follow from a choice
+    in_process    vLLM's engine in this process, driven step by step
     engine        the started engine: runs, faults, what is left over
     steps         what each batch of a run was
     ownership     poison of KV blocks that no request owns

@@ -47,28 +47,28 @@ FEATURES = (
 """
 
 
-def refused(choice: Mapping[str, Any]) -> str | None:
-    """Return why vLLM refuses a combination of values, in its words or ours; None if it starts."""
+def refused(how: EngineStart) -> str | None:
+    """Return why vLLM refuses a combination of values, or one with this model, in words; or None."""
+    choice = how.choice
     method, _ = drafts_of(choice)
-    if method == "ngram" and choice["async_scheduling"]:
-        return "vLLM: async scheduling is not supported with drafts by n-grams on the host"
-    if method == "draft_model" and choice["runner"] == "V2" and choice["parallel"] == "dp2":
-        return (
-            "vLLM's model runner V2 ends at the first prompt: its drafter runs one token more of each"
-            " request than the number of tokens that it gives to the other ranks"
-        )
-    if choice["backend"] == "CPU_ATTN" and choice["page_size"] % 32:
-        return "vLLM: CPU_ATTN needs a block size that is a multiple of 32"
-    if choice["backend"] == "CPU_ATTN" and choice["cudagraph_mode"] == "FULL":
-        return "vLLM: CUDAGraphMode.FULL is not supported by CPU_ATTN"
-    return None
-
-
-def refused_with(how: EngineStart) -> str | None:
-    """Return why vLLM refuses to start so with this model, or None."""
-    if how.choice["parallel"] == "dp2" and not _has_experts(how.model):
-        return "vLLM: offline data parallel mode is not supported for dense models"
-    return refused(how.choice)
+    is_dp, is_own = choice["parallel"] == "dp2", choice["backend"] == "CPU_ATTN"
+    reasons = {
+        "vLLM: async scheduling is not supported with drafts by n-grams on the host": method == "ngram"
+        and choice["async_scheduling"],
+        "vLLM: offline data parallel mode is not supported for dense models": is_dp
+        and not _has_experts(how.model),
+        "vLLM: all drafting layers should belong to the same KV cache group": method == "draft_model"
+        and _has_several_groups(how.model),
+        "vLLM's model runner V2 ends at the first prompt: its drafter runs one token more of each request than"
+        " the number of tokens that it gives to the other ranks": method == "draft_model"
+        and choice["runner"] == "V2"
+        and is_dp,
+        "vLLM: CPU_ATTN needs a block size that is a multiple of 32": is_own
+        and choice["page_size"] % 32 != 0,
+        "vLLM: CUDAGraphMode.FULL is not supported by CPU_ATTN": is_own
+        and choice["cudagraph_mode"] == "FULL",
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
 
 
 def drafts_of(choice: Mapping[str, Any]) -> tuple[str | None, int]:

@@ -28,11 +28,11 @@ from graphpact.engines import (
 )
 from graphpact_vllm import hooks
 from graphpact_vllm.load.arguments import arguments_of, drafts_of
+from graphpact_vllm.load.in_process import InProcessEngine
 from graphpact_vllm.load.injected import Injector
 from graphpact_vllm.load.leaks import leaks_of
 from graphpact_vllm.load.ownership import BlockOwnership
 from graphpact_vllm.load.steps import StepLog
-from graphpact_vllm.load.in_process import InProcessEngine
 
 
 class LoadedVllm(LoadedEngine):

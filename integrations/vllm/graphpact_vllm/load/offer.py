@@ -36,13 +36,9 @@ class VllmLoad(LoadOffer):
         """Return the features of configurations."""
         return arguments.FEATURES
 
-    def refused(self, choice: Mapping[str, Any]) -> str | None:
-        """Return why vLLM refuses a combination of values, or None."""
-        return arguments.refused(choice)
-
-    def refused_with(self, how: EngineStart) -> str | None:
-        """Return why vLLM refuses to start so with this model, or None."""
-        return arguments.refused_with(how)
+    def refused(self, how: EngineStart) -> str | None:
+        """Return why vLLM refuses a combination of values, or one with this model; or None."""
+        return arguments.refused(how)
 
     def ranks(self, choice: Mapping[str, Any]) -> int:
         """Return the number of processes: two for two ranks."""

@@ -3,13 +3,10 @@
 Does not: import vLLM for runs; each is a process of its own.
 """
 
-import pkgutil
 from typing import Any, ClassVar
 
 from graphpact.engines import LoadOffer, ProcessOffer
 from graphpact_vllm import SUPPORTED, installed_release
-
-_LOAD = "graphpact_vllm.load.offer:VllmLoad"
 
 
 class VllmOffer(ProcessOffer):
@@ -33,8 +30,9 @@ class VllmOffer(ProcessOffer):
 
     def under_load(self) -> LoadOffer:
         """Return how `graphpact swarm` runs vLLM."""
-        load: LoadOffer = pkgutil.resolve_name(_LOAD)()  # by name: that room builds on this one
-        return load
+        from graphpact_vllm.load.offer import VllmLoad  # noqa: PLC0415  only for that command
+
+        return VllmLoad()
 
 
 class VllmDispatchers(VllmOffer):

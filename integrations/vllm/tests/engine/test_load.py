@@ -11,7 +11,7 @@ from kinds import save_kind
 from loaded import PLAIN, Outcome, given, load, load_ranks
 from plants import Stale, use
 
-from graphpact.engines import InjectedFault, PromptRequest
+from graphpact.engines import EngineStart, InjectedFault, PromptRequest
 from graphpact_vllm.load.engine import LoadedVllm
 from graphpact_vllm.load.offer import VllmLoad
 from graphpact_vllm.load.steps import forwards_of
@@ -148,8 +148,9 @@ def test_the_same_requests_give_the_same_steps(runner: str) -> None:
 def test_drafts_of_a_model_end_data_parallelism_of_v2(tmp_path: Path) -> None:
     """Why it is refused: vLLM's drafter runs one token more of each request than other ranks are told."""
     its, choice = _random_requests(2), {"parallel": "dp2", "drafts": "draft_model:1", "runner": "V2"}
-    assert VllmLoad().refused(PLAIN | choice) is not None
-    for rank in load_ranks(choice, [its, its], save_kind("moe", tmp_path)):
+    model = save_kind("moe", tmp_path)
+    assert VllmLoad().refused(EngineStart(choice=PLAIN | choice, model=model)) is not None
+    for rank in load_ranks(choice, [its, its], model):
         assert rank.error is not None
         assert "assert num_tokens_across_dp_cpu[dp_rank] == batchsize" in rank.error
 
