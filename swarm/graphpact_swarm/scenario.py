@@ -5,9 +5,10 @@ Does not: draw one (`graphpact_swarm.draws` does), or run it (`graphpact_swarm.r
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Literal
+from types import UnionType
+from typing import Any, Literal, TypeVar, get_args, get_origin
 
 from graphpact.engines import InjectedFault, PromptRequest
 from graphpact.errors import UsageError
@@ -15,6 +16,28 @@ from graphpact.files import read_file, write_file
 
 FORMAT = 1
 _HINT = "give a file that `graphpact swarm` wrote"
+_T = TypeVar("_T")
+
+
+def checked(record: _T) -> _T:
+    """Return a dataclass that was made from JSON, if its fields have their types.
+
+    Raises:
+        TypeError: A field has another type.
+    """
+    made: Any = record
+    for each in fields(made):
+        value, kind = getattr(record, each.name), get_origin(each.type)
+        if kind is Literal:
+            is_right = value in get_args(each.type)
+        elif each.type is float:
+            is_right = isinstance(value, float | int)
+        else:  # a class or a union of classes, or the class of a container
+            kinds: Any = each.type if kind in (None, UnionType) else kind
+            is_right = isinstance(value, kinds)
+        if not is_right:
+            raise TypeError(f"{each.name} is {value!r:.60}")
+    return record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,10 +139,9 @@ class Scenario:
             given = dict(values)
             if given.pop("format") != FORMAT:
                 raise UsageError(f"a scenario of the format {values['format']!r}", hint=_HINT)
-            return cls(
-                **given
-                | {
-                    "arrivals": tuple(
+            lists: dict[str, list[Any]] = {
+                "arrivals": [
+                    checked(
                         Arrival(
                             **each
                             | {
@@ -127,13 +149,15 @@ class Scenario:
                                 "stop_token_ids": tuple(map(int, each.get("stop_token_ids", ()))),
                             }
                         )
-                        for each in given["arrivals"]
-                    ),
-                    "faults": tuple(InjectedFault(**each) for each in given.get("faults", ())),
-                    "process_faults": tuple(ProcessFault(**each) for each in given.get("process_faults", ())),
-                }
-            )
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
+                    )
+                    for each in given["arrivals"]
+                ],
+                "faults": [checked(InjectedFault(**each)) for each in given.get("faults", ())],
+                "process_faults": [checked(ProcessFault(**each)) for each in given.get("process_faults", ())],
+            }
+            given |= {name: tuple(listed) for name, listed in lists.items()}
+            return checked(cls(**given))
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
             raise UsageError(f"this is no scenario: {type(error).__name__}: {error}", hint=_HINT) from error
 
     def save(self, path: Path) -> None:
@@ -149,6 +173,6 @@ class Scenario:
         """
         try:
             values = json.loads(read_file(path))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise UsageError(f"{path}: {error}", hint=_HINT) from error
         return cls.from_json(values)

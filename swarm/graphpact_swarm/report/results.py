@@ -14,7 +14,7 @@ from graphpact.errors import UsageError
 from graphpact.files import read_file, write_file
 from graphpact.output_file import OutputFile
 from graphpact_swarm.draws.configurations import value_name
-from graphpact_swarm.scenario import Scenario
+from graphpact_swarm.scenario import Scenario, checked
 from graphpact_swarm.verdicts.coverage import Coverage
 from graphpact_swarm.verdicts.judging import RunFinding, Verdict
 
@@ -42,15 +42,21 @@ class SeedResult:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "SeedResult":
-        """Return what a worker answered, or a line of the file."""
+        """Return what a worker answered, or a line of the file.
+
+        Raises:
+            KeyError, TypeError, UsageError: It is something else.
+        """
         verdict = Verdict.from_json(values["verdict"])
         given = values["scenario"]
-        return cls(
-            seed=values["seed"],
-            choice=given["choice"],
-            verdict=verdict,
-            scenario=Scenario.from_json(given) if "arrivals" in given else None,
-            start_seconds=values["start_seconds"],
+        return checked(
+            cls(
+                seed=values["seed"],
+                choice=given["choice"],
+                verdict=verdict,
+                scenario=Scenario.from_json(given) if "arrivals" in given else None,
+                start_seconds=values["start_seconds"],
+            )
         )
 
 
@@ -161,10 +167,18 @@ class Results:
         try:
             lines = read_file(path).decode().splitlines(keepends=True)
             whole = [line for line in lines if line.endswith("\n")]
-            there = json.loads(whole[0])
+            there = dict(json.loads(whole[0]))
             for line in whole[1:]:
                 self._read(json.loads(line))
-        except (OSError, ValueError, LookupError, TypeError, AttributeError, UsageError) as error:
+        except (
+            OSError,
+            ValueError,
+            LookupError,
+            TypeError,
+            AttributeError,
+            RecursionError,
+            UsageError,
+        ) as error:
             raise UsageError(f"{path} has no results: {type(error).__name__}: {error}", hint=hint) from error
         if there != self.head:
             differs = [name for name in self.head if there.get(name) != self.head[name]]
@@ -181,7 +195,7 @@ class Results:
             kind, rule, of_field = values["of"]
             self.smaller[kind, rule, of_field] = (
                 self.folder / Path(values["file"]).name,
-                RunFinding(**values["finding"]),
+                checked(RunFinding(**values["finding"])),
             )
 
     def _write(self, line: Mapping[str, Any]) -> None:

@@ -47,8 +47,8 @@ class Fork:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._kill()  # first: it would write that the pipe is closed
         self._pipe.close()
-        self._kill()
 
     def tell(self, message: Any) -> None:
         """Send something to the child."""

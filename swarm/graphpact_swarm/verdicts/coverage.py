@@ -1,11 +1,10 @@
 """`coverage_of`: what a run went through, and how often; `Coverage` adds up runs.
 
-    kind KIND                    batches of a kind, such as ``kind mixed``
-    graph GRAPH                  replays of a graph
-    eager KIND: REASON           steps without a graph
-    event NAME                   what happened to requests: a hit of the prefix cache, a preemption, an
-    accepted
-                                 draft, a chunk beside a decode, a request that left in the middle of a batch
+    kind KIND              batches of a kind, such as ``kind mixed``
+    graph GRAPH            replays of a graph
+    eager KIND: REASON     steps without a graph
+    event NAME             what happened to requests: a hit of the prefix cache, a preemption, an accepted
+                           draft, a chunk beside a decode, a request that left in the middle of a batch
 
 Does not: say what is enough.
 """

@@ -1,9 +1,10 @@
 """`judge`: what is wrong with a run.
 
-    answers      each token is the likeliest one for its request alone, by the reference; or nearly ties with
-    it ends         each request ends once, with its reason and its number of tokens replays      the guard
-    and the strict tape found nothing memory       nothing is allocated at the end progress     the requests
-    are done within a bound of passes, and nothing raised
+    answers     each token is the likeliest one for its request alone, by the reference, or nearly ties
+    ends        each request ends once, with its reason and its number of tokens
+    replays     the guard and the strict tape found nothing
+    memory      nothing is allocated at the end
+    progress    the requests are done within a bound of passes, and nothing raised
 
 Does not: run anything.
 """
@@ -14,7 +15,7 @@ from typing import Any
 
 from graphpact.engines import EngineStep
 from graphpact_swarm.outcome import RequestAnswer, RunOutcome
-from graphpact_swarm.scenario import Arrival, Scenario
+from graphpact_swarm.scenario import Arrival, Scenario, checked
 from graphpact_swarm.verdicts.reference import Reference, ScoredToken
 
 LEAST_TOLERANCE = 1e-4
@@ -105,8 +106,16 @@ class Verdict:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> "Verdict":
-        """Return what `to_json` returned."""
-        return cls(**{**values, "findings": tuple(RunFinding(**each) for each in values["findings"])})
+        """Return what `to_json` returned.
+
+        Raises:
+            TypeError: It is something else.
+        """
+        findings = tuple(checked(RunFinding(**each)) for each in values["findings"])
+        verdict = checked(cls(**{**values, "findings": findings}))
+        if not all(isinstance(count, int) for count in verdict.coverage.values()):
+            raise TypeError(f"coverage is {dict(verdict.coverage)!r:.60}")
+        return verdict
 
 
 def judge(scenario: Scenario, outcome: RunOutcome, reference: Reference, measured_error: float) -> Verdict:
@@ -186,7 +195,9 @@ def _wrong_logprobs(
     tolerance: float,
 ) -> Iterator[RunFinding]:
     """Yield a wrong number of logarithms of probability, or the first wrong one."""
-    if answer.logprobs and len(answer.logprobs) != len(answer.tokens):
+    is_whole = outcome.error is None and answer.reason in ("length", "stop")
+    is_asked = bool(answer.logprobs) or (arrival.with_logprobs and is_whole)
+    if is_asked and len(answer.logprobs) != len(answer.tokens):
         yield RunFinding(
             kind="logprobs",
             request=place,
