@@ -63,6 +63,8 @@ class Plant:
     is_strict: bool = False
 
 
+ANSWERS = ("tokens", "logprobs")
+"""The kinds of a wrong answer: a logarithm of probability may be wrong before a token is."""
 PLANTS: dict[str, Plant] = {}
 """The plants by name."""
 
@@ -119,7 +121,7 @@ def abort_keeps_pages() -> None:
         original(scheduler, request, reason)
 
 
-@plant("tokens", "logprobs")
+@plant(*ANSWERS)
 def page_freed_twice() -> None:
     """The pages of a request that has ended are freed once more (sglang 18694, vllm 42571)."""
     without_guards()
@@ -131,7 +133,7 @@ def page_freed_twice() -> None:
         scheduler._pages.free(pages)
 
 
-@plant("tokens")
+@plant(*ANSWERS)
 def preempted_keeps_computed() -> None:
     """A preempted request keeps its count of computed tokens, whose keys are gone (vllm-gaudi 524)."""
     without_guards()
@@ -191,7 +193,7 @@ def aborted_waiting_stays() -> None:
             request.state = RequestState.WAITING
 
 
-@plant("tokens")
+@plant(*ANSWERS)
 def shifted_commit() -> None:
     """A commit takes the rows of requests as if those that have ended had none (vllm-ascend 13865)."""
     without_guards()
@@ -206,7 +208,7 @@ def shifted_commit() -> None:
         return original(scheduler, scheduled, shifted, *more)
 
 
-@plant("tokens")
+@plant(*ANSWERS)
 def chunk_samples() -> None:
     """A chunk that does not complete its prompt yields a token, which is kept (tenstorrent/tt-xla 5830)."""
     without_guards()
@@ -265,7 +267,7 @@ def keep_tail_of(name: str) -> None:
         return None if slot.name == name else original(slot, context)
 
 
-@plant("tokens", "logprobs")
+@plant(*ANSWERS)
 def stale_cache_loc() -> None:
     """Padding rows write the KV slots of an earlier batch, which are a live request's (vllm 21196)."""
     keep_tail_of("out_cache_loc")
@@ -280,7 +282,7 @@ def stale_request_rows() -> None:
     keep_tail_of("req_pool_indices")
 
 
-@plant("tokens", fixed={"backend": "fa3"})
+@plant(*ANSWERS, fixed={"backend": "fa3"})
 def lengths_of_prefix() -> None:
     """The graph's lengths leave out the new token (sglang, KNOWN_FAILURES.md C.3)."""
 
@@ -291,7 +293,7 @@ def lengths_of_prefix() -> None:
             metadata.cache_seqlens.sub_(1).clamp_(min=1)
 
 
-@plant("tokens")
+@plant(*ANSWERS)
 def positions_rebound() -> None:
     """The positions of a step are a new tensor, and the graph holds that of the capture (vllm 13353)."""
     populate = GraphRunner.populate
@@ -306,7 +308,7 @@ def positions_rebound() -> None:
     GraphRunner.populate = without_positions  # type: ignore[method-assign]
 
 
-@plant("tokens", fixed={"backend": "fa3"})
+@plant(*ANSWERS, fixed={"backend": "fa3"})
 def pages_of_capture() -> None:
     """A replay refreshes the columns of the page table that the lengths at capture needed (sglang 26019)."""
 
@@ -361,7 +363,7 @@ def on_replay(backend: type[Any], change: Callable[[Any, Any], Any]) -> None:
     backend.init_metadata_replay = init_metadata_replay
 
 
-@plant("tokens", fixed={"backend": "flashinfer"})
+@plant(*ANSWERS, fixed={"backend": "flashinfer"})
 def offsets_of_capture() -> None:
     """Replays read the offsets of the pages that the capture wrote (flashinfer 2511)."""
 
@@ -385,7 +387,7 @@ def metadata_rebound() -> None:
     on_replay(FA3Backend, change)
 
 
-@plant("tokens", "logprobs")
+@plant(*ANSWERS)
 def larger_graph_of_a_full_batch() -> None:
     """A batch of a captured size is padded for it, and replays the next larger graph (vllm-ascend 7460)."""
 
@@ -404,7 +406,7 @@ def larger_graph_of_a_full_batch() -> None:
         return prepared
 
 
-@plant("tokens", models=("experts",))
+@plant(*ANSWERS, models=("experts",))
 def counts_requests() -> None:
     """Layers with experts get the number of requests as that of real tokens (sglang 22404)."""
 

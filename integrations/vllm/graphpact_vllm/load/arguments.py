@@ -51,7 +51,8 @@ def refused(how: EngineStart) -> str | None:
     """Return why vLLM refuses a combination of values, or one with this model, in words; or None."""
     choice = how.choice
     method, _ = drafts_of(choice)
-    is_dp, is_own = choice["parallel"] == "dp2", choice["backend"] == "CPU_ATTN"
+    is_dp = choice["parallel"] == "dp2"
+    own_attention = choice["backend"] == "CPU_ATTN"
     reasons = {
         "vLLM: async scheduling is not supported with drafts by n-grams on the host": method == "ngram"
         and choice["async_scheduling"],
@@ -59,13 +60,13 @@ def refused(how: EngineStart) -> str | None:
         and not _has_experts(how.model),
         "vLLM: all drafting layers should belong to the same KV cache group": method == "draft_model"
         and _has_several_groups(how.model),
-        "vLLM's model runner V2 ends at the first prompt: its drafter runs one token more of each request than"
-        " the number of tokens that it gives to the other ranks": method == "draft_model"
+        "vLLM's model runner V2 ends at the first prompt: its drafter runs one token more of each request"
+        " than the number of tokens that it gives to the other ranks": method == "draft_model"
         and choice["runner"] == "V2"
         and is_dp,
-        "vLLM: CPU_ATTN needs a block size that is a multiple of 32": is_own
+        "vLLM: CPU_ATTN needs a block size that is a multiple of 32": own_attention
         and choice["page_size"] % 32 != 0,
-        "vLLM: CUDAGraphMode.FULL is not supported by CPU_ATTN": is_own
+        "vLLM: CUDAGraphMode.FULL is not supported by CPU_ATTN": own_attention
         and choice["cudagraph_mode"] == "FULL",
     }
     return next((reason for reason, holds in reasons.items() if holds), None)
