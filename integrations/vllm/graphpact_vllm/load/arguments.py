@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from graphpact.engines import EngineStart, Feature
+from graphpact.files import read_file
 from graphpact_vllm.arguments import LAPTOP
 
 MAX_LEN = 256
@@ -125,7 +126,7 @@ def max_len_of(how: EngineStart) -> int:
 
 
 def _config(model: Path) -> dict[str, Any]:
-    config: dict[str, Any] = json.loads(Path(model, "config.json").read_text(encoding="utf-8"))
+    config: dict[str, Any] = json.loads(read_file(model / "config.json"))
     return config
 
 
