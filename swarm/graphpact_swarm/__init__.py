@@ -5,6 +5,7 @@
     verdicts/      what is wrong with a run, and what it went through
     report/        results as lines of JSON, and one HTML page
     scenario.py    one run, as a file
+    records.py     dataclasses from JSON
     outcome.py     everything that came of a run
     models.py      small models with random weights
     shrink.py      a smaller scenario with the same finding

@@ -5,39 +5,17 @@ Does not: draw one (`graphpact_swarm.draws` does), or run it (`graphpact_swarm.r
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from types import UnionType
-from typing import Any, Literal, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Literal
 
 from graphpact.engines import InjectedFault, PromptRequest
 from graphpact.errors import UsageError
 from graphpact.files import read_file, write_file
+from graphpact_swarm.records import CLOSED, record_of
 
 FORMAT = 1
 _HINT = "give a file that `graphpact swarm` wrote"
-_T = TypeVar("_T")
-
-
-def checked(record: _T) -> _T:
-    """Return a dataclass that was made from JSON, if its fields have their types.
-
-    Raises:
-        TypeError: A field has another type.
-    """
-    made: Any = record
-    for each in fields(made):
-        value, kind = getattr(record, each.name), get_origin(each.type)
-        if kind is Literal:
-            is_right = value in get_args(each.type)
-        elif each.type is float:
-            is_right = isinstance(value, float | int)
-        else:  # a class or a union of classes, or the class of a container
-            kinds: Any = each.type if kind in (None, UnionType) else kind
-            is_right = isinstance(value, kinds)
-        if not is_right:
-            raise TypeError(f"{each.name} is {value!r:.60}")
-    return record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +30,8 @@ class Arrival:
         stop_token_ids: Tokens that end it.
         with_logprobs: Whether it asks for the logarithms of the probabilities of its tokens.
     """
+
+    __pydantic_config__: ClassVar = CLOSED
 
     prompt: tuple[int, ...]
     max_new_tokens: int
@@ -82,6 +62,8 @@ class ProcessFault:
         rank: The rank.
     """
 
+    __pydantic_config__: ClassVar = CLOSED
+
     kind: Literal["kill", "slow"]
     at: int
     rank: int
@@ -101,6 +83,8 @@ class Scenario:
         faults: Faults to inject.
         process_faults: Faults of one rank.
     """
+
+    __pydantic_config__: ClassVar = CLOSED
 
     engine: str
     choice: Mapping[str, Any]
@@ -135,30 +119,9 @@ class Scenario:
         Raises:
             UsageError: It is something else.
         """
-        try:
-            given = dict(values)
-            if given.pop("format") != FORMAT:
-                raise UsageError(f"a scenario of the format {values['format']!r}", hint=_HINT)
-            lists: dict[str, list[Any]] = {
-                "arrivals": [
-                    checked(
-                        Arrival(
-                            **each
-                            | {
-                                "prompt": tuple(map(int, each["prompt"])),
-                                "stop_token_ids": tuple(map(int, each.get("stop_token_ids", ()))),
-                            }
-                        )
-                    )
-                    for each in given["arrivals"]
-                ],
-                "faults": [checked(InjectedFault(**each)) for each in given.get("faults", ())],
-                "process_faults": [checked(ProcessFault(**each)) for each in given.get("process_faults", ())],
-            }
-            given |= {name: tuple(listed) for name, listed in lists.items()}
-            return checked(cls(**given))
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
-            raise UsageError(f"this is no scenario: {type(error).__name__}: {error}", hint=_HINT) from error
+        if not isinstance(values, dict) or values.get("format") != FORMAT:
+            raise UsageError(f"this is no scenario of the format {FORMAT}", hint=_HINT)
+        return record_of(cls, {name: value for name, value in values.items() if name != "format"})
 
     def save(self, path: Path) -> None:
         """Write it to a file."""

@@ -14,7 +14,8 @@ from graphpact.errors import UsageError
 from graphpact.files import read_file, write_file
 from graphpact.output_file import OutputFile
 from graphpact_swarm.draws.configurations import value_name
-from graphpact_swarm.scenario import Scenario, checked
+from graphpact_swarm.records import record_of
+from graphpact_swarm.scenario import Scenario
 from graphpact_swarm.verdicts.coverage import Coverage
 from graphpact_swarm.verdicts.judging import RunFinding, Verdict
 
@@ -47,16 +48,13 @@ class SeedResult:
         Raises:
             KeyError, TypeError, UsageError: It is something else.
         """
-        verdict = Verdict.from_json(values["verdict"])
         given = values["scenario"]
-        return checked(
-            cls(
-                seed=values["seed"],
-                choice=given["choice"],
-                verdict=verdict,
-                scenario=Scenario.from_json(given) if "arrivals" in given else None,
-                start_seconds=values["start_seconds"],
-            )
+        return cls(
+            seed=int(values["seed"]),
+            choice=dict(given["choice"]),
+            verdict=Verdict.from_json(values["verdict"]),
+            scenario=Scenario.from_json(given) if "arrivals" in given else None,
+            start_seconds=float(values["start_seconds"]),
         )
 
 
@@ -195,7 +193,7 @@ class Results:
             kind, rule, of_field = values["of"]
             self.smaller[kind, rule, of_field] = (
                 self.folder / Path(values["file"]).name,
-                checked(RunFinding(**values["finding"])),
+                record_of(RunFinding, values["finding"]),
             )
 
     def _write(self, line: Mapping[str, Any]) -> None:

@@ -11,11 +11,12 @@ Does not: run anything.
 
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, ClassVar
 
 from graphpact.engines import EngineStep
 from graphpact_swarm.outcome import RequestAnswer, RunOutcome
-from graphpact_swarm.scenario import Arrival, Scenario, checked
+from graphpact_swarm.records import CLOSED, record_of
+from graphpact_swarm.scenario import Arrival, Scenario
 from graphpact_swarm.verdicts.reference import Reference, ScoredToken
 
 LEAST_TOLERANCE = 1e-4
@@ -38,6 +39,8 @@ class RunFinding:
         text: What was expected and what is there.
         known: What is known about it; empty for a new finding.
     """
+
+    __pydantic_config__: ClassVar = CLOSED
 
     kind: str
     rule: str = ""
@@ -77,6 +80,8 @@ class Verdict:
         trace: The end of the traceback of an error.
     """
 
+    __pydantic_config__: ClassVar = CLOSED
+
     findings: tuple[RunFinding, ...] = ()
     near_ties: int = 0
     worst_error: float = 0.0
@@ -109,13 +114,9 @@ class Verdict:
         """Return what `to_json` returned.
 
         Raises:
-            TypeError: It is something else.
+            UsageError: It is something else.
         """
-        findings = tuple(checked(RunFinding(**each)) for each in values["findings"])
-        verdict = checked(cls(**{**values, "findings": findings}))
-        if not all(isinstance(count, int) for count in verdict.coverage.values()):
-            raise TypeError(f"coverage is {dict(verdict.coverage)!r:.60}")
-        return verdict
+        return record_of(cls, values)
 
 
 def judge(scenario: Scenario, outcome: RunOutcome, reference: Reference, measured_error: float) -> Verdict:
