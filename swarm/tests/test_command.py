@@ -54,6 +54,27 @@ def test_clean_seeds_end_with_status_0_a_summary_and_a_page(run: tuple[Path, dic
     assert "page_size=" in page
 
 
+_MODELS = Path(__file__).parents[2] / "examples/models"
+_DRAFTS = [
+    word
+    for name, folder in (("eagle", "eagle"), ("eagle_tree", "eagle"), ("frozen_kv_mtp", "mtp"))
+    for word in ("--draft", f"{name}={_MODELS}/tiny-llama-{folder}")
+]
+_WAYS = ([], ["--strict"], ["--faults"], ["--model", f"{_MODELS}/tiny-llama", *_DRAFTS, "--strict"])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("way", range(len(_WAYS)), ids=["plain", "strict", "faults", "drafts"])
+@pytest.mark.parametrize("first", range(0, 500, 100))
+def test_the_first_500_seeds_are_clean(first: int, way: int, tmp_path: Path) -> None:
+    """Our engine has no finding: as it is, on the strict tape, with faults, and with drafts."""
+    seeds = f"{first}:{first + 100}"
+    status, summary, said = swarm("graphpact", "--seeds", seeds, *_WAYS[way], "--json", folder=tmp_path)
+    assert (status, summary["seeds"], summary["clean"]) == (0, 100, 100), said
+    if way == 3:
+        assert summary["coverage"]["event draft accepted"] > 20
+
+
 def _burn() -> None:
     while True:
         sum(range(10_000))
