@@ -10,8 +10,8 @@ CPP    := $(wildcard kernels/graphpact_kernels/compiled/*.cpp kernels/graphpact_
 STAMP  := $(VENV)/.installed
 QUIET  := $$(test -t 1 || echo --quiet)  # pip shows its progress on a terminal
 
-.PHONY: help demo break test test-all bench models peers sglang sglang-smoke sglang-test vllm vllm-smoke \
-        vllm-test vllm-test-all check docs format clean
+.PHONY: help demo break test test-all bench models peers sglang sglang-smoke sglang-test sglang-test-all \
+        vllm vllm-smoke vllm-test vllm-test-all check docs format clean
 
 # Times are those of two cores. The first target makes the environment before, about five minutes and 2.5 GB, and
 # the first engine compiles kernels, a minute.
@@ -51,7 +51,10 @@ sglang: $(VENV)-sglang/.installed ## make .venv-sglang, in which SGLang runs on 
 sglang-smoke: sglang  ## run a few of the tests with the real SGLang; three minutes
 	cd integrations/sglang/tests/engine && $(abspath $(VENV))-sglang/bin/python -m pytest -q -m smoke
 
-sglang-test: sglang   ## run the tests with the real SGLang on a tape; a quarter of an hour
+sglang-test: sglang   ## run the tests with the real SGLang on a tape, but for the sweeps; a quarter of an hour
+	cd integrations/sglang/tests/engine && $(abspath $(VENV))-sglang/bin/python -m pytest -q -n 2 --dist loadfile -m "not sweep"
+
+sglang-test-all: sglang ## run the sweeps too; half an hour
 	cd integrations/sglang/tests/engine && $(abspath $(VENV))-sglang/bin/python -m pytest -q -n 2 --dist loadfile
 
 vllm: $(VENV)-vllm/.installed ## make .venv-vllm, in which vLLM runs on a CPU; a minute and 2.8 GB

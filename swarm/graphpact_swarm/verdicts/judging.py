@@ -245,6 +245,8 @@ def _wrong_end(place: int, arrival: Arrival, answer: RequestAnswer) -> Iterator[
         )
     else:
         wrong = f"it ended by {answer.reason!r}"
+    if wrong and answer.reason == "abort" and arrival.aborted_in is not None:
+        wrong += ", though it was aborted"
     if wrong:
         yield RunFinding(kind="end", request=place, text=wrong)
 

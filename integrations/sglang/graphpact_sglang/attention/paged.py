@@ -40,6 +40,8 @@ class PagedMetadata:
         kv_last_page_len: ``[bs]`` int32: 1, or 0 without keys: a page is one KV slot.
         max_q_len: The most queries of a request.
         mask: Packed bits that say which keys each draft token sees; None without a mask.
+        window_mask: The same in layers with a window: a kernel with a mask applies no window of its own. None
+            without a mask, or if no layer has a window.
         mask_indptr: ``[bs + 1]`` int32: where the bytes of each request begin in ``mask``.
     """
 
@@ -49,6 +51,7 @@ class PagedMetadata:
     kv_last_page_len: torch.Tensor
     max_q_len: int
     mask: torch.Tensor | None = None
+    window_mask: torch.Tensor | None = None
     mask_indptr: torch.Tensor | None = None
 
 
@@ -91,6 +94,8 @@ class PagedAttnBackend(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.max_context_len = self.req_to_token.shape[1]
         self.forward_metadata: PagedMetadata | None = None
+        window = model_runner.sliding_window_size  # keys before the query's own
+        self._window = 0 if window is None or window < 0 else window + 1
         if isinstance(self.token_to_kv_pool, SWAKVPool):
             raise ConfigError(
                 f"the attention backend {ATTENTION_BACKEND!r} does not serve a separate KV pool for windows",
@@ -116,7 +121,9 @@ class PagedAttnBackend(AttentionBackend):
         self.graph_kv_last_page_len = zeros(max_bs)
         width = max_num_tokens // max_bs
         self.graph_mask_indptr = zeros(max_bs + 1)
-        self.graph_mask = zeros(-(-width * max_bs * self.max_context_len // 8) + max_bs, torch.uint8)
+        size = -(-width * max_bs * self.max_context_len // 8) + max_bs
+        self.graph_mask = zeros(size, torch.uint8)
+        self.graph_window_mask = zeros(size, torch.uint8) if self._window else None
 
     def init_forward_metadata_out_graph(self, forward_batch: Any, in_capture: bool = False) -> None:  # noqa: FBT001, FBT002  SGLang's own
         """Fill the graph's tensors for a padded batch, at capture and at replay alike."""
@@ -137,9 +144,10 @@ class PagedAttnBackend(AttentionBackend):
             self.graph_kv_last_page_len[:bs],
             rows.max_q_len,
             self.graph_mask if has_mask else None,
+            self.graph_window_mask if has_mask else None,
             self.graph_mask_indptr[: bs + 1] if has_mask else None,
         )
-        _fill(rows, self.forward_metadata)
+        self._fill(rows, self.forward_metadata)
 
     def make_metadata(self, rows: AttentionRows) -> None:
         """Make metadata for ``rows`` in new memory."""
@@ -148,13 +156,15 @@ class PagedAttnBackend(AttentionBackend):
         def new(size: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
             return torch.empty(size, dtype=dtype, device=self.device)
 
-        mask = mask_indptr = None
+        mask = window_mask = mask_indptr = None
         if rows.mask is not None:
-            mask, mask_indptr = new(-(-total * rows.max_q_len // 8) + bs, torch.uint8), new(bs + 1)
+            size = -(-total * rows.max_q_len // 8) + bs
+            mask, mask_indptr = new(size, torch.uint8), new(bs + 1)
+            window_mask = new(size, torch.uint8) if self._window else None
         self.forward_metadata = PagedMetadata(
-            new(bs + 1), new(bs + 1), new(total), new(bs), rows.max_q_len, mask, mask_indptr
+            new(bs + 1), new(bs + 1), new(total), new(bs), rows.max_q_len, mask, window_mask, mask_indptr
         )
-        _fill(rows, self.forward_metadata)
+        self._fill(rows, self.forward_metadata)
 
     def _rows(self, forward_batch: Any) -> AttentionRows:
         mode, bs = forward_batch.forward_mode, forward_batch.batch_size
@@ -179,6 +189,38 @@ class PagedAttnBackend(AttentionBackend):
             max_q_len=max_q_len,
             mask=mask,
         )
+
+    def _fill(self, rows: AttentionRows, metadata: PagedMetadata) -> None:
+        """Write the metadata of ``rows``."""
+        kv_lens, num_q = rows.kv_lens, rows.num_q
+        write_indptr(
+            num_q if isinstance(num_q, torch.Tensor) else torch.full_like(kv_lens, num_q),
+            out=metadata.qo_indptr,
+        )
+        fill_paged_indices(
+            rows.slots,
+            rows.index,
+            kv_lens,
+            num_q=num_q,
+            page_size=1,
+            kv_indptr=metadata.kv_indptr,
+            kv_indices=metadata.kv_indices,
+            kv_last_page_len=metadata.kv_last_page_len,
+        )
+        if rows.mask is None or metadata.mask_indptr is None:
+            return
+        tree = _tree_mask(rows.mask, kv_lens, rows.max_q_len)
+        for out, window in ((metadata.mask, None), (metadata.window_mask, self._window)):
+            if out is not None:
+                pack_tree_mask(
+                    tree,
+                    seq_lens=kv_lens - rows.max_q_len,
+                    first_key=torch.zeros_like(kv_lens),
+                    kv_lens=kv_lens,
+                    mask_indptr=metadata.mask_indptr,
+                    out=out,
+                    sliding_window=window,
+                )
 
     # -- attention -------------------------------------------------------------------------------
 
@@ -209,7 +251,14 @@ class PagedAttnBackend(AttentionBackend):
         assert metadata is not None  # noqa: S101  SGLang initialises it before the model runs
         if save_kv_cache and k is not None:
             pool.set_kv_buffer(layer, KVWriteLoc.for_batch(forward_batch), k, v)
-        window = layer.sliding_window_size  # keys before the query's own
+        before = layer.sliding_window_size  # keys before the query's own
+        window = 0 if before is None or before < 0 else before + 1
+        mask = metadata.window_mask if window else metadata.mask
+        if metadata.mask is not None and window not in (0, self._window):
+            raise ConfigError(
+                f"layer {layer.layer_id} has a window of {window} tokens, others of {self._window}",
+                hint=f"the attention backend {ATTENTION_BACKEND!r} serves trees of drafts with one window",
+            )
         call = AttendCall(
             q.reshape(-1, layer.tp_q_head_num, layer.qk_head_dim),
             pool.get_key_buffer(layer.layer_id),
@@ -222,12 +271,12 @@ class PagedAttnBackend(AttentionBackend):
                 page_size=1,
                 max_q_len=metadata.max_q_len,
                 max_kv_len=self.max_context_len,
-                mask=metadata.mask,
+                mask=mask,
                 mask_indptr=metadata.mask_indptr,
             ),
             ScoreOptions(
                 layer.scaling,
-                0 if window is None or window < 0 else window + 1,
+                window,
                 layer.logit_cap or 0.0,
                 sinks,
             ),
@@ -239,33 +288,6 @@ class PagedAttnBackend(AttentionBackend):
     def support_triton(self) -> bool:
         """Return whether SGLang may prepare this backend's batches with Triton."""
         return False
-
-
-def _fill(rows: AttentionRows, metadata: PagedMetadata) -> None:
-    """Write the metadata of ``rows``."""
-    kv_lens, num_q = rows.kv_lens, rows.num_q
-    write_indptr(
-        num_q if isinstance(num_q, torch.Tensor) else torch.full_like(kv_lens, num_q), out=metadata.qo_indptr
-    )
-    fill_paged_indices(
-        rows.slots,
-        rows.index,
-        kv_lens,
-        num_q=num_q,
-        page_size=1,
-        kv_indptr=metadata.kv_indptr,
-        kv_indices=metadata.kv_indices,
-        kv_last_page_len=metadata.kv_last_page_len,
-    )
-    if rows.mask is not None and metadata.mask is not None and metadata.mask_indptr is not None:
-        pack_tree_mask(
-            _tree_mask(rows.mask, kv_lens, rows.max_q_len),
-            seq_lens=kv_lens - rows.max_q_len,
-            first_key=torch.zeros_like(kv_lens),
-            kv_lens=kv_lens,
-            mask_indptr=metadata.mask_indptr,
-            out=metadata.mask,
-        )
 
 
 def _tree_mask(mask: torch.Tensor, kv_lens: torch.Tensor, width: int) -> torch.Tensor:

@@ -1,6 +1,7 @@
 """SGLang's engine under generated load, for ``graphpact swarm``.
 
     offer        features, the combinations that SGLang refuses, and arguments
+    known        bugs of SGLang's release that generated load finds
     in_process   SGLang's engine in this process, driven pass by pass
     engine       a started engine, and one run of requests
     steps        which batches the scheduler ran, and by which graphs

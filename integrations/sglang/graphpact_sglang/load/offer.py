@@ -8,9 +8,10 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
-from graphpact.engines import EngineStart, Feature, LoadedEngine, LoadOffer
+from graphpact.engines import EngineStart, Feature, KnownFinding, LoadedEngine, LoadOffer
 from graphpact.errors import UsageError
 from graphpact_sglang.arguments import LAPTOP
+from graphpact_sglang.load.known import KNOWN
 
 _STEPS = 3
 """Steps of a draft."""
@@ -81,6 +82,10 @@ class SglangLoadOffer(LoadOffer):
             "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_IDLE": "1",
             "TRITON_INTERPRET": "1",
         }
+
+    def known(self) -> Sequence[KnownFinding]:
+        """Return findings of SGLang 0.5.23 that were looked into."""
+        return KNOWN
 
     def prepare(self) -> None:
         """Import SGLang, and keep what is imported out of the collections of garbage around its captures."""

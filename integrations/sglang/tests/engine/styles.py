@@ -50,6 +50,7 @@ class TupleMetadata(NamedTuple):
     kv_last_page_len: torch.Tensor
     max_q_len: int
     mask: torch.Tensor | None
+    window_mask: torch.Tensor | None
     mask_indptr: torch.Tensor | None
 
 
