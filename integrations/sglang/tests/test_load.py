@@ -42,6 +42,15 @@ def test_a_refusal_says_why(choice: dict[str, Any], named: str) -> None:
     assert named in reason
 
 
+def test_a_tree_of_drafts_beside_a_window_is_refused_with_pages(tmp_path: Path) -> None:
+    """SGLang starts, and raises in its first step; so a model without a window is taken."""
+    choice = PLAIN | {"drafts": "standalone_tree", "page_size": 4, "backend": "fa3"}
+    for window, is_refused in (("24", True), ("null", False)):
+        (tmp_path / "config.json").write_text(f'{{"sliding_window": {window}}}')
+        reason = SglangLoadOffer().refused(EngineStart(choice=choice, model=tmp_path))
+        assert (reason is not None) == is_refused
+
+
 def test_a_choice_becomes_arguments() -> None:
     """Each feature is an argument of SGLang's; settings win."""
     found = _arguments(page_size=4, chunk=16, prefix_cache=True, overlap=True, prefill_graph=[8, 24])

@@ -4,12 +4,15 @@ Does not: import SGLang before `prepare`.
 """
 
 import gc
+import json
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar
 
 from graphpact.engines import EngineStart, Feature, KnownFinding, LoadedEngine, LoadOffer
 from graphpact.errors import UsageError
+from graphpact.files import read_file
 from graphpact_sglang.arguments import LAPTOP
 from graphpact_sglang.load.known import KNOWN
 
@@ -58,6 +61,8 @@ class SglangLoadOffer(LoadOffer):
             return "chunked_prefill_size must be divisible by page_size"
         if drafts.endswith("tree") and page > 1 and choice["backend"] not in ("flashinfer", "fa3", "triton"):
             return "trees of drafts with pages above 1 token are only supported on flashinfer, fa3 and triton"
+        if drafts.endswith("tree") and page > 1 and choice["backend"] == "fa3" and _has_window(how.model):
+            return "fa3 does not support trees of drafts with pages above 1 token and a sliding window"
         if drafts.startswith("standalone") and choice["mixed_chunk"]:
             return "STANDALONE drafts do not support mixed steps: SGLang switches them off"
         return None
@@ -106,6 +111,12 @@ class SglangLoadOffer(LoadOffer):
 
         os.environ["GRAPHPACT"] = words_of(how)
         return SglangLoadedEngine(how, arguments_of(how))
+
+
+def _has_window(model: Path) -> bool:
+    """Return whether layers of a checkpoint have a sliding window; SGLang raises in the first step."""
+    config = json.loads(read_file(model / "config.json"))
+    return bool(config.get("text_config", config).get("sliding_window"))
 
 
 def words_of(how: EngineStart) -> str:

@@ -55,11 +55,11 @@ def token_after_the_end() -> None:
 
     @patch(SchedulerBatchResultProcessor, "process_batch_result_decode")
     def _(original: Any, processor: Any, *args: Any, **kwargs: Any) -> None:
-        processor.enable_overlap = False
+        object.__setattr__(processor, "enable_overlap", False)  # it is frozen
         try:
             original(processor, *args, **kwargs)
         finally:
-            processor.enable_overlap = True
+            object.__setattr__(processor, "enable_overlap", True)
 
 
 # -- pools -------------------------------------------------------------------------------------------
