@@ -20,6 +20,7 @@ GIVEN = "given"
 MADE = ("llama", "windows", "experts")
 """The names of the models that are made: plain, with windows in some layers, and with experts."""
 _WINDOW = 24
+_TIED = 0.05
 _SHAPE: dict[str, Any] = {
     "vocab_size": 160,
     "hidden_size": 64,
@@ -116,5 +117,9 @@ def make_model(name: str, folder: Path) -> Path:
         torch.manual_seed(0)
         config, kind, more = _KINDS[name]
         model: Any = getattr(transformers, kind)(getattr(transformers, config)(**(_SHAPE | more)))
+        if model.config.tie_word_embeddings:  # or each token would be followed by itself
+            with torch.no_grad():
+                model.get_input_embeddings().weight.mul_(_TIED)
+                model.model.norm.weight.fill_(1 / _TIED)
     model.float().save_pretrained(path)
     return path
