@@ -148,7 +148,9 @@ def arguments_of(how: EngineStart) -> dict[str, Any]:
     choice = how.choice
     max_len, max_requests, page_size = max_len_of(how), choice["max_requests"], choice["page_size"]
     requests = max_requests if choice["cache_pages"] == "plenty" else 1
-    pages = -(-max_len // page_size) * requests * (2 if _has_several_groups(how.model) else 1)
+    pages = -(-max_len // page_size) * requests
+    if _has_several_groups(how.model):
+        pages = 2 * pages + requests  # a window may begin and end within a block, and need one more
     found = LAPTOP | {
         "model": str(how.model),
         "skip_tokenizer_init": True,
