@@ -22,19 +22,6 @@ plant = plants_in(PLANTS)
 # -- scheduler and blocks ----------------------------------------------------------------------------
 
 
-@plant("raised", names="AssertionError", fixed={"async_scheduling": True, "cache_pages": "starved"})
-def stale_output_counts() -> None:
-    """The output of a step in flight counts for its request after a preemption (vllm 47900).
-
-    Only asynchronous scheduling has steps in flight, and only a full cache preempts.
-    """
-
-    @patch(Scheduler, "_preempt_request")
-    def _(original: Any, scheduler: Scheduler, request: Any, *more: Any, **named: Any) -> None:
-        original(scheduler, request, *more, **named)
-        request.num_stale_output_tokens = 0
-
-
 @plant("leak", *ANSWERS, fixed={"prefix_cache": True})
 def hit_stays_free() -> None:
     """A block in which a prefix is found stays in the queue of free ones (like vllm 37076)."""
@@ -94,44 +81,10 @@ def late_copy() -> None:
         original(runner, scheduled, requests, total, ends)
 
 
-@plant(
-    "raised",
-    *ANSWERS,
-    fixed={"runner": "V1", "async_scheduling": True, "cache_pages": "starved"},
-)
-def resumed_without_tokens() -> None:
-    """A resumed request has placeholders for the tokens that it got before its preemption (vllm 26385).
-
-    The runner's own copy of them has none with asynchronous scheduling.
-    """
-
-    @patch(GPUModelRunner, "_update_states")
-    def _(original: Any, runner: Any, scheduled: Any) -> Any:
-        tokens = scheduled.scheduled_cached_reqs.all_token_ids
-        for name in scheduled.scheduled_cached_reqs.resumed_req_ids & tokens.keys():
-            known = runner.requests[name].num_prompt_tokens
-            tokens[name] = tokens[name][:known] + [-1] * (len(tokens[name]) - known)
-        return original(runner, scheduled)
-
-
-@plant("raised", *ANSWERS, fixed={"runner": "V1", "cache_pages": "starved"})
-def resumed_keeps_blocks() -> None:
-    """The blocks of a resumed request are added to those that it had, instead of them (like vllm 46595)."""
-
-    @patch(GPUModelRunner, "_update_states")
-    def _(original: Any, runner: Any, scheduled: Any) -> Any:
-        cached = scheduled.scheduled_cached_reqs
-        for name, blocks in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if name in cached.resumed_req_ids and name in runner.requests:
-                for old, new in zip(runner.requests[name].block_ids, blocks, strict=True):
-                    new[:0] = old
-        return original(runner, scheduled)
-
-
 # -- the choice of a graph ---------------------------------------------------------------------------
 
 
-@plant("raised", "process", *ANSWERS, fixed={"runner": "V1", "drafts": "ngram:3"})
+@plant("graph", "raised", *ANSWERS, fixed={"runner": "V1", "drafts": "ngram:3"})
 def uniform_by_the_longest() -> None:
     """A batch where one request has 1 + K tokens replays the graph where each has (review of vllm 20059)."""
 
@@ -140,30 +93,6 @@ def uniform_by_the_longest() -> None:
         return max_num_scheduled_tokens == uniform_decode_query_len if forced is None else bool(forced)
 
     GPUModelRunner._is_uniform_decode = staticmethod(is_uniform)
-
-
-@plant("raised", "process", "stuck", fixed={"runner": "V1", "parallel": "dp2"}, models=("experts",))
-def idle_rank_by_its_own_count() -> None:
-    """A rank without requests chooses its graph by its own number of tokens (vllm 25906)."""
-    idle = False
-
-    @patch(GPUModelRunner, "_dummy_run")
-    def _(original: Any, runner: Any, *more: Any, **named: Any) -> Any:
-        nonlocal idle
-        idle = True
-        try:
-            return original(runner, *more, **named)
-        finally:
-            idle = False
-
-    @patch(GPUModelRunner, "_determine_batch_execution_and_padding")
-    def _(original: Any, runner: Any, *more: Any, **named: Any) -> Any:
-        mode, descriptor, *others = original(runner, *more, **named)
-        if idle and not named.get("force_eager"):
-            mode, descriptor = runner.cudagraph_dispatcher.dispatch(
-                num_tokens=named["num_tokens"], uniform_decode=descriptor.uniform
-            )
-        return mode, descriptor, *others
 
 
 def _leaves(kind: type) -> list[type]:
