@@ -27,6 +27,7 @@ from graphpact_swarm.shrink import TRIALS
 from graphpact_swarm.verdicts.coverage import Coverage
 from graphpact_swarm.verdicts.judging import RunFinding, Verdict
 
+_HANGING_TRIALS = 4
 _TAIL = 30  # lines of a worker's log
 _SETTINGS = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
 """Variables of a worker: the same order of sets in each run, and no threads that a fork would lose."""
@@ -229,7 +230,9 @@ class Swarm:
             return None
         self._shrinking.add(finding.signature)
         self.events.shrinks(result.seed, finding)
-        return {"shrink": scenario.to_json(), "finding": asdict(finding), "trials": self.trials}
+        # A process that hangs takes the whole time of a run in each trial.
+        trials = min(self.trials, _HANGING_TRIALS) if finding.kind == "process" else self.trials
+        return {"shrink": scenario.to_json(), "finding": asdict(finding), "trials": trials}
 
     def _keep(self, task: dict[str, Any], value: dict[str, Any]) -> None:
         """Write a shrunk scenario to a file."""

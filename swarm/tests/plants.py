@@ -11,9 +11,8 @@ Guards of our engine are off where other engines have none, so that a fault show
 Does not: run anything; `test_planted` does.
 """
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -30,7 +29,7 @@ from graphpact_engine.request import RequestState
 from graphpact_engine.scheduler import Scheduler
 from graphpact_fa3 import FA3Backend
 from graphpact_flashinfer import FlashInferBackend
-from graphpact_swarm.models import MADE
+from planted_runs import ANSWERS, Plant, patch, plants_in
 
 UNCHECKED: Mapping[str, Any] = {"verify.pact": "off", "verify.replay_against_eager": 0.0}
 """Settings without the checks of replays."""
@@ -38,60 +37,9 @@ PACT_ONLY: Mapping[str, Any] = {"verify.replay_against_eager": 0.0}
 """Settings with the pact, which is always on unless it is switched off."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Plant:
-    """A fault, and what is found of it.
-
-    Args:
-        apply: Plants it in this process.
-        kinds: The kinds of finding that it is seen by.
-        rule: The rule that its finding names; empty for none.
-        names: Words of its finding.
-        settings: The engine's own arguments.
-        fixed: Features with one value, for a fault that is in the code of this value only.
-        models: The models that are drawn.
-        is_strict: Whether the tape is strict.
-    """
-
-    apply: Callable[[], None]
-    kinds: frozenset[str]
-    rule: str = ""
-    names: str = ""
-    settings: Mapping[str, Any] = field(default_factory=lambda: UNCHECKED)
-    fixed: Mapping[str, Any] = field(default_factory=dict)
-    models: tuple[str, ...] = MADE
-    is_strict: bool = False
-
-
-ANSWERS = ("tokens", "logprobs")
-"""The kinds of a wrong answer: a logarithm of probability may be wrong before a token is."""
 PLANTS: dict[str, Plant] = {}
 """The plants by name."""
-
-
-def plant(*kinds: str, **more: Any) -> Callable[[Callable[[], None]], Callable[[], None]]:
-    """Return a decorator that adds a function to `PLANTS`."""
-
-    def add(apply: Callable[[], None]) -> Callable[[], None]:
-        PLANTS[apply.__name__] = Plant(apply=apply, kinds=frozenset(kinds), **more)
-        return apply
-
-    return add
-
-
-def patch(owner: Any, name: str) -> Callable[[Callable[..., Any]], None]:
-    """Return a decorator that replaces ``owner.name`` by a function that gets the original first."""
-
-    def put(function: Callable[..., Any]) -> None:
-        original = getattr(owner, name)
-
-        @functools.wraps(original)
-        def patched(*args: Any, **kwargs: Any) -> Any:
-            return function(original, *args, **kwargs)
-
-        setattr(owner, name, patched)
-
-    return put
+plant = plants_in(PLANTS, settings=UNCHECKED)
 
 
 def without_guards() -> None:

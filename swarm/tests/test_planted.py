@@ -3,10 +3,6 @@
 Without a plant the same seeds are clean.
 """
 
-import json
-import os
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,10 +10,12 @@ from typing import Any
 import pytest
 from plants import PLANTS
 
+from graphpact_engine.load.offer import GraphpactLoad
 from graphpact_swarm.draws import SEEDS_PER_START
 from graphpact_swarm.models import MADE, make_model
 from graphpact_swarm.scenario import Scenario
 from graphpact_swarm.verdicts.judging import RunFinding
+from planted_runs import PlantedRuns
 
 SEEDS = 50
 TRIALS = 30
@@ -31,30 +29,9 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """Return a function that gives a task to one worker process, and returns its answer."""
     folder = tmp_path_factory.mktemp("swarm")
     models = {name: str(make_model(name, folder)) for name in MADE}
-    log = folder / "log"
-    with log.open("wb") as file:
-        process = subprocess.Popen(
-            [sys.executable, str(Path(__file__).with_name("planted_worker.py")), json.dumps(models)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=file,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
-        )
-    with process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-
-        def ask(**task: Any) -> dict[str, Any]:
-            process.stdin.write(json.dumps(task) + "\n")
-            process.stdin.flush()
-            line = process.stdout.readline()
-            assert line, log.read_text()[-3000:]
-            answer: dict[str, Any] = json.loads(line)
-            return answer
-
-        yield ask
-        process.stdin.close()
+    script = Path(__file__).with_name("planted_worker.py")
+    with PlantedRuns(script, models, GraphpactLoad(), folder / "log") as runs:
+        yield runs.ask
 
 
 @pytest.mark.few(3)

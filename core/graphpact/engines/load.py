@@ -58,12 +58,14 @@ class Feature:
 
     Args:
         name: Its name, such as ``page_size``.
+        plain_share: How often a seed has the plainest value; the others share the rest.
         values: The values to choose from, ready for JSON. The first is the plainest one, towards which a
             failing run is simplified.
     """
 
     name: str
     values: tuple[Any, ...]
+    plain_share: float = 0.35
 
 
 @dataclass(frozen=True, kw_only=True)

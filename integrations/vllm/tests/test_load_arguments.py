@@ -62,6 +62,9 @@ def test_a_choice_becomes_arguments(model: Path) -> None:
     assert plain["compilation_config"]["cudagraph_mode"] == "FULL_DECODE_ONLY"
     starved = arguments_of(start(model, cache_pages="starved", page_size=32))
     assert starved["num_gpu_blocks_override"] == 4 + 1
+    (model / "config.json").write_text('{"layer_types": ["sliding_attention", "full_attention"]}')
+    windows = arguments_of(start(model, cache_pages="starved", page_size=32))
+    assert windows["num_gpu_blocks_override"] == 2 * 8 + 1 + 1
     how = EngineStart(choice=PLAIN, model=model, settings={"max_model_len": 64, "dtype": "bfloat16"})
     assert max_len_of(how) == 64
     assert arguments_of(how)["dtype"] == "bfloat16"

@@ -6,7 +6,7 @@ Does not: draw requests; `graphpact_swarm.draws.loads` does.
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -16,7 +16,6 @@ from graphpact.errors import EngineError
 
 SEEDS_PER_START = 4
 """Seeds of one block: they share a configuration, so that an engine starts once for them."""
-_PLAIN = 0.35  # how often a feature has its plainest value
 _TRIES = 50
 
 LOAD_FEATURES: tuple[Feature, ...] = (
@@ -60,8 +59,8 @@ class Space:
         fixed = self.fixed or {}
         found = [Feature(name="model", values=tuple(self.models)), *self.offer.features()]
         return [
-            Feature(
-                name=each.name,
+            replace(
+                each,
                 values=(fixed[each.name],)
                 if each.name in fixed
                 else tuple(value for value in each.values if self._is_possible(each.name, value)),
@@ -116,7 +115,7 @@ class Space:
 
 def _drawn(random: Random, feature: Feature) -> Any:
     plain, *others = feature.values
-    return plain if not others or random.random() < _PLAIN else random.choice(others)
+    return plain if not others or random.random() < feature.plain_share else random.choice(others)
 
 
 def pairs_of(choice: Mapping[str, Any]) -> set[tuple[str, str]]:

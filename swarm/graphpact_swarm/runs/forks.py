@@ -3,6 +3,7 @@
 Does not: judge how a child ended; `ForkError` says it.
 """
 
+import ctypes
 import faulthandler
 import multiprocessing
 import os
@@ -17,6 +18,8 @@ from typing import Any, Self
 
 from graphpact.errors import EngineError
 from graphpact.plugin_calls import describe_error
+
+_SET_PDEATHSIG = 1  # of linux/prctl.h
 
 
 class ForkError(EngineError):
@@ -115,10 +118,17 @@ class ParentPipe:
             return None
 
 
+def die_with_parent() -> None:
+    """Have the kernel kill this process when the one that started it is gone; on Linux."""
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _work(pipe: Connection, work: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
     """Run the function of a child; never returns."""
     status = 1
     try:
+        die_with_parent()
         faulthandler.enable()
         faulthandler.register(signal.SIGUSR1, all_threads=False)
         result = work(ParentPipe(pipe), *arguments)

@@ -28,7 +28,7 @@ from graphpact.plugins import PluginCatalog
 from graphpact_swarm.draws import Space, draw_scenario
 from graphpact_swarm.models import ModelFacts
 from graphpact_swarm.runs.engine_process import EngineProcess
-from graphpact_swarm.runs.forks import ForkError
+from graphpact_swarm.runs.forks import ForkError, die_with_parent
 from graphpact_swarm.scenario import Arrival, Scenario
 from graphpact_swarm.shrink import TRIALS, shrunk_scenario
 from graphpact_swarm.verdicts.judging import RunFinding, Verdict
@@ -305,6 +305,7 @@ def _serve(lines: TextIO, answers: TextIO) -> None:
 
 
 if __name__ == "__main__":
+    die_with_parent()
     protocol = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     _serve(sys.stdin, protocol)

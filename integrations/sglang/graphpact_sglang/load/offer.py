@@ -39,7 +39,7 @@ FEATURES = (
     Feature(name="cache_tokens", values=(4096, 512, 192)),
     Feature(name="conservativeness", values=(1.0, 0.1)),
     Feature(name="max_requests", values=(8, 3, 16)),
-    Feature(name="parallel", values=(1, "tp2")),
+    Feature(name="parallel", values=(1, "tp2"), plain_share=0.85),  # ranks start for each seed
     Feature(name="backend", values=("graphpact", "fa3")),
 )
 

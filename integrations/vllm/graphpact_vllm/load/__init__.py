@@ -8,6 +8,7 @@
     ownership     poison of KV blocks that no request owns
     injected      faults that a run gets on purpose
     leaks         what is still held after a run
+    known         bugs of vLLM that were looked into
 
 Does not: draw or judge; `graphpact_swarm` does.
 """

@@ -26,11 +26,13 @@ FEATURES = (
     Feature(name="async_scheduling", values=(False, True)),
     Feature(name="cache_pages", values=("plenty", "starved")),
     Feature(name="max_requests", values=(8, 3, 16)),
-    Feature(name="parallel", values=(1, "dp2", "tp2")),
+    Feature(name="parallel", values=(1, "dp2", "tp2"), plain_share=0.85),
     Feature(name="backend", values=("GRAPHPACT", "GRAPHPACT_FLASHINFER", "GRAPHPACT_FA3", "CPU_ATTN")),
     Feature(name="pieces", values=("breakable", "compiled")),
 )
 """The features, and the values of each; the first ones are the plainest.
+
+Ranks start for each seed, so they are rare.
 
     runner            vLLM's model runner
     cudagraph_mode    which batches have a graph; see ``CUDAGraphMode``
@@ -148,7 +150,9 @@ def arguments_of(how: EngineStart) -> dict[str, Any]:
     choice = how.choice
     max_len, max_requests, page_size = max_len_of(how), choice["max_requests"], choice["page_size"]
     requests = max_requests if choice["cache_pages"] == "plenty" else 1
-    pages = -(-max_len // page_size) * requests * (2 if _has_several_groups(how.model) else 1)
+    pages = -(-max_len // page_size) * requests
+    if _has_several_groups(how.model):
+        pages = 2 * pages + requests  # a window may begin and end within a block, and need one more
     found = LAPTOP | {
         "model": str(how.model),
         "skip_tokenizer_init": True,

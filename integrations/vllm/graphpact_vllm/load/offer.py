@@ -8,8 +8,9 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from graphpact.engines import EngineStart, Feature, LoadedEngine, LoadOffer
+from graphpact.engines import EngineStart, Feature, KnownFinding, LoadedEngine, LoadOffer
 from graphpact_vllm.load import arguments
+from graphpact_vllm.load.known import KNOWN
 
 _VARIABLES = {
     "GRAPHPACT": "tape",  # read when vLLM chooses its platform
@@ -54,6 +55,10 @@ class VllmLoad(LoadOffer):
         ``PYTHONHASHSEED`` is read when the interpreter starts.
         """
         return _VARIABLES
+
+    def known(self) -> Sequence[KnownFinding]:
+        """Return findings of this release that were looked into."""
+        return KNOWN
 
     def prepare(self) -> None:
         """Import vLLM, and keep what is there out of garbage collections, so that processes fork cheaply."""

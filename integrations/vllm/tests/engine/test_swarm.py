@@ -1,0 +1,101 @@
+"""`graphpact swarm vllm`: seeds of vLLM as it is are clean, and bugs that it had are found by a seed."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from swarm_plants import PLANTS
+
+from graphpact_swarm.models import MADE, make_model
+from graphpact_swarm.scenario import Scenario
+from graphpact_swarm.verdicts.judging import RunFinding
+from graphpact_vllm.load.offer import VllmLoad
+from planted_runs import PlantedRuns
+
+TRIALS = 30
+MOST_REQUESTS = 4
+FOUND: dict[str, tuple[int, str]] = {
+    "hit_stays_free": (1, "leak"),
+    "whole_prompt_is_a_hit": (12, "raised"),
+    "rejected_stay_computed": (0, "raised"),
+    "late_copy": (0, "logprobs"),
+    "uniform_by_the_longest": (10, "graph"),
+}
+"""The first of 50 seeds that finds a plant, and the kind of its finding."""
+USUAL = {"late_copy"}
+
+Ask = Callable[..., dict[str, Any]]
+
+
+@pytest.fixture(scope="module")
+def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
+    """Return a function that gives a task to one worker process, and returns its answer."""
+    folder = tmp_path_factory.mktemp("swarm")
+    models = {name: str(make_model(name, folder)) for name in MADE}
+    script = Path(__file__).with_name("swarm_worker.py")
+    with PlantedRuns(script, models, VllmLoad(), folder / "log") as runs:
+        yield runs.ask
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in USUAL else pytest.param(name, marks=pytest.mark.sweep) for name in FOUND]
+)
+def test_a_bug_that_vllm_had_is_found_and_shrunk(name: str, ask: Ask) -> None:
+    """A seed finds it, for what it is; a run of a few requests is enough, and right without it."""
+    seed, kind = FOUND[name]
+    found = ask(plant=name, seeds=[seed, seed + 1], trials=TRIALS)
+    assert found["seed"] == seed
+    finding = RunFinding(**found["finding"])
+    assert finding.kind == kind, f"{finding}\n{found['trace']}"
+    assert kind in PLANTS[name].kinds
+    assert PLANTS[name].names in finding.text
+    assert 1 <= len(Scenario.from_json(found["smaller"]).arrivals) <= MOST_REQUESTS
+    assert not found["without"]
+
+
+def test_every_plant_has_a_seed() -> None:
+    """None is left out, and each is found within 50 seeds."""
+    assert FOUND.keys() == PLANTS.keys()
+    assert all(0 <= seed < 50 for seed, _ in FOUND.values())
+
+
+def _swarm(folder: Path, *arguments: str) -> tuple[int, dict[str, Any], str]:
+    """Run the command with ``--json``; return its status, its summary and what it wrote."""
+    found = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "graphpact_cli",
+            "swarm",
+            "vllm",
+            "--workers=1",
+            "--json",
+            f"--out={folder}",
+            *arguments,
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+        env={name: value for name, value in os.environ.items() if not name.startswith("VLLM_")},
+    )
+    summary: dict[str, Any] = json.loads(found.stdout) if found.stdout else {}
+    return found.returncode, summary, found.stderr
+
+
+def test_the_first_seeds_are_clean(tmp_path: Path) -> None:
+    """The command ends with status 0: ranks, windows, and asynchronous scheduling."""
+    status, summary, text = _swarm(tmp_path / "out", "--seeds=0:8")
+    assert status == 0, text
+    assert summary["clean"] == 8
+
+
+@pytest.mark.parametrize("seeds", ["4:8", pytest.param("0:24", marks=pytest.mark.sweep)])
+def test_a_seed_takes_the_same_steps_again(seeds: str, tmp_path: Path) -> None:
+    """Each seed runs twice."""
+    status, _, text = _swarm(tmp_path / "out", f"--seeds={seeds}", "--repeat=2")
+    assert status == 0, text
