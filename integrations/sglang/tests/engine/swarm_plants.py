@@ -62,6 +62,18 @@ def token_after_the_end() -> None:
             object.__setattr__(processor, "enable_overlap", True)
 
 
+@plant("end", "raised", "leak", fixed=ONE_RANK)
+def aborted_waits_on() -> None:
+    """A request that is aborted while it waits is told of, and stays in the queue (sglang 6855)."""
+    from sglang.srt.managers.scheduler import Scheduler
+
+    @patch(Scheduler, "abort_request")
+    def _(original: Any, scheduler: Any, asked: Any) -> None:
+        waiting = list(scheduler.waiting_queue)
+        original(scheduler, asked)
+        scheduler.waiting_queue[:] = waiting
+
+
 # -- pools -------------------------------------------------------------------------------------------
 
 
@@ -97,17 +109,3 @@ def frees_the_shared_prefix() -> None:
             if not checkpoint:
                 request.kv.cache_protected_len = 0
             original(request, *args, checkpoint=checkpoint, **kwargs)
-
-
-@plant(*ANSWERS, "raised", "leak", fixed=ONE_RANK | STARVED | {"prefix_cache": True})
-def locks_parents_only() -> None:
-    """The lock of a prefix skips its last node, which is evicted while it is read (mini-sglang 52)."""
-    from sglang.srt.mem_cache.radix_cache import RadixCache
-
-    as_in_production()
-
-    for name in ("inc_lock_ref", "dec_lock_ref"):
-
-        @patch(RadixCache, name)
-        def _(original: Any, cache: Any, node: Any, *args: Any, **kwargs: Any) -> Any:
-            return original(cache, node if node is cache.root_node else node.parent, *args, **kwargs)

@@ -22,7 +22,7 @@ plant = plants_in(PLANTS)
 # -- scheduler and blocks ----------------------------------------------------------------------------
 
 
-@plant("leak", *ANSWERS, fixed={"prefix_cache": True})
+@plant("leak", "raised", *ANSWERS, fixed={"prefix_cache": True})
 def hit_stays_free() -> None:
     """A block in which a prefix is found stays in the queue of free ones (like vllm 37076)."""
 
@@ -42,7 +42,7 @@ def whole_prompt_is_a_hit() -> None:
             return original(coordinator, hashes, most + 1, *more, **named)
 
 
-@plant("raised", *ANSWERS, fixed={"drafts": "ngram:3"})
+@plant("raised", "stuck", *ANSWERS, fixed={"drafts": "ngram:3"})
 def rejected_stay_computed() -> None:
     """Drafts that were rejected stay counted as computed (vllm 42722)."""
 
