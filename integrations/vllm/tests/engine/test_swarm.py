@@ -18,7 +18,7 @@ from graphpact_vllm.load.offer import VllmLoad
 from planted_runs import PlantedRuns
 
 TRIALS = 30
-MOST_REQUESTS = 4
+MOST_REQUESTS = 5
 SEEDS = {
     "hit_stays_free": 1,
     "whole_prompt_is_a_hit": 35,
