@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from graphpact.engines import GraphFault
 from graphpact_guard.settings import Ignored
 
 logger = logging.getLogger("graphpact.guard")
@@ -95,6 +96,15 @@ class FaultLog:
                 where += ", before serving"
             logger.error("graphpact guard: %s\n  (%s)", fault, where)
         return True
+
+    def found(self) -> list[GraphFault]:
+        """Return each fault once, in the order of its discovery, for an engine under generated load."""
+        return [
+            GraphFault(
+                rule=fault.rule, field=f"{fault.owner}.{fault.field}", graph=str(fault.key), text=fault.text
+            )
+            for fault in self.faults.values()
+        ]
 
     def summary(self) -> dict[str, Any]:
         """Return the faults and their counts, ready for JSON."""

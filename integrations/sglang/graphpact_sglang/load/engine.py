@@ -114,17 +114,7 @@ class SglangLoadedEngine(LoadedEngine):
     def faults(self) -> list[GraphFault]:
         """Return what the guard found so far."""
         hooks = self._in_process.guard
-        if hooks is None or hooks.guard is None:
-            return []
-        return [
-            GraphFault(
-                rule=each["rule"],
-                field=f"{each['owner']}.{each['field']}",
-                graph=each["graph"],
-                text=each["text"],
-            )
-            for each in hooks.guard.summary()["faults"]
-        ]
+        return [] if hooks is None or hooks.guard is None else hooks.guard.log.found()
 
     def leaks(self) -> list[str]:
         """Return what is still allocated."""

@@ -89,12 +89,7 @@ class LoadedVllm(LoadedEngine):
     def faults(self) -> list[GraphFault]:
         """Return what the guard found so far."""
         guard = None if hooks.InProcess.guard is None else hooks.InProcess.guard.guard
-        return [
-            GraphFault(
-                rule=fault.rule, field=f"{fault.owner}.{fault.field}", graph=str(fault.key), text=fault.text
-            )
-            for fault in (() if guard is None else guard.log.faults.values())
-        ]
+        return [] if guard is None else guard.log.found()
 
     def leaks(self) -> list[str]:
         """Return what is still held after a run in which all requests ended."""
