@@ -4,7 +4,7 @@ A worker process of its own imports the engine and forks, as workers of the swar
 threads. A script of an engine's tests is the worker:
 
     serve_plants(PLANTS, VllmLoad())                            # in the script
-    with PlantedRuns(script, models, VllmLoad()) as runs:       # in the test
+    with PlantedRuns(script, VllmLoad(), folder) as runs:       # in the test
         runs.ask(plant="late_copy", seeds=[0, 50], trials=30)
 
 A task is a line of JSON, ``{"plant": NAME or null, "seeds": [FIRST, LAST], "trials": N}``. Its answer has the
@@ -27,7 +27,7 @@ from typing import Any, Self
 
 from graphpact.engines import LoadOffer
 from graphpact_swarm.draws import SEEDS_PER_START
-from graphpact_swarm.models import MADE
+from graphpact_swarm.models import MADE, make_model
 from graphpact_swarm.runs.worker import Setup, Worker
 from graphpact_swarm.scenario import Scenario
 from graphpact_swarm.verdicts.judging import Verdict
@@ -174,18 +174,18 @@ class PlantedRuns:
 
     Args:
         script: The script of the worker, which calls `serve_plants`.
-        models: The folders of models, by name.
         offer: The engine.
-        log: The file of what the worker prints.
+        folder: Where the made models are written, and what the worker prints.
     """
 
-    def __init__(self, script: Path, models: Mapping[str, str], offer: LoadOffer, log: Path) -> None:
-        self._log = log
+    def __init__(self, script: Path, offer: LoadOffer, folder: Path) -> None:
+        models = {name: str(make_model(name, folder)) for name in MADE}
+        self._log = log = folder / "log"
         variables = {"OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0", **offer.variables()}
         path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
         with log.open("wb") as file:
             self._process = subprocess.Popen(
-                [sys.executable, str(script), json.dumps(dict(models))],
+                [sys.executable, str(script), json.dumps(models)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=file,

@@ -3,12 +3,14 @@
     0    done                     2    usage: the request is invalid, nothing was done
     1    the contract was broken  3    a defect of the engine, or a fault of this machine
     130  interrupted              141  the reader of the output closed the pipe
+    143  ended by SIGTERM, where a command cleans up then
 
 Does not: import typer and rich before `main` is called, so that the modules for files stay light.
 """
 
 import errno
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Sequence
@@ -23,7 +25,8 @@ __all__ = ["main"]
 TRACEBACK_VARIABLE = "GRAPHPACT_TRACEBACK"
 """Environment variable: ``1`` prints the traceback of an error before its message."""
 
-_FAULT, _INTERRUPTED, _SIGPIPE = 3, 130, 141  # as shells report the signals
+_FAULT = 3
+_INTERRUPTED, _SIGPIPE, _TERMINATED = 130, 141, 143  # as shells report the signals
 _LOST = {errno.EPIPE, errno.EBADF, errno.EIO, errno.EFBIG, errno.ENOSPC, errno.EDQUOT}
 """Errors of writing to stdout; errors of other files contain a file name."""
 
@@ -60,8 +63,9 @@ def _report(error: BaseException, given: Sequence[str]) -> int:
     chain = [error]  # an interrupted import may raise another error
     while (cause := chain[-1].__cause__ or chain[-1].__context__) and cause not in chain:
         chain.append(cause)
-    if any(isinstance(each, KeyboardInterrupt) for each in chain):
-        return _INTERRUPTED
+    stops = [each for each in chain if isinstance(each, KeyboardInterrupt)]
+    if stops:
+        return _TERMINATED if any(signal.SIGTERM in each.args for each in stops) else _INTERRUPTED
     if os.environ.get(TRACEBACK_VARIABLE, "0") not in {"", "0"}:
         with suppress(OSError):
             traceback.print_exception(error)

@@ -27,8 +27,7 @@ class Keys:
     """The KV slots of the keys of every request.
 
     Args:
-        slots: ``[bs, nk]``, ``nk`` at least 1: KV slot of each key. Past a request's length, any slot that
-            the request owns, or scratch.
+        slots: ``[bs, nk]``, ``nk`` at least 1: KV slot of each key; any number where no query sees a key.
         lens: ``[bs]``: keys of each request; its last query is at the position of its last key.
         planned: ``[bs]``: the number of keys of each request that a plan covers, or None for all. Other keys
             are not attended.
@@ -44,6 +43,31 @@ class Keys:
         return self.lens if self.planned is None else torch.minimum(self.lens, self.planned)
 
 
+@dataclass(frozen=True, slots=True)
+class SeenKeys:
+    """Which keys the queries of each request see.
+
+    Args:
+        slots: ``[b, nk]``: KV slot of each key. A key that no query sees has the slot of one that is seen, or
+            scratch: its weight is zero, but NaN times zero is NaN, and its own slot may be unowned memory:
+            past the length of the request, or in a page that was freed before a sliding window.
+        allowed: ``[b, nq, nk]`` bool: which keys each query sees.
+        unseeing: ``[b, nq, 1, 1]`` bool: which queries see no key; None if each sees one.
+    """
+
+    slots: torch.Tensor
+    allowed: torch.Tensor
+    unseeing: torch.Tensor | None
+
+    @classmethod
+    def of(cls, slots: torch.Tensor, allowed: torch.Tensor) -> "SeenKeys":
+        """Return them for the slots of all keys, ``[b, nk]``, and ``allowed``, ``[b, nq, nk]``."""
+        seen = allowed.any(dim=1)
+        first = slots.gather(1, seen.int().argmax(dim=1, keepdim=True))
+        first = torch.where(seen.any(dim=1, keepdim=True), first, 0)
+        return cls(torch.where(seen, slots, first), allowed, ~allowed.any(dim=-1)[:, :, None, None])
+
+
 @dataclass(frozen=True)
 class StepLayout:
     """The layout of a step, computed from a kernel's index tensors on a CPU; all layers share it.
@@ -52,13 +76,13 @@ class StepLayout:
         offsets: ``bs + 1`` numbers: where each request's queries begin.
         lengths: ``bs`` numbers: keys of each request.
         keys: The KV slots of the keys.
-        masks: Cache of `mask`, by window and causality.
+        seen: Cache of `seen_keys`, by window and causality.
     """
 
     offsets: list[int]
     lengths: list[int]
     keys: Keys
-    masks: dict[tuple[int, bool], tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
+    seen: dict[tuple[int, bool], SeenKeys] = field(default_factory=dict)
 
     @functools.cached_property
     def width(self) -> int:
@@ -66,18 +90,19 @@ class StepLayout:
         counts = {end - start for start, end in itertools.pairwise(self.offsets)}
         return counts.pop() if len(counts) == 1 else 0
 
-    def mask(self, options: ScoreOptions) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return ``[bs, width, nk]``: the keys that each query sees; and its `blind`, None if all see one."""
+    def seen_keys(self, options: ScoreOptions) -> SeenKeys:
+        """Return the keys that the queries see, which are `width` for each request."""
         by = options.sliding_window, options.is_causal
-        if by not in self.masks:
+        if by not in self.seen:
             keys, width = self.keys, self.width
             if width == 1:  # the only query is at the last key, so it sees all keys
                 options = replace(options, is_causal=False)
             at = (keys.lens - width)[:, None] + torch.arange(width)
-            allowed = visible(at, keys.slots.shape[1], keys.seen, options)
-            unseeing = blind(allowed)
-            self.masks[by] = allowed, unseeing if bool(unseeing.any()) else None
-        return self.masks[by]
+            seen = SeenKeys.of(keys.slots, visible(at, keys.slots.shape[1], keys.seen, options))
+            if seen.unseeing is not None and not bool(seen.unseeing.any()):
+                seen = replace(seen, unseeing=None)
+            self.seen[by] = seen
+        return self.seen[by]
 
 
 class LayoutCache:
@@ -119,16 +144,6 @@ Mask = Callable[[int], torch.Tensor]
 """``request -> [nq, nk]`` bool: which keys its queries see, instead of the causal rule."""
 
 
-def own_slots(slots: torch.Tensor, lens: torch.Tensor) -> torch.Tensor:
-    """Return ``slots`` with every entry past a request's length replaced by its first slot, or by scratch.
-
-    Such keys get weight zero, but they must not be read from unowned memory, because NaN times zero is NaN.
-    """
-    column = torch.arange(slots.shape[1], device=slots.device)
-    first = torch.where(lens[:, None] > 0, slots[:, :1], 0)
-    return torch.where(column < lens[:, None], slots, first)
-
-
 def visible(
     q_positions: torch.Tensor, num_keys: int, seen: torch.Tensor, options: ScoreOptions
 ) -> torch.Tensor:
@@ -143,17 +158,11 @@ def visible(
     return allowed
 
 
-def blind(allowed: torch.Tensor) -> torch.Tensor:
-    """Return ``[b, nq, 1, 1]``: which queries see no key of ``allowed``, ``[b, nq, nk]``."""
-    return ~allowed.any(dim=-1)[:, :, None, None]
-
-
 def dense(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    allowed: torch.Tensor,
-    unseeing: torch.Tensor | None,
+    seen: SeenKeys,
     options: ScoreOptions,
     *,
     with_lse: bool = False,
@@ -166,8 +175,7 @@ def dense(
         q: ``[b, nq, hq, d]``.
         k: ``[b, nk, hkv, d]``.
         v: ``[b, nk, hkv, dv]``.
-        allowed: ``[b, nq, nk]`` bool.
-        unseeing: The result of `blind` for ``allowed``; None if each query sees a key.
+        seen: Which of the keys each query sees.
         options: Scaling, softcap, sinks.
         with_lse: Whether to return the log-sum-exp of the scores.
 
@@ -180,7 +188,7 @@ def dense(
     # Query heads that share a key head become queries of that head, so that no key is repeated.
     grouped = q.view(batch, num_q, kv_heads, group, -1).permute(0, 2, 3, 1, 4)
     grouped = grouped.reshape(batch, kv_heads, group * num_q, -1)
-    mask = allowed[:, None]
+    mask = seen.allowed[:, None]
     if num_q > 1 and group > 1:
         mask = mask.repeat(1, 1, group, 1)
     keys, values = k.transpose(1, 2), v.transpose(1, 2)
@@ -209,7 +217,7 @@ def dense(
         out = (weights @ values.to(wide)).to(q.dtype)
     out = out.view(batch, kv_heads, group, num_q, -1).permute(0, 3, 1, 2, 4)
     out = out.reshape(batch, num_q, heads, -1)
-    return out if unseeing is None else out.masked_fill(unseeing, 0.0), lse
+    return out if seen.unseeing is None else out.masked_fill(seen.unseeing, 0.0), lse
 
 
 def lse_dtype(q: torch.Tensor) -> torch.dtype:
@@ -239,8 +247,7 @@ def attend_ragged(
         end = offsets[-1]
         rows = call.q[:end].view(-1, layout.width, *call.q.shape[1:])
         part = None if lse is None else lse[:end]
-        held = gather(call, keys.slots)
-        _write(rows, held, *layout.mask(options), options, out[:end], part)
+        _write(call, rows, layout.seen_keys(options), out[:end], part)
         return
     seen = keys.seen
     for i, (start, end) in enumerate(itertools.pairwise(offsets)):
@@ -253,28 +260,15 @@ def attend_ragged(
             allowed = visible(at, slots.shape[1], seen[i : i + 1], options)
         else:
             allowed = mask(i)[None]
-        _write(
-            call.q[None, start:end],
-            gather(call, slots),
-            allowed,
-            blind(allowed),
-            options,
-            out[start:end],
-            None if lse is None else lse[start:end],
-        )
+        part = None if lse is None else lse[start:end]
+        _write(call, call.q[None, start:end], SeenKeys.of(slots, allowed), out[start:end], part)
 
 
 def _write(
-    q: torch.Tensor,
-    held: tuple[torch.Tensor, torch.Tensor],
-    allowed: torch.Tensor,
-    unseeing: torch.Tensor | None,
-    options: ScoreOptions,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
+    call: AttendCall[object], q: torch.Tensor, seen: SeenKeys, out: torch.Tensor, lse: torch.Tensor | None
 ) -> None:
-    """Attend from ``q`` ``[b, nq, hq, d]`` to the gathered keys and values, and write all rows of ``out``."""
-    result, sums = dense(q, *held, allowed, unseeing, options, with_lse=lse is not None)
+    """Attend from ``q`` ``[b, nq, hq, d]`` to the keys that it sees, and write all rows of ``out``."""
+    result, sums = dense(q, *gather(call, seen.slots), seen, call.options, with_lse=lse is not None)
     out.copy_(result.flatten(0, 1))
     if lse is not None and sums is not None:
         lse.copy_(sums.flatten(0, 1))
@@ -310,12 +304,13 @@ def attend_padded(
     num_q = q_indptr[1:] - q_indptr[:-1]
     column = torch.arange(max_q_len, device=q.device)
     live = column < num_q[:, None]
-    # Padding queries repeat query 0, and their results are dropped.
+    # Padding queries repeat query 0 and see no key.
     rows = torch.where(live, q_indptr[:-1, None] + column, 0)
-    at = torch.where(live, (keys.lens - num_q)[:, None] + column, 0)
-    k, v = gather(call, keys.slots)
-    allowed = visible(at, k.shape[1], keys.seen, options) if mask is None else mask
-    result, sums = dense(q[rows], k, v, allowed, blind(allowed), options, with_lse=lse is not None)
+    if mask is None:
+        at = (keys.lens - num_q)[:, None] + column
+        mask = visible(at, keys.slots.shape[1], keys.seen, options)
+    seen = SeenKeys.of(keys.slots, mask & live[:, :, None])
+    result, sums = dense(q[rows], *gather(call, seen.slots), seen, options, with_lse=lse is not None)
     row = torch.arange(q.shape[0], dtype=q_indptr.dtype, device=q.device)
     request = torch.searchsorted(q_indptr[1:], row, right=True).clamp_(max=num_q.shape[0] - 1)
     place = (row - q_indptr[request]).clamp_(max=max_q_len - 1)

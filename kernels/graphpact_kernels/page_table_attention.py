@@ -24,7 +24,6 @@ from graphpact_kernels._attend import (
     attend_padded,
     attend_ragged,
     lse_dtype,
-    own_slots,
 )
 from graphpact_kernels._library import define_forms
 from graphpact_kernels.call import AttendCall, Rows_co, ScoreOptions
@@ -81,7 +80,7 @@ def _keys(rows: PageTableRows, pages: torch.Tensor, schedule: torch.Tensor | Non
     column = torch.arange(rows.page_size, device=lens.device)
     slots = (pages[:, :, None] * rows.page_size + column).flatten(1)
     planned = None if schedule is None else key_blocks(schedule, len(pages)) * BLOCK
-    return Keys(own_slots(slots, lens), lens, planned)
+    return Keys(slots, lens, planned)
 
 
 def _layout_of(call: PageTableCall[PageTableRows]) -> StepLayout:

@@ -22,7 +22,6 @@ from graphpact_kernels._attend import (
     StepLayout,
     attend_padded,
     attend_ragged,
-    own_slots,
 )
 from graphpact_kernels._library import define_forms
 from graphpact_kernels.call import AttendCall, ScoreOptions
@@ -89,7 +88,7 @@ def _keys(rows: PagedRows, kv_lens: torch.Tensor, num_keys: int, planned: torch.
     entry = (rows.kv_indptr[:-1, None] + page).clamp_(max=rows.kv_indices.shape[0] - 1)
     first = rows.kv_indices[entry] * size
     slots = (first[:, :, None] + torch.arange(size, device=device)).flatten(1)
-    return Keys(own_slots(slots, kv_lens), kv_lens, planned)
+    return Keys(slots, kv_lens, planned)
 
 
 _layouts = LayoutCache()

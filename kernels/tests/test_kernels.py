@@ -193,6 +193,18 @@ def test_extend_equals_a_plain_reference(problem: PagedProblem, path: str) -> No
     torch.testing.assert_close(problem.run(path), problem.reference(), rtol=1e-9, atol=1e-9)
 
 
+@EXAMPLES
+@given(problem=_problems(decode=False), window=st.integers(1, 7), path=st.sampled_from(PATHS))
+def test_keys_before_the_window_are_not_read(problem: PagedProblem, window: int, path: str) -> None:
+    """Before a sliding window, the pages of a request may be freed."""
+    problem.arguments["sliding_window"] = window
+    expected = problem.run(path)
+    for num_q, slots in zip(problem.num_q, problem.slots, strict=True):
+        hidden = slots[: max(0, len(slots) - num_q + 1 - window)]
+        problem.k_cache[hidden] = problem.v_cache[hidden] = NAN
+    assert torch.equal(problem.run(path), expected)
+
+
 @st.composite
 def _with_blind_queries(draw: st.DrawFn) -> tuple[PagedProblem, torch.Tensor]:
     """Draw a problem whose mask or plan, or both, hide all keys from some queries, and the result."""

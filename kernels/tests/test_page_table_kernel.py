@@ -58,6 +58,12 @@ class PageTableProblem:
         attend_padded(call, rows.cu_seqlens_q, keys, rows.max_seqlen_q, out, lse=lse)
         return out, lse
 
+    def sees(self, row: int, query: int, key: int) -> bool:
+        """Return whether a query of a row sees a key, both by their index, by causality and the window."""
+        at = len(self.slots[row]) - self.num_q[row] + query
+        window = self.arguments["sliding_window"]
+        return (not self.arguments["is_causal"] or key <= at) and (not window or key > at - window)
+
     def reference(self, planned: list[int] | None = None) -> tuple[torch.Tensor, torch.Tensor]:
         """Return output and log-sum-exp in float64, computed one by one from the requests' lists of slots.
 
@@ -73,13 +79,10 @@ class PageTableProblem:
         row, group = 0, self.q.shape[1] // self.k_cache.shape[1]
         for r, (count, slots) in enumerate(zip(self.num_q, self.slots, strict=True)):
             for i in range(count):
-                at = len(slots) - count + i
                 seen = [
                     slot
                     for j, slot in enumerate(slots)
-                    if (not a["is_causal"] or j <= at)
-                    and (not a["sliding_window"] or j > at - a["sliding_window"])
-                    and (planned is None or j < planned[r])
+                    if self.sees(r, i, j) and (planned is None or j < planned[r])
                 ]
                 for h in range(self.q.shape[1]):
                     total = 0.0 if a["sinks"] is None else math.exp(a["sinks"][h])
@@ -208,6 +211,25 @@ def test_output_and_log_sum_exp_equal_a_plain_reference(problem: PageTableProble
 def test_latents_equal_a_plain_reference(problem: PageTableProblem, path: str) -> None:
     """If values are views of their keys, the result equals the reference too."""
     assert_same(problem.run(path), problem.reference(), **TIGHT)
+
+
+@EXAMPLES
+@given(problem=problems(sliding_window=3), hidden=st.sampled_from([None, 0]), path=st.sampled_from(PATHS))
+def test_keys_that_no_query_sees_are_not_read(
+    problem: PageTableProblem, hidden: int | None, path: str
+) -> None:
+    """Before a sliding window pages may be freed; the page table has their numbers, or that of scratch."""
+    expected = problem.run(path)
+    table, size = problem.arguments["page_table"].clone(), problem.arguments["page_size"]
+    for row, slots in enumerate(problem.slots):
+        seen = {j for i in range(problem.num_q[row]) for j in range(len(slots)) if problem.sees(row, i, j)}
+        for j, slot in enumerate(slots):
+            if j not in seen:
+                problem.k_cache[slot] = problem.v_cache[slot] = NAN
+            if hidden is not None and seen.isdisjoint(range(j // size * size, (j // size + 1) * size)):
+                table[row, j // size] = hidden
+    for mine, other in zip(problem.run(path, page_table=table), expected, strict=True):
+        assert torch.equal(mine, other)
 
 
 @pytest.mark.parametrize("path", PATHS)

@@ -14,10 +14,11 @@ from typing import Annotated, Any
 
 import typer
 
-from graphpact.engines import EngineOffer, LoadOffer
+from graphpact.engines import EngineOffer, Feature, LoadOffer
 from graphpact.errors import ContractError, UsageError
 from graphpact.plugins import PluginCatalog
 from graphpact_cli.console import clean, data, note, print_table, talk
+from graphpact_cli.signals import stopped_by_sigterm
 
 _SEEDS_HINT = "for example --seeds 0:200, or --seeds 17"
 
@@ -96,7 +97,9 @@ def swarm(
     Each seed draws a configuration and requests. Tokens must be those of each request alone, every replay
     must keep its pact, and no request or page may be lost. The exit status is 1 if anything is wrong.
     """
-    from graphpact_swarm.runs.worker import Setup  # noqa: PLC0415  it imports torch
+    from graphpact_swarm.draws import Space  # noqa: PLC0415  it imports torch
+    from graphpact_swarm.models import GIVEN, MADE  # noqa: PLC0415  the same
+    from graphpact_swarm.runs.worker import Setup  # noqa: PLC0415  the same
     from graphpact_swarm.scenario import Scenario  # noqa: PLC0415  the same
 
     offer, load = _offer_of(engine)
@@ -107,13 +110,25 @@ def swarm(
             f"--draft {unknown[0]}: {offer.name} has no such drafts",
             hint=f"it has {', '.join(load.draft_models) or 'none that need a model'}",
         )
-    settings, fixed = _settings(sets or [], load)
+    space = Space(
+        engine,
+        load,
+        {name: Path() for name in ([GIVEN] if model is not None else MADE)},
+        drafts=frozenset(drafts),
+        has_faults=faults,
+    )
+    settings, fixed = _settings(sets or [], [*space.engine_features(), *space.load_features()])
     given = None if scenario is None else Scenario.load(scenario)
     if given is not None and given.engine != engine:
         raise UsageError(
             f"{scenario} is a scenario of {given.engine}", hint=f"graphpact swarm {given.engine}"
         )
-    with _models(model, given) as models:
+    if given is not None and fixed:
+        raise UsageError(
+            f"--set {next(iter(fixed))}: a scenario has a value of each feature",
+            hint=f"change it in {scenario}, or run seeds",
+        )
+    with stopped_by_sigterm(), _models(model, given) as models:
         setup = Setup(
             engine=engine,
             models={name: str(path) for name, path in models.items()},
@@ -289,13 +304,13 @@ def _folder(text: str) -> tuple[str, str]:
     return name, str(Path(path).resolve())
 
 
-def _settings(texts: Sequence[str], load: LoadOffer) -> tuple[dict[str, Any], dict[str, Any]]:
+def _settings(texts: Sequence[str], features: Sequence[Feature]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return the engine's own arguments and the features with one value.
 
     Raises:
         UsageError: A text is neither.
     """
-    values = {each.name: each.values for each in load.features()}
+    values = {each.name: each.values for each in features}
     settings: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
     for text in texts:
@@ -309,18 +324,17 @@ def _settings(texts: Sequence[str], load: LoadOffer) -> tuple[dict[str, Any], di
         if key.startswith("engine."):
             settings[key.removeprefix("engine.")] = value
             continue
-        known = next((each for each in values.get(key, ()) if json.dumps(each) == json.dumps(value)), None)
         if key not in values:
             raise UsageError(
                 f"--set {text}: there is no feature {key!r}",
                 hint=f"features are {', '.join(values)}; arguments of the engine begin with engine.",
             )
-        if known is None and value is not None:
+        if json.dumps(value) not in map(json.dumps, values[key]):
             raise UsageError(
                 f"--set {text}: the feature has no such value",
                 hint=f"it has {', '.join(json.dumps(each) for each in values[key])}",
             )
-        fixed[key] = known
+        fixed[key] = value
     return settings, fixed
 
 

@@ -3,8 +3,10 @@
 import json
 import multiprocessing
 import os
+import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,6 +116,40 @@ def test_a_seed_takes_the_same_steps_on_a_busy_machine_and_a_run_goes_on(
     assert digests(folder).keys() == {0, 1, 2}
 
 
+def test_features_of_model_load_and_engine_can_be_fixed(tmp_path: Path) -> None:
+    """Each seed has the values of ``--set``."""
+    fixed = {"model": "windows", "requests": 1, "logprobs": "all", "page_size": 1, "fault": "raise"}
+    words = [word for name, value in fixed.items() for word in ("--set", f"{name}={value}")]
+    status, _, said = swarm(*_SEEDS, "--seeds", "4:6", "--faults", *words, "--out", ".", folder=tmp_path)
+    assert status == 0, said
+    lines = [json.loads(line) for line in (tmp_path / FILE).read_text().splitlines()]
+    scenarios = [line["result"]["scenario"] for line in lines if "result" in line]
+    assert [{name: each["choice"][name] for name in fixed} for each in scenarios] == [fixed, fixed]
+
+
+def test_a_run_that_sigterm_ends_leaves_no_model_behind(tmp_path: Path) -> None:
+    """The status is that of shells; the made models are removed, the results are kept."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, "-m", "graphpact_cli", "swarm", *_SEEDS, "--seeds", "0:99"],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        cwd=tmp_path,
+        env=os.environ | {"TMPDIR": str(temporary)},
+    )
+    with process:
+        results = tmp_path / "swarm-graphpact" / FILE
+        while not (results.exists() and '"result"' in results.read_text()):
+            assert process.poll() is None
+            time.sleep(0.1)
+        assert [*temporary.glob("graphpact-swarm-models-*")]
+        process.terminate()
+        assert process.wait(60) == 128 + signal.SIGTERM
+    assert not [*temporary.glob("graphpact-swarm-*")]
+    assert digests(tmp_path / "swarm-graphpact")
+
+
 def test_a_scenario_says_what_is_wrong(tmp_path: Path) -> None:
     """A request that the engine refuses is a finding, with status 1 and the engine's own words."""
     arrivals = (Arrival(prompt=(5,) * 300, max_new_tokens=2),)
@@ -148,6 +184,9 @@ def test_a_scenario_says_what_is_wrong(tmp_path: Path) -> None:
         (["graphpact", "--seeds", "a:b"], "is no range"),
         (["graphpact", "--set", "page_sise=16"], "there is no feature 'page_sise'"),
         (["graphpact", "--set", "page_size=7"], "the feature has no such value"),
+        (["graphpact", "--set", "page_size=true"], "the feature has no such value"),
+        (["graphpact", "--set", "model=given"], "the feature has no such value"),
+        (["graphpact", "--set", "fault=raise"], "there is no feature 'fault'"),
         (["graphpact", "--set", "page_size"], "is not KEY=VALUE"),
         (["graphpact", "--draft", "eagle=nowhere"], "is not DRAFTS=DIR"),
         (["graphpact", "--model", "nowhere"], "--model nowhere"),

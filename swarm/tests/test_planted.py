@@ -12,7 +12,6 @@ from plants import PLANTS
 
 from graphpact_engine.load.offer import GraphpactLoad
 from graphpact_swarm.draws import SEEDS_PER_START
-from graphpact_swarm.models import MADE, make_model
 from graphpact_swarm.scenario import Scenario
 from graphpact_swarm.verdicts.judging import RunFinding
 from planted_runs import PlantedRuns
@@ -27,10 +26,8 @@ Ask = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """Return a function that gives a task to one worker process, and returns its answer."""
-    folder = tmp_path_factory.mktemp("swarm")
-    models = {name: str(make_model(name, folder)) for name in MADE}
     script = Path(__file__).with_name("planted_worker.py")
-    with PlantedRuns(script, models, GraphpactLoad(), folder / "log") as runs:
+    with PlantedRuns(script, GraphpactLoad(), tmp_path_factory.mktemp("swarm")) as runs:
         yield runs.ask
 
 

@@ -7,10 +7,8 @@ Does not: run experiments (see `graphpact_conformance.suite`), or format results
 import contextlib
 import enum
 import json
-import signal
 import sys
-import threading
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -20,6 +18,7 @@ import typer
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
 from graphpact_cli.console import data, note, print_table
+from graphpact_cli.signals import stopped_by_sigterm
 from graphpact_conformance.cli.extras import need_extra
 from graphpact_conformance.rules import RULES, Rule, find_rule
 
@@ -233,28 +232,11 @@ def _run(
     from graphpact_conformance.cli.results import progress  # noqa: PLC0415  pydantic
     from graphpact_conformance.isolation import supervise  # noqa: PLC0415  all that the suite needs
 
-    with _stopped_by_sigterm(), progress(quiet=quiet) as shown, contextlib.redirect_stdout(sys.stderr):
+    with stopped_by_sigterm(), progress(quiet=quiet) as shown, contextlib.redirect_stdout(sys.stderr):
         try:
             return supervise.check_plugins(names, options, workers=workers, **_listeners(shown)), 0
         except supervise.StoppedError as stopped:
             return stopped.report, stopped.number
-
-
-@contextlib.contextmanager
-def _stopped_by_sigterm() -> Iterator[None]:
-    """Raise `KeyboardInterrupt` on SIGTERM too, which schedulers send; does nothing in other threads."""
-
-    def stop(number: int, _: object) -> None:
-        raise KeyboardInterrupt(number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def _listeners(shown: "Progress | None") -> dict[str, Any]:

@@ -276,7 +276,7 @@ class LoadOffer(ABC):
         return None
 
     def ranks(self, choice: Mapping[str, Any]) -> int:
-        """Return the number of processes of a configuration. Each is a started engine."""
+        """Return the number of processes of a configuration, 1 for the plainest. Each is a started engine."""
         del choice
         return 1
 

@@ -12,7 +12,7 @@ from graphpact_sglang.load.offer import FEATURES, SglangLoadOffer, arguments_of,
 from graphpact_sglang.runs.offer import SglangOffer
 
 PLAIN: dict[str, Any] = {feature.name: feature.values[0] for feature in FEATURES}
-MODEL = Path("model")
+MODEL = Path(__file__).parents[3] / "examples/models/tiny-llama"
 
 
 def _arguments(**choice: Any) -> dict[str, Any]:
@@ -33,6 +33,7 @@ def test_the_offer_is_built_without_the_engine() -> None:
     [
         ({"chunk": 24, "page_size": 16}, "divisible"),
         ({"mixed_chunk": True, "drafts": "standalone"}, "drafts"),
+        ({"parallel": "dp2", "drafts": "standalone"}, "dp attention"),
     ],
 )
 def test_a_refusal_says_why(choice: dict[str, Any], named: str) -> None:
@@ -49,6 +50,19 @@ def test_a_tree_of_drafts_beside_a_window_is_refused_with_pages(tmp_path: Path) 
         (tmp_path / "config.json").write_text(f'{{"sliding_window": {window}}}')
         reason = SglangLoadOffer().refused(EngineStart(choice=choice, model=tmp_path))
         assert (reason is not None) == is_refused
+
+
+def test_data_parallel_attention_is_for_models_with_experts(tmp_path: Path) -> None:
+    """Each rank runs its own requests, in as many processes."""
+    choice = PLAIN | {"parallel": "dp2"}
+    offer, how = SglangLoadOffer(), EngineStart(choice=choice, model=tmp_path, rank=1, port=4000)
+    (tmp_path / "config.json").write_text("{}")
+    assert "dense" in str(offer.refused(how))
+    (tmp_path / "config.json").write_text('{"num_experts": 4}')
+    assert offer.refused(how) is None
+    assert (offer.ranks(choice), offer.shares_requests(choice)) == (2, False)
+    found = arguments_of(how)
+    assert (found["tp_size"], found["attn_dp_size"], found["nccl_port"]) == (2, 2, 4000)
 
 
 def test_a_choice_becomes_arguments() -> None:

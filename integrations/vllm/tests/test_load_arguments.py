@@ -98,6 +98,9 @@ def test_refused_combinations_have_a_reason(model: Path) -> None:
     assert "dense" in str(load.refused(dense))
     (model / "config.json").write_text(json.dumps({"num_experts": 4}))
     assert load.refused(dense) is None
+    pieces = start(model, parallel="dp2", cudagraph_mode="PIECEWISE", pieces="compiled")
+    assert "compiled" in str(load.refused(pieces))
+    assert load.refused(start(model, parallel="dp2", cudagraph_mode="PIECEWISE", pieces="breakable")) is None
 
 
 @pytest.mark.parametrize(("value", "expected"), [(None, (None, 0)), ("ngram:3", ("ngram", 3))])

@@ -56,21 +56,13 @@ class Space:
 
     def engine_features(self) -> list[Feature]:
         """Return the features that an engine is started with."""
-        fixed = self.fixed or {}
         found = [Feature(name="model", values=tuple(self.models)), *self.offer.features()]
-        return [
-            replace(
-                each,
-                values=(fixed[each.name],)
-                if each.name in fixed
-                else tuple(value for value in each.values if self._is_possible(each.name, value)),
-            )
-            for each in found
-        ]
+        return [self._narrowed(each) for each in found]
 
     def load_features(self) -> list[Feature]:
         """Return the features of a load."""
-        return [*LOAD_FEATURES, *([FAULT_FEATURE] if self.has_faults else [])]
+        found = [*LOAD_FEATURES, *([FAULT_FEATURE] if self.has_faults else [])]
+        return [self._narrowed(each) for each in found]
 
     def plain(self) -> dict[str, Any]:
         """Return the plainest value of each feature of the engine."""
@@ -106,6 +98,15 @@ class Space:
         if self.offer.ranks(self.configuration(seed)) == 1 and chosen.get("fault") in ("kill", "slow"):
             chosen["fault"] = "raise" if chosen["fault"] == "kill" else "full"
         return chosen
+
+    def _narrowed(self, feature: Feature) -> Feature:
+        """Return a feature with its fixed value, or with the values that are possible."""
+        fixed = self.fixed or {}
+        if feature.name in fixed:
+            return replace(feature, values=(fixed[feature.name],))
+        return replace(
+            feature, values=tuple(value for value in feature.values if self._is_possible(feature.name, value))
+        )
 
     def _is_possible(self, feature: str, value: Any) -> bool:
         """Return whether everything is there that a value needs."""

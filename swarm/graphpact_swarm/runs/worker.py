@@ -112,7 +112,7 @@ class Worker:
                 )
                 for place, size in enumerate(_LENGTHS)
             ]
-            choice = self.space.plain() | {"model": model}
+            choice = self._of_one_rank(self.space.plain() | {"model": model})
             alone = Scenario(engine=self.setup.engine, choice=choice, arrivals=tuple(arrivals))
             reference = self._references[model]
             with EngineProcess(self.offer, self._start(choice, is_eager=True)) as process:
@@ -136,6 +136,14 @@ class Worker:
                 )
             self._errors[model] = worst
         return self._errors[model]
+
+    def _of_one_rank(self, choice: dict[str, Any]) -> dict[str, Any]:
+        """Return a configuration of one process: without the feature that asks for more."""
+        for feature in self.offer.features():
+            if self.offer.ranks(choice) == 1:
+                break
+            choice = choice | {feature.name: feature.values[0]}
+        return choice
 
     def run_seeds(self, seeds: Sequence[int]) -> Iterator[dict[str, Any]]:
         """Run the seeds of one configuration, and yield a result for each."""

@@ -23,6 +23,7 @@ LEAST_TOLERANCE = 1e-4
 """The least difference of two logits, in float32, that decides which token is right."""
 MARGIN = 20.0
 """So many measured errors are tolerated, since those of other prompts and batches may be larger."""
+_LONGEST = 300  # characters of a text that are printed: torch lists all devices of an operator
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,8 @@ class RunFinding:
         where.append(f"pass {self.step}" if self.step >= 0 else "")
         where.append(f"request {self.request}" if self.request >= 0 else "")
         said = ", ".join(part for part in where if part)
-        return f"{self.kind}{f' ({said})' if said else ''}: {self.text}"
+        text = self.text if len(self.text) <= _LONGEST else f"{self.text[:_LONGEST]}..."
+        return f"{self.kind}{f' ({said})' if said else ''}: {text}"
 
 
 @dataclass(frozen=True, kw_only=True)

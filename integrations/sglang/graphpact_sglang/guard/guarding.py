@@ -260,7 +260,18 @@ class SglangGuard:
     ) -> Any:
         self._take_replayed()  # that of another runner
         output = original(runner, batch, *args, **kwargs)
-        run = runner.model_runner.eager_runner.execute
+        model_runner = runner.model_runner
+
+        def run(again: Any, *args: Any, **kwargs: Any) -> Any:
+            # A batch of ranks that step together is padded for graphs by their runner, else by these two.
+            is_unpadded = again.global_num_tokens_cpu is not None and again.dp_padding_mode is None
+            if is_unpadded:
+                model_runner._prepare_eager_forward_batch(again)  # noqa: SLF001  no other way
+            result = model_runner.eager_runner.execute(again, *args, **kwargs)
+            if is_unpadded:
+                again.post_forward_mlp_sync_batch(result)
+            return result
+
         self._verify(runner, output, lambda: _outputs(_run_again(runner, run, batch, *args, **kwargs)))
         return output
 

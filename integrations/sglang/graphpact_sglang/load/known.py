@@ -38,4 +38,12 @@ KNOWN = (
         choice={"drafts": _DRAFTS},
         reason=_ABORTED,
     ),
+    KnownFinding(
+        kind="tokens",
+        choice={"model": ("llama", "windows"), "parallel": ("dp2",)},
+        reason=(
+            "LlamaAttention and Gemma3Attention split heads over all ranks, and add up over all of them;"
+            " with data parallel attention each rank has tokens of its own, and nothing refuses it"
+        ),
+    ),
 )

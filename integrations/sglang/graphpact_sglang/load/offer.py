@@ -39,7 +39,7 @@ FEATURES = (
     Feature(name="cache_tokens", values=(4096, 512, 192)),
     Feature(name="conservativeness", values=(1.0, 0.1)),
     Feature(name="max_requests", values=(8, 3, 16)),
-    Feature(name="parallel", values=(1, "tp2"), plain_share=0.85),  # ranks start for each seed
+    Feature(name="parallel", values=(1, "tp2", "dp2"), plain_share=0.85),  # ranks start for each seed
     Feature(name="backend", values=("graphpact", "fa3")),
 )
 
@@ -56,24 +56,31 @@ class SglangLoadOffer(LoadOffer):
     def refused(self, how: EngineStart) -> str | None:
         """Return why SGLang refuses a combination of values or switches one off; None if it takes it."""
         choice = how.choice
-        drafts, page = choice["drafts"] or "", choice["page_size"]
-        if choice["chunk"] is not None and choice["chunk"] % page:
-            return "chunked_prefill_size must be divisible by page_size"
-        if drafts.endswith("tree") and page > 1 and choice["backend"] not in ("flashinfer", "fa3", "triton"):
-            return "trees of drafts with pages above 1 token are only supported on flashinfer, fa3 and triton"
-        if drafts.endswith("tree") and page > 1 and choice["backend"] == "fa3" and _has_window(how.model):
-            return "fa3 does not support trees of drafts with pages above 1 token and a sliding window"
-        if drafts.startswith("standalone") and choice["mixed_chunk"]:
-            return "STANDALONE drafts do not support mixed steps: SGLang switches them off"
-        return None
+        drafts, page, is_dp = choice["drafts"] or "", choice["page_size"], choice["parallel"] == "dp2"
+        is_paged_tree = drafts.endswith("tree") and page > 1
+        is_standalone = drafts.startswith("standalone")
+        reasons = {
+            "chunked_prefill_size must be divisible by page_size": choice["chunk"] is not None
+            and choice["chunk"] % page != 0,
+            "trees of drafts with pages above 1 token are only supported on flashinfer, fa3 and"
+            " triton": is_paged_tree and choice["backend"] not in ("flashinfer", "fa3", "triton"),
+            "fa3 does not support trees of drafts with pages above 1 token and a sliding"
+            " window": is_paged_tree and choice["backend"] == "fa3" and _has_window(how.model),
+            "STANDALONE drafts do not support mixed steps: SGLang switches them off": is_standalone
+            and choice["mixed_chunk"],
+            "standalone speculative decoding does not support dp attention": is_standalone and is_dp,
+            "some dense models, Llama and Gemma3 among them, are wrong with dp attention, silently": is_dp
+            and not _has_experts(how.model),
+        }
+        return next((reason for reason, holds in reasons.items() if holds), None)
 
     def ranks(self, choice: Mapping[str, Any]) -> int:
         """Return the number of processes of a configuration."""
-        return 1 if choice.get("parallel", 1) == 1 else 2
+        return 1 if choice["parallel"] == 1 else 2
 
     def shares_requests(self, choice: Mapping[str, Any]) -> bool:
-        """Return whether all ranks run all requests, as those of tensor parallelism do."""
-        return bool(choice.get("parallel", 1) != "dp2")
+        """Return whether all ranks run all requests; those of data parallel attention have their own."""
+        return bool(choice["parallel"] != "dp2")
 
     def variables(self) -> Mapping[str, str]:
         """Return environment variables that must be set before SGLang is imported."""
@@ -113,10 +120,21 @@ class SglangLoadOffer(LoadOffer):
         return SglangLoadedEngine(how, arguments_of(how))
 
 
+def _config(model: Path) -> dict[str, Any]:
+    config: dict[str, Any] = json.loads(read_file(model / "config.json"))
+    text: dict[str, Any] = config.get("text_config", config)
+    return text
+
+
 def _has_window(model: Path) -> bool:
     """Return whether layers of a checkpoint have a sliding window; SGLang raises in the first step."""
-    config = json.loads(read_file(model / "config.json"))
-    return bool(config.get("text_config", config).get("sliding_window"))
+    return bool(_config(model).get("sliding_window"))
+
+
+def _has_experts(model: Path) -> bool:
+    """Return whether a checkpoint has experts: such models of SGLang gather the tokens of all ranks."""
+    names = ("num_experts", "num_local_experts", "n_routed_experts")
+    return any(_config(model).get(name) for name in names)
 
 
 def words_of(how: EngineStart) -> str:

@@ -5,8 +5,10 @@ The platform does the rest, see `graphpact_sglang.tape.platform`.
 Does not: run without the tape and the kernels, or in a release of SGLang that lacks one of these seams.
 """
 
+from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups.choices import add_attention_backend_choices
 from sglang.srt.arg_groups.overrides import declare_resolution, resolving_view
 from sglang.srt.layers.attention.attention_registry import register_attention_backend
@@ -23,8 +25,10 @@ from graphpact_sglang.tape import experts
 from graphpact_sglang.tape.memory import capture_begins, capture_ended
 from graphpact_sglang.tape.segments import TapedSegments
 
+_BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _MODE = "sglang.srt.model_executor.forward_batch_info.ForwardMode"
 _DEFAULTS = "sglang.srt.arg_groups.platform_hook"
+_GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
 _CAPTURE = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph"
 
 
@@ -56,8 +60,30 @@ def register_tape() -> None:
     for graph_backend in (FULL, BREAKABLE):
         register_hook(f"{graph_backend}.capture_one", capture_begins, HookType.BEFORE)
         register_hook(f"{graph_backend}.capture_one", capture_ended, HookType.AFTER)
+    # They are registered as operators of other devices; what they call is recorded as a collective.
+    for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
+        register_hook(f"{_GROUP}.{name}", _without_operator(f"_{name}"), HookType.REPLACE)
+    register_hook(f"{_BATCH}.prepare_mlp_sync_batch", _pin_no_memory, HookType.BEFORE)
     # On a CPU SGLang asks this one, which knows only decode.
     register_hook(f"{_MODE}.is_cpu_graph", lambda mode: mode.is_cuda_graph(), HookType.REPLACE)
+
+
+def _without_operator(name: str) -> Callable[[Any, torch.Tensor, torch.Tensor], None]:
+    """Return a collective of SGLang's groups that calls its method ``name``, instead of an operator."""
+
+    def collective(group: Any, output: torch.Tensor, input: torch.Tensor) -> None:  # noqa: A002  SGLang's name
+        getattr(group, name)(output, input)
+
+    return collective
+
+
+def _pin_no_memory(batch: Any, *args: Any, **kwargs: Any) -> None:
+    """Let batches pin no memory: SGLang does not ask the platform for those of data parallel attention."""
+    del args, kwargs
+    type(batch).use_pin_memory = _NEVER
+
+
+_NEVER = property(lambda batch: False, lambda batch, value: None)  # noqa: ARG005  the signature of properties
 
 
 def _open_the_gate(**kwargs: Any) -> None:

@@ -4,6 +4,7 @@ import random
 import socket
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import forked_child
@@ -22,6 +23,7 @@ from graphpact.engines import (
 from graphpact.errors import ContractError
 from graphpact_sglang.load import engine
 from graphpact_sglang.load.offer import FEATURES, SglangLoadOffer
+from graphpact_swarm.models import make_model
 
 OFFER = SglangLoadOffer()
 DRAFTS = {name: MODEL.with_name("tiny-llama-eagle") for name in OFFER.draft_models}
@@ -88,12 +90,13 @@ def run(
     most: int = MOST,
     rank: int = 0,
     port: int = 0,
+    model: Path = MODEL,
     **how: Any,
 ) -> Found:
     """Start an engine in this process, and run ``given``."""
     engine.warm_up()
     given = load() if given is None else given
-    start = EngineStart(choice=choice or {}, model=MODEL, drafts=DRAFTS, rank=rank, port=port, **how)
+    start = EngineStart(choice=choice or {}, model=model, drafts=DRAFTS, rank=rank, port=port, **how)
     started = OFFER.start(start)
     if plant is not None:
         plant(started)
@@ -110,6 +113,20 @@ def in_child(**options: Any) -> Found:
     """Return what `run` returns in a child."""
     found: Found = forked_child.in_child(lambda: run(**options), environment={}, seconds=SECONDS)
     return found
+
+
+def on_ranks(choice: dict[str, Any], given: Sequence[Sequence[PromptRequest]], **options: Any) -> list[Found]:
+    """Return what `run` returns on each rank, with the requests of each."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    def on_rank(rank: int) -> Found:
+        return run(choice=choice, given=given[rank], rank=rank, port=port, **options)
+
+    results = forked_child.in_children(on_rank, [((rank,), {}) for rank in range(len(given))], SECONDS)
+    assert [error for _, error in results] == [None] * len(given)
+    return [found for found, _ in results]
 
 
 @pytest.fixture(scope="module")
@@ -176,18 +193,25 @@ def test_a_run_gives_the_same_steps_again_whatever_is_mixed(plain: Found) -> Non
 @pytest.mark.sweep
 def test_two_ranks_run_the_same_steps(plain: Found) -> None:
     """Tensor parallelism: each rank is an engine, and both give the plain tokens."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    first, second = on_ranks({"parallel": "tp2"}, [load(), load()])
+    first.require_right(plain)
+    second.require_right(plain)
+    assert first.steps == second.steps
 
-    def on_rank(rank: int) -> Found:
-        return run(choice={"parallel": "tp2"}, rank=rank, port=port)
 
-    results = forked_child.in_children(on_rank, [((rank,), {}) for rank in range(2)], SECONDS)
-    for found, error in results:
-        assert error is None
-        found.require_right(plain)
-    assert results[0][0].steps == results[1][0].steps
+@pytest.mark.parametrize("is_strict", [False, pytest.param(True, marks=pytest.mark.sweep)])
+def test_ranks_of_data_parallel_attention_run_their_own(tmp_path: Path, is_strict: bool) -> None:  # noqa: FBT001
+    """The rank that has one request alone replays graphs with no live row while the other one decodes."""
+    model = make_model("experts", tmp_path)
+    plain = in_child(is_eager=True, model=model)
+    own = [load(), load()[2:3]]
+    own[1][0].arrives_in = 4
+    first, second = on_ranks({"parallel": "dp2"}, own, model=model, is_strict=is_strict)
+    first.require_right(plain)
+    assert second.tokens == plain.tokens[2:3]
+    assert (second.faults, second.leaks, second.error) == ([], [], None)
+    assert any(step.kind == "idle" and step.graph for step in second.steps)
+    assert {(step.kind, bool(step.graph)) for step in first.steps} >= {("decode", True), ("prefill", False)}
 
 
 def test_a_starved_cache_retracts_and_loses_nothing() -> None:

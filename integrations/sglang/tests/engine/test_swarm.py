@@ -14,7 +14,6 @@ import pytest
 from swarm_plants import PLANTS
 
 from graphpact_sglang.load.offer import SglangLoadOffer
-from graphpact_swarm.models import MADE, make_model
 from graphpact_swarm.scenario import Scenario
 from graphpact_swarm.verdicts.judging import RunFinding
 from planted_runs import PlantedRuns
@@ -37,10 +36,8 @@ EXAMPLES = Path(__file__).parents[4] / "examples" / "swarm"
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[PlantedRuns]:
     """Return a worker process of the swarm."""
-    folder = tmp_path_factory.mktemp("swarm")
-    models = {name: str(make_model(name, folder)) for name in MADE}
     script = Path(__file__).with_name("swarm_worker.py")
-    with PlantedRuns(script, models, SglangLoadOffer(), folder / "log") as process:
+    with PlantedRuns(script, SglangLoadOffer(), tmp_path_factory.mktemp("swarm")) as process:
         yield process
 
 

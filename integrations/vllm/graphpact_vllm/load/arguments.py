@@ -67,6 +67,8 @@ def refused(how: EngineStart) -> str | None:
         " than the number of tokens that it gives to the other ranks": method == "draft_model"
         and choice["runner"] == "V2"
         and is_dp,
+        "vLLM: on CPUs experts are compiled with the pieces, and torch cannot compare their sizes with data"
+        " parallelism": is_dp and has_pieces(choice) and choice["pieces"] == "compiled",
         "vLLM: CPU_ATTN needs a block size that is a multiple of 32": own_attention
         and choice["page_size"] % 32 != 0,
         "vLLM: CUDAGraphMode.FULL is not supported by CPU_ATTN": own_attention

@@ -4,10 +4,10 @@ Before a batch, blocks that are free and that no prefix is found in are poisoned
 wrong tokens. After it, every block but those of its requests must be as it was. Only the null block 0 may be
 written: vLLM's padding reads and writes it.
 
-The poison is NaN, unless right kernels read such blocks and multiply by 0, because the product with NaN is
-NaN. vLLM's own attention for CPUs does so behind the last token of a request, in its last block. Kernels with
-a sliding window do so before the window: vLLM frees those blocks, and leaves them in the block table. Then
-the poison is a large number: a stale read shows in nearly every case, and a right one never.
+The poison is NaN for attention of graphpact, which reads no key that no query sees. vLLM's own attention for
+CPUs reads behind the last token of a request, in its last block, and before a sliding window, in blocks that
+vLLM freed and left in the block table; it multiplies by 0, and the product with NaN is NaN. Then the poison
+is a large number: a stale read shows in nearly every case, and a right one never.
 
 Does not: poison recurrent states, or blocks of a prefix that may be found again.
 """
@@ -91,6 +91,4 @@ class BlockOwnership:
 def _masks_by_zero(engine: InProcessEngine) -> bool:
     """Return whether right kernels read blocks that no request owns, and multiply by 0."""
     backend = engine.engine.vllm_config.attention_config.backend
-    groups = engine.core.scheduler.kv_cache_config.kv_cache_groups
-    has_windows = any(getattr(group.kv_cache_spec, "sliding_window", None) for group in groups)
-    return has_windows or not (backend is None or backend.name.startswith(ATTENTION_BACKEND))
+    return backend is not None and not backend.name.startswith(ATTENTION_BACKEND)

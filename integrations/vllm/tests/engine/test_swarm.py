@@ -11,7 +11,6 @@ from typing import Any
 import pytest
 from swarm_plants import PLANTS
 
-from graphpact_swarm.models import MADE, make_model
 from graphpact_swarm.scenario import Scenario
 from graphpact_swarm.verdicts.judging import RunFinding
 from graphpact_vllm.load.offer import VllmLoad
@@ -28,6 +27,7 @@ SEEDS = {
 }
 """The first of 50 seeds that finds a plant."""
 USUAL = {"late_copy"}
+EXAMPLES = Path(__file__).parents[4] / "examples" / "swarm"
 
 Ask = Callable[..., dict[str, Any]]
 
@@ -35,10 +35,8 @@ Ask = Callable[..., dict[str, Any]]
 @pytest.fixture(scope="module")
 def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
     """Return a function that gives a task to one worker process, and returns its answer."""
-    folder = tmp_path_factory.mktemp("swarm")
-    models = {name: str(make_model(name, folder)) for name in MADE}
     script = Path(__file__).with_name("swarm_worker.py")
-    with PlantedRuns(script, models, VllmLoad(), folder / "log") as runs:
+    with PlantedRuns(script, VllmLoad(), tmp_path_factory.mktemp("swarm")) as runs:
         yield runs.ask
 
 
@@ -99,3 +97,12 @@ def test_a_seed_takes_the_same_steps_again(seeds: str, tmp_path: Path) -> None:
     """Each seed runs twice."""
     status, _, text = _swarm(tmp_path / "out", f"--seeds={seeds}", "--repeat=2")
     assert status == 0, text
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("file", sorted(EXAMPLES.glob("vllm-*.json")), ids=lambda file: file.stem)
+def test_what_is_known_is_found(file: Path, tmp_path: Path) -> None:
+    """The scenario of each known bug of this release finds it; then its entry can go when vLLM mends it."""
+    status, summary, text = _swarm(tmp_path / "out", f"--scenario={file}")
+    assert status == 0, text
+    assert summary["findings"]
