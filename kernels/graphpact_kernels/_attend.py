@@ -76,13 +76,13 @@ class StepLayout:
         offsets: ``bs + 1`` numbers: where each request's queries begin.
         lengths: ``bs`` numbers: keys of each request.
         keys: The KV slots of the keys.
-        seen: Cache of `seen_keys`, by window and causality.
+        cache: Results of `seen_keys`, by window and causality.
     """
 
     offsets: list[int]
     lengths: list[int]
     keys: Keys
-    seen: dict[tuple[int, bool], SeenKeys] = field(default_factory=dict)
+    cache: dict[tuple[int, bool], SeenKeys] = field(default_factory=dict)
 
     @functools.cached_property
     def width(self) -> int:
@@ -93,7 +93,7 @@ class StepLayout:
     def seen_keys(self, options: ScoreOptions) -> SeenKeys:
         """Return the keys that the queries see, which are `width` for each request."""
         by = options.sliding_window, options.is_causal
-        if by not in self.seen:
+        if by not in self.cache:
             keys, width = self.keys, self.width
             if width == 1:  # the only query is at the last key, so it sees all keys
                 options = replace(options, is_causal=False)
@@ -101,8 +101,8 @@ class StepLayout:
             seen = SeenKeys.of(keys.slots, visible(at, keys.slots.shape[1], keys.seen, options))
             if seen.unseeing is not None and not bool(seen.unseeing.any()):
                 seen = replace(seen, unseeing=None)
-            self.seen[by] = seen
-        return self.seen[by]
+            self.cache[by] = seen
+        return self.cache[by]
 
 
 class LayoutCache:
