@@ -53,7 +53,7 @@ def test_a_command_writes_the_choice_for_each_batch() -> None:
 def test_a_server_is_guarded_as_the_page_says(tmp_path: Path) -> None:
     """The words of both commands, the counts for developers, and the last line of a worker that has time."""
     (by_hand,) = commands(LAPTOP, "api_server")
-    (guarded,) = commands(GUARD, "api_server")
+    guarded, _records = commands(GUARD, "api_server")
     settings, command = parts(by_hand.replace(f"{MODEL.relative_to(ROOT)}", str(MODEL)))
     settings["GRAPHPACT"] += f",{parts(guarded)[0]['GRAPHPACT']}"
     settings |= {"VLLM_SERVER_DEV_MODE": "1"}
