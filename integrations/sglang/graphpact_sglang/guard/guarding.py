@@ -280,21 +280,19 @@ class SglangGuard:
     ) -> Any:
         if select_index is None:  # 0.5.19 selects rows by other rules, so its draft extends are not verified
             return original(runner, batch)
+        if self.guard is None or not self.guard.settings.verify:
+            return original(runner, batch, select_index)
         self._take_replayed()
-        draft = batch.spec_info
-        hidden = draft.hidden_states
-        # They are an output of the graph that verified, and the next replay may reuse its memory.
-        is_verified = self.guard is not None and self.guard.settings.verify
-        kept = hidden.clone() if is_verified and hidden is not None else hidden  # None: a model of its own
+        before = _paddable_copy(batch)  # its runner pads the draft in place
+        draft = before.spec_info
+        if draft.hidden_states is not None:  # None: the draft is a whole model
+            # An output of the graph that verified; the next replay may reuse its memory.
+            draft.hidden_states = draft.hidden_states.clone()
         output = original(runner, batch, select_index)
 
         def eager() -> Iterator[tuple[str, torch.Tensor]]:
             """Yield the outputs of the selected rows: only a graph selects them before the last layer."""
-            draft.hidden_states = kept
-            try:
-                again = _run_again(runner, runner.model_runner.forward, batch)
-            finally:
-                draft.hidden_states = hidden
+            again = _run_again(runner, runner.model_runner.forward, before)
             for name, tensor in _outputs(again.logits_output):
                 yield name, tensor[select_index]
 
@@ -385,7 +383,7 @@ def _outputs(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
 def _run_again(runner: Any, run: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a batch again by ``run``, which is eager, with metadata of its own; keys are written alike."""
     before = [(backend, metadata_of(backend)) for _, backend in named_backends(runner)]
-    again = copy.copy(batch)
+    again = _paddable_copy(batch)
     again.forward_metadata_ready = False
     again.graphpact_verifies = True  # no step of the engine: see `StepCounts`
     try:
@@ -394,6 +392,18 @@ def _run_again(runner: Any, run: Callable[..., Any], batch: Any, *args: Any, **k
         for backend, metadata in before:
             for name, its in metadata.items():
                 setattr(backend, name, its)
+
+
+def _paddable_copy(batch: Any) -> Any:
+    """Return a copy of a batch that can be padded: SGLang pads what these members hold, or writes them."""
+    again = copy.copy(batch)
+    for name in ("spec_info", "sampling_info", "lora_ids"):
+        setattr(again, name, copy.copy(getattr(batch, name)))
+    for name in ("global_num_tokens_gpu", "global_num_token_non_padded"):
+        counts = getattr(batch, name, None)
+        if counts is not None:
+            setattr(again, name, counts.clone())
+    return again
 
 
 def _has_recurrent_state(runner: Any) -> bool:

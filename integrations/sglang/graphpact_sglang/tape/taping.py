@@ -29,6 +29,7 @@ _BATCH = "sglang.srt.model_executor.forward_batch_info.ForwardBatch"
 _MODE = "sglang.srt.model_executor.forward_batch_info.ForwardMode"
 _DEFAULTS = "sglang.srt.arg_groups.platform_hook"
 _GROUP = "sglang.srt.distributed.parallel_state.GroupCoordinator"
+_HEADS = "sglang.srt.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head"
 _CAPTURE = "sglang.srt.model_executor.model_runner_components.cuda_graph_setup.capture_decode_graph"
 
 
@@ -64,6 +65,7 @@ def register_tape() -> None:
     for name in ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single"):
         register_hook(f"{_GROUP}.{name}", _without_operator(f"_{name}"), HookType.REPLACE)
     register_hook(f"{_BATCH}.prepare_mlp_sync_batch", _pin_no_memory, HookType.BEFORE)
+    register_hook(_HEADS, _share_without_cuda, HookType.AROUND)
     # On a CPU SGLang asks this one, which knows only decode.
     register_hook(f"{_MODE}.is_cpu_graph", lambda mode: mode.is_cuda_graph(), HookType.REPLACE)
 
@@ -84,6 +86,16 @@ def _pin_no_memory(batch: Any, *args: Any, **kwargs: Any) -> None:
 
 
 _NEVER = property(lambda batch: False, lambda batch, value: None)  # noqa: ARG005  the signature of properties
+
+
+def _share_without_cuda(original: Callable[..., None], worker: Any) -> None:
+    """Let a draft take the embedding of its target: most heads call ``torch.cuda.synchronize`` there."""
+    wait = torch.cuda.synchronize
+    torch.cuda.synchronize = lambda device=None: None  # noqa: ARG005  torch's signature
+    try:
+        original(worker)
+    finally:
+        torch.cuda.synchronize = wait
 
 
 def _open_the_gate(**kwargs: Any) -> None:

@@ -83,6 +83,7 @@ TAPE = (
     f"{SRT}.model_executor.forward_batch_info.ForwardMode.is_cuda_graph",
     f"{SRT}.runtime_context.attention_backends",
     f"{SRT}.runtime_context.get_flags",
+    f"{SRT}.speculative.eagle_worker_v2.EagleDraftWorker.init_lm_head",
     f"{SRT}.speculative.draft_utils.DraftBackendFactory.create_decode_backend",
     f"{SRT}.speculative.draft_utils.DraftBackendFactory.create_draft_extend_backend",
     f"{_TREE}.build_tree_kernel_efficient_func",

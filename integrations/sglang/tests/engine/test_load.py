@@ -2,14 +2,16 @@
 
 import random
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import forked_child
 import pytest
+import torch
 from engines import MODEL, SECONDS
+from safetensors.torch import load_file, save_file
 
 from graphpact.engines import (
     EngineStart,
@@ -91,12 +93,13 @@ def run(
     rank: int = 0,
     port: int = 0,
     model: Path = MODEL,
+    drafts: Mapping[str, Path] = DRAFTS,
     **how: Any,
 ) -> Found:
     """Start an engine in this process, and run ``given``."""
     engine.warm_up()
     given = load() if given is None else given
-    start = EngineStart(choice=choice or {}, model=model, drafts=DRAFTS, rank=rank, port=port, **how)
+    start = EngineStart(choice=choice or {}, model=model, drafts=drafts, rank=rank, port=port, **how)
     started = OFFER.start(start)
     if plant is not None:
         plant(started)
@@ -212,6 +215,55 @@ def test_ranks_of_data_parallel_attention_run_their_own(tmp_path: Path, is_stric
     assert (second.faults, second.leaks, second.error) == ([], [], None)
     assert any(step.kind == "idle" and step.graph for step in second.steps)
     assert {(step.kind, bool(step.graph)) for step in first.steps} >= {("decode", True), ("prefill", False)}
+
+
+def make_pair(folder: Path) -> tuple[Path, Path]:
+    """Write a model with experts, and a draft head of the kind with which such models are released.
+
+    The head is the model's last layer. Its first one changes little, so that many drafts are right.
+    """
+    target, head = make_model("experts", folder), folder / "head"
+    head.mkdir()
+    weights = load_file(target / "model.safetensors")
+    for name, tensor in weights.items():
+        if "layers.0." in name and name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_(0.002)
+    last = "model.layers.1."
+    mtp = {name.replace(last, "mtp.layers.0."): each for name, each in weights.items() if last in name}
+    width = len(weights["model.norm.weight"])
+    mtp["mtp.fc.weight"] = torch.eye(width, 2 * width)  # the embedding of the last token; no hidden state
+    mtp["mtp.pre_fc_norm_embedding.weight"] = torch.full([width], 0.3)  # the spread of embeddings
+    mtp["mtp.pre_fc_norm_hidden.weight"] = torch.ones(width)
+    mtp["mtp.norm.weight"] = weights["model.norm.weight"]
+    for path, tensors in ((target, weights), (head, mtp)):
+        save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    (head / "config.json").write_text((target / "config.json").read_text())
+    return target, head
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        {"drafts": "eagle", "decode_sizes": [4, 8]},
+        pytest.param({"drafts": "eagle_tree", "decode_sizes": [4, 8]}, marks=pytest.mark.sweep),
+        pytest.param({"drafts": "eagle", "backend": "fa3", "overlap": True}, marks=pytest.mark.sweep),
+    ],
+    ids=["chain", "tree", "fa3"],
+)
+def test_ranks_of_data_parallel_attention_verify_drafts(tmp_path: Path, choice: dict[str, Any]) -> None:
+    """Every replay is run again eagerly, padded for the other rank; the batch stays as it was."""
+    model, head = make_pair(tmp_path)
+    plain = in_child(is_eager=True, model=model)
+    own = [load(), load()[2:4]]
+    ranks = on_ranks(
+        {"parallel": "dp2", **choice}, own, model=model, drafts=dict.fromkeys(OFFER.draft_models, head)
+    )
+    ranks[0].require_right(plain)
+    assert ranks[1].tokens == plain.tokens[2:4]
+    assert (ranks[1].faults, ranks[1].leaks, ranks[1].error) == ([], [], None)
+    verified = [step.requests for step in ranks[0].steps if step.kind == "verify" and step.graph]
+    assert max(map(len, verified)) > 2
+    assert sum(map(len, verified)) < sum(len(tokens) - 1 for tokens in plain.tokens), "no draft was right"
 
 
 def test_a_starved_cache_retracts_and_loses_nothing() -> None:
