@@ -90,6 +90,8 @@ class ForwardBatch:
         global_num_tokens_gpu: ``[1]`` or ``[dp_size]`` int32: tokens of each DP rank in the gathered buffer.
         global_num_tokens_cpu: Tokens of each DP rank in this step, on the host, if layers gather over ranks.
             All ranks then replay the shape of the rank with most tokens.
+        global_batch_sizes_cpu: Requests of each DP rank in this step, on the host, with the same use.
+        can_run_graph: Whether every rank of this step can replay a graph. If not, all run eagerly.
         global_num_tokens_for_logprob_gpu: The same for tokens with requested log probabilities.
         ngram_embedding_info: An object with ``column_starts`` and ``req_lens``, both ``[bs]`` int32.
         extra: Fields that a plugin defines, by dotted names such as ``eagle.hidden_states``. As for all other
@@ -121,6 +123,8 @@ class ForwardBatch:
     num_token_non_padded_cpu: int | None = None
     global_num_tokens_gpu: torch.Tensor | None = None
     global_num_tokens_cpu: tuple[int, ...] | None = None
+    global_batch_sizes_cpu: tuple[int, ...] | None = None
+    can_run_graph: bool = True
     global_num_tokens_for_logprob_gpu: torch.Tensor | None = None
     ngram_embedding_info: Any = None
     extra: Mapping[str, torch.Tensor] = field(default_factory=dict)

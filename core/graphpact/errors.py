@@ -14,7 +14,9 @@
     ├── ContractError           1      a promise of the contract was broken
     │   ├── PactBreach                 the replay does not agree with the capture
     │   ├── CaptureError               the region does work that a graph cannot record
+    │   ├── RankError                  ranks that step together do different things, or one is missing
     │   └── ReplayError                a replay read, wrote or kept wrong memory (strict lanes)
+    │       ├── CollectiveError        a collective failed in it, for instance because a peer has ended
     │       └── PoisonError            it read memory not written in this step, or unowned memory
     └── EngineError             3      a defect in the engine or a plugin
 
@@ -218,6 +220,17 @@ class CaptureError(ContractError):
 
 class ReplayError(ContractError):
     """A replay read or wrote memory that it must not use, or outlived it; strict lanes detect this."""
+
+
+class RankError(ContractError):
+    """Ranks that step together are about to do different things, or one of them did not take part in time.
+
+    The message names the rank, its step, and what each rank did.
+    """
+
+
+class CollectiveError(ReplayError):
+    """A collective failed in a replay: a peer has ended, did not take part in time, or called another one."""
 
 
 class PoisonError(ReplayError):

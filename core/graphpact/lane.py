@@ -354,6 +354,8 @@ class Lane:
         """Return the captured shape that ``batch`` replays, or the reason to run it eagerly."""
         if not self.shapes:
             return self.eager_reason or EagerReason.NO_GRAPHS
+        if not batch.can_run_graph:
+            return EagerReason.OTHER_RANK
         fit: GraphShape | EagerReason = self.runner.fit(batch)
         if isinstance(fit, GraphShape):
             return fit if fit in self._captured else EagerReason.NOT_CAPTURED

@@ -8,6 +8,7 @@ Does not: record, check or replay; `graphpact.lane` does.
 """
 
 import abc
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,7 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, input_slots
 from graphpact.errors import ConfigError, EngineError
 from graphpact.hookspecs import HookMethods
+from graphpact.parallel import get_attention_tp_size
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
 from graphpact.step import Forward, Region, RegionContext
 
@@ -41,7 +43,8 @@ class RunnerContext:
         num_token_non_padded: Whether the lane needs a slot of that name, because layers that must not route
             padding need the number of real tokens.
         require_gathered_buffer: Whether activations are gathered over ranks. If so, ``num_token_non_padded``
-            counts a rank's share of the padded shape; see `graphpact.parallel`.
+            counts a rank's share of the padded shape; see `graphpact.parallel`. The tokens of every shape are
+            then a multiple of the attention-TP size, so that all ranks have equal shares.
         hidden_size: Width of embeddings, and of the hidden states that batches of a draft model carry.
         dtype: Dtype of hidden states, embeddings, queries, keys and values.
         layers: The model's layers.
@@ -78,17 +81,45 @@ class RunnerContext:
     def require_batch_sizes(self, default: Sequence[int]) -> Sequence[int]:
         """Return the configured request counts, or ``default``; raise `ConfigError` above ``max_bs``."""
         most = self.limits.max_bs, "requests", "engine.max_num_seqs"
-        return self._configured("batch_sizes", self.batch_sizes, default, *most)
+        ranks = self._sharing_ranks
+        unit = ranks // math.gcd(ranks, self.tokens_per_request or ranks)
+        return self._configured("batch_sizes", self.batch_sizes, default, *most, unit)
 
     def require_token_counts(self, default: Sequence[int]) -> Sequence[int]:
         """Return the configured token counts, or ``default``; raise `ConfigError` above the limit."""
         most = self.limits.max_num_tokens, "tokens", "engine.max_num_batched_tokens"
-        return self._configured("token_counts", self.token_counts, default, *most)
+        return self._configured("token_counts", self.token_counts, default, *most, self._sharing_ranks)
+
+    @property
+    def _sharing_ranks(self) -> int:
+        """Ranks among which the tokens of a shape are divided."""
+        return get_attention_tp_size() if self.require_gathered_buffer else 1
 
     def _configured(
-        self, key: str, asked: Sequence[int] | None, default: Sequence[int], most: int, what: str, limit: str
+        self,
+        key: str,
+        asked: Sequence[int] | None,
+        default: Sequence[int],
+        most: int,
+        what: str,
+        limit: str,
+        unit: int,
     ) -> Sequence[int]:
         sizes = default if asked is None else asked
+        if asked is None:
+            sizes = sorted({min(-(-size // unit), most // unit) * unit for size in default} - {0})
+        if not sizes:
+            raise ConfigError(
+                f"lanes.{self.lane}: a shape that {self._sharing_ranks} ranks can divide has at least {unit}"
+                f" {what}; {limit} is {most}",
+                hint=f"raise {limit} to {unit} or more",
+            )
+        if odd := [size for size in sizes if size % unit]:
+            raise ConfigError(
+                f"lanes.{self.lane}.{key} has {odd[0]}, but {self._sharing_ranks} ranks divide the tokens of"
+                " a shape equally",
+                hint=f"give multiples of {unit}, or leave {key} out",
+            )
         if max(sizes, default=0) > most:
             raise ConfigError(
                 f"lanes.{self.lane}.{key} has {max(sizes)}, but a step of this lane has at most {most} {what}"

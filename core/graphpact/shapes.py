@@ -51,6 +51,7 @@ class EagerReason:
     WRONG_MODE: ClassVar["EagerReason"]
     OVER_LARGEST: ClassVar["EagerReason"]
     OTHER_WIDTH: ClassVar["EagerReason"]
+    OTHER_RANK: ClassVar["EagerReason"]
 
     def __str__(self) -> str:
         return self.text
@@ -61,6 +62,7 @@ EagerReason.NOT_CAPTURED = EagerReason("not_captured", "nothing is captured yet"
 EagerReason.WRONG_MODE = EagerReason("wrong_mode", "the lane's runner does not serve this mode")
 EagerReason.OVER_LARGEST = EagerReason("over_largest", "larger than the largest captured shape")
 EagerReason.OTHER_WIDTH = EagerReason("other_width", "another number of tokens per request")
+EagerReason.OTHER_RANK = EagerReason("other_rank", "another rank of the same step has to run eagerly")
 
 
 @dataclass(frozen=True)
@@ -125,14 +127,16 @@ class CaptureSizes:
         """Return the smallest shape of ``variant`` that holds ``batch``, or why none does. Only host work.
 
         An idle batch fits the smallest shape. If layers gather over DP ranks, all ranks take the shape of the
-        largest rank (``global_num_tokens_cpu``).
+        largest rank (``global_num_tokens_cpu`` and ``global_batch_sizes_cpu``).
         """
         if batch.forward_mode not in (self.shapes[0].mode, ForwardMode.IDLE):
             return EagerReason.WRONG_MODE
         requests, tokens = batch.batch_size, batch.num_tokens
         most = max(batch.global_num_tokens_cpu) if batch.global_num_tokens_cpu else 0
+        if batch.global_batch_sizes_cpu:
+            requests = max(requests, *batch.global_batch_sizes_cpu)
         if self._width is not None:
-            if tokens != requests * self._width:
+            if tokens != batch.batch_size * self._width:
                 return EagerReason.OTHER_WIDTH
             most = -(-most // self._width) * self._width
         first = bisect.bisect_left(self.shapes, max(tokens, most), key=lambda shape: shape.num_tokens)

@@ -31,6 +31,7 @@ from graphpact_engine.loop import AsyncLoop, PlainLoop, SpeculativeLoop
 from graphpact_engine.model_checks import ModelSpec, check_backends, lane_without_latents
 from graphpact_engine.phases import EnginePhases
 from graphpact_engine.plans import LanePlan, ModelName, plan_lanes
+from graphpact_engine.ranks import Ranks, RankSteps
 from graphpact_engine.request_texts import RequestTexts
 from graphpact_engine.sampler import Sampler
 from graphpact_engine.scheduler import Scheduler
@@ -38,7 +39,6 @@ from graphpact_engine.selection import (
     choose_async,
     draft_limits,
     require_observers,
-    resolve_device,
     select_algorithm,
     select_observers,
 )
@@ -93,6 +93,7 @@ class EngineParts:
         scheduler: The scheduler.
         loop: Runs the steps.
         phases: The phases of a step, as observers wrap them.
+        rank_steps: Decides with the other ranks what runs next; None for one process.
     """
 
     device: torch.device
@@ -107,6 +108,7 @@ class EngineParts:
     scheduler: Scheduler
     loop: PlainLoop
     phases: EnginePhases
+    rank_steps: RankSteps | None
 
 
 def build_parts(
@@ -114,6 +116,9 @@ def build_parts(
     catalog: PluginCatalog,
     on_capture: OnCapture | None,
     observers: Sequence[object],
+    *,
+    device: torch.device,
+    ranks: Ranks | None,
 ) -> EngineParts:
     """Load the models, build everything, and capture every shape of every lane.
 
@@ -122,20 +127,21 @@ def build_parts(
         catalog: The plugins to select from.
         on_capture: Called after each captured shape.
         observers: Hook wrappers for every lane, the outermost first.
+        device: The device of the models.
+        ranks: The ranks that run the engine together; None for one process.
 
     Raises:
         UsageError: A name, value, checkpoint or model cannot be used; nothing was captured.
         CaptureError: Capturing a shape failed.
     """
-    device = resolve_device(config.engine.device)
     algorithm = select_algorithm(config, catalog)
     is_async = choose_async(config, device)
     plans = plan_lanes(config, catalog, device, algorithm)
     configured = select_observers(config, catalog)
     require_observers(observers)
 
-    models = _load_models(config, device, lane_without_latents(plans))
-    memory = lay_out_memory(config, models.specs)
+    models = _load_models(config, device, lane_without_latents(plans), ranks)
+    memory = lay_out_memory(config, models.specs, ranks)
     contexts = [backend_context(plan, models.specs[plan.model], memory, memory.kv_cache) for plan in plans]
     check_backends(plans, contexts, catalog, models.specs)
 
@@ -143,8 +149,10 @@ def build_parts(
     # engine too.
     observing = [[*observers, *build_observers(configured)] for _ in plans]
     drafting = None if algorithm is None else _build_algorithm(algorithm, config, models, memory)
-    lanes, verifiers = _build_lanes(plans, config, models, memory, observing, drafting, on_capture)
-    lane_set = LaneSet(_by_mode(plans, lanes))
+    lanes, verifiers = _build_lanes(plans, config, models, memory, observing, drafting, on_capture, ranks)
+    by_mode = _by_mode(plans, lanes)
+    rank_steps = None if ranks is None else RankSteps(ranks, by_mode, device)
+    lane_set = LaneSet(by_mode, rank_steps)
     weights = sum(weight.nbytes for model in models.by_name.values() for _, weight in model.named_weights())
     num_threads = choose_num_threads(config.engine.num_threads, device, weights)
     with running_on(num_threads):
@@ -181,8 +189,17 @@ def build_parts(
         speculation=speculation,
         num_threads=num_threads,
         scheduler=scheduler,
-        loop=loop(scheduler, lane_set, sampler, models.texts, num_threads=num_threads, phases=phases),
+        loop=loop(
+            scheduler,
+            lane_set,
+            sampler,
+            models.texts,
+            num_threads=num_threads,
+            phases=phases,
+            ranks=rank_steps,
+        ),
         phases=phases,
+        rank_steps=rank_steps,
     )
 
 
@@ -194,6 +211,7 @@ def _build_lanes(
     observing: Sequence[Sequence[object]],
     drafting: "_Drafting | None",
     on_capture: OnCapture | None,
+    ranks: Ranks | None,
 ) -> tuple[list[Lane], list[Verifier]]:
     """Build a lane for each plan, with its observers, without capturing; return them and their verifiers."""
     states = () if drafting is None else tuple(drafting.state.values())
@@ -208,6 +226,7 @@ def _build_lanes(
             states=states,
             observers=observers,
             on_capture=on_capture,
+            ranks=ranks,
         )
         lanes.append(lane)
         if verifier is not None:
@@ -222,13 +241,16 @@ def _by_mode(plans: Sequence[LanePlan], lanes: Sequence[Lane]) -> dict[str, list
     return by_mode
 
 
-def _load_models(config: EngineConfig, device: torch.device, expanding: LanePlan | None) -> Models:
+def _load_models(
+    config: EngineConfig, device: torch.device, expanding: LanePlan | None, ranks: Ranks | None
+) -> Models:
     """Load the checkpoint and the draft model.
 
     Args:
         config: The configuration.
         device: The device of the models.
         expanding: The lane whose backend makes MLA layers run expanded; None if no lane does.
+        ranks: The ranks that split the target model.
     """
     if config.model.path is None:
         raise ConfigError(
@@ -244,11 +266,18 @@ def _load_models(config: EngineConfig, device: torch.device, expanding: LanePlan
         device=device,
         attention=models.ATTENTION_NAME,
         trust_remote_code=config.model.trust_remote_code,
+        sharding=None if ranks is None or ranks.layout.tensor == 1 else models.Sharding(ranks, device),
     )
-    target = models.TransformersModel(checkpoint.model, absorb=expanding is None)
+    gathering = None
+    if ranks is not None:
+        ranks.wait_for_all()
+        if ranks.is_sharded:
+            gathering = models.GatheredTokens(ranks)
+            gathering.install(checkpoint.model)
+    target = models.TransformersModel(checkpoint.model, absorb=expanding is None, gathering=gathering)
     expanded: Callable[[], Sequence[LayerSpec]] | None = None
     if target.has_latents and expanding is None:
-        expanded = lambda: models.TransformersModel(checkpoint.model).layers  # noqa: E731
+        expanded = lambda: models.TransformersModel(checkpoint.model, gathering=gathering).layers  # noqa: E731
     specs: dict[ModelName, ModelSpec] = {
         "target": ModelSpec(
             target.layers,

@@ -16,6 +16,7 @@ from graphpact.errors import ConfigError
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import CapturedShape, Lane
 from graphpact.plugin_calls import all_returned
+from graphpact.ranks import RankObserver
 from graphpact.runners import EagerRunner, GraphRunner, RunnerContext
 from graphpact.shapes import GraphShape
 from graphpact.step import Forward
@@ -27,6 +28,7 @@ from graphpact_engine.model_checks import ModelSpec
 from graphpact_engine.ownership import EngineOwnership
 from graphpact_engine.phases import Around
 from graphpact_engine.plans import LanePlan
+from graphpact_engine.ranks import Ranks
 from graphpact_engine.trace import HookTrace
 from graphpact_engine.verify import Verifier
 
@@ -65,11 +67,12 @@ def build_lane(
     states: Sequence[torch.Tensor] = (),
     observers: Sequence[object] = (),
     on_capture: OnCapture | None = None,
+    ranks: Ranks | None = None,
 ) -> tuple[Lane, Verifier | None]:
     """Build one lane, without capturing.
 
-    The order of its observers, the outermost first: a log of captures, the strict observer of a strict lane,
-    the verifier, ``observers``.
+    The order of its observers, the outermost first: the comparison with other ranks, a log of captures, the
+    strict observer of a strict lane, the verifier, ``observers``.
 
     Args:
         plan: Its plugins and settings.
@@ -80,6 +83,7 @@ def build_lane(
         states: The request state of a speculation algorithm.
         observers: Hook wrappers.
         on_capture: Called after each captured shape.
+        ranks: The ranks that run the lane together.
 
     Returns:
         The lane, and the verifier of its replays or None.
@@ -103,6 +107,7 @@ def build_lane(
         max_padding_ratio=plan.config.max_padding_ratio or 2.0,
         lane=plan.name,
         num_token_non_padded=spec.has_experts,
+        require_gathered_buffer=ranks is not None and ranks.is_sharded and plan.model == "target",
         hidden_size=spec.hidden_sizes.get(plan.mode, 1),
         dtype=spec.dtype,
         layers=spec.layers,
@@ -116,6 +121,8 @@ def build_lane(
         spec.device,
     )
     outer: list[object] = [_CaptureLog(on_capture)]
+    if ranks is not None:
+        outer.insert(0, RankObserver(ranks.exchange, ranks.watch, strict=plan.config.strict))
     verifier = None
     if plan.config.strict:
         ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache, states)

@@ -33,6 +33,10 @@ class Delta:
     finish_reason: FinishReason | None
 
 
+def _nothing() -> None:
+    pass
+
+
 class DeltaStream(Iterator[Delta]):
     """An iterator of the tokens of some requests, in the order of their generation.
 
@@ -45,6 +49,8 @@ class DeltaStream(Iterator[Delta]):
         step: Runs a step of that engine.
         read: Returns the text of a request, up to its newest token.
         abort: Aborts a request.
+        indices: `Delta.index` of each request; by default its index in ``requests``.
+        finish: Called once all requests have ended, before the iteration ends.
     """
 
     def __init__(
@@ -54,12 +60,17 @@ class DeltaStream(Iterator[Delta]):
         step: Callable[[], object],
         read: Callable[[Request], OutputText],
         abort: Callable[[Request], object],
+        indices: Sequence[int] | None = None,
+        finish: Callable[[], object] = _nothing,
     ) -> None:
         self.requests = tuple(requests)
         """The requests, in the order of the prompts."""
         self._step = step
         self._read = read
         self._abort = abort
+        self.indices = range(len(requests)) if indices is None else indices
+        """`Delta.index` of each request."""
+        self._finish = finish
         self._num_given = [0] * len(requests)
         self._open = list(range(len(requests)))  # indices of requests that may have more tokens
         self._ready: deque[Delta] = deque()
@@ -70,6 +81,9 @@ class DeltaStream(Iterator[Delta]):
             while self._open and not self._ready:
                 self._step()
                 self._collect()
+            if not self._ready:
+                finish, self._finish = self._finish, _nothing
+                finish()
         except BaseException:
             self.close()
             raise
@@ -103,6 +117,6 @@ class DeltaStream(Iterator[Delta]):
             for at in range(self._num_given[index], len(token_ids)):
                 last = request.is_finished and at == len(token_ids) - 1
                 reason = request.finish_reason if last else None
-                self._ready.append(Delta(index, token_ids[at], pieces[at], reason))
+                self._ready.append(Delta(self.indices[index], token_ids[at], pieces[at], reason))
             self._num_given[index] = len(token_ids)
         self._open = [index for index in self._open if not self.requests[index].is_finished]

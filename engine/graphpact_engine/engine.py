@@ -28,7 +28,10 @@ from graphpact_engine.errors import RequestError
 from graphpact_engine.faults import names_plugins
 from graphpact_engine.logs import log_event
 from graphpact_engine.prompts import Prompt, encode, list_prompts, require_tokens
+from graphpact_engine.ranks.outputs import gathered
+from graphpact_engine.ranks.processes import connect, explaining, local_device
 from graphpact_engine.request import FinishReason, Request, SamplingParams
+from graphpact_engine.selection import resolve_device
 
 _log = logging.getLogger(__name__)
 
@@ -68,6 +71,7 @@ class Engine:
     Attributes:
         lanes: Every `graphpact.Lane`, with its ``name``, ``stats``, ``runner``, ``backend`` and ``driver``.
         is_async: Whether decode steps are launched before the tokens of the step before are read.
+        ranks: The ranks that run the engine together; None for one process.
         breaches: Steps that ended because the contract was broken, by rule and class of the error.
 
     Raises:
@@ -85,7 +89,17 @@ class Engine:
         observers: Sequence[object] = (),
     ) -> None:
         start = time.perf_counter()
-        parts = build_parts(config, catalog or PluginCatalog.scan(), on_capture, observers)
+        device = local_device(resolve_device(config.engine.device))
+        self.ranks = connect(config, device)
+        with explaining(self.ranks):
+            parts = build_parts(
+                config,
+                catalog or PluginCatalog.scan(),
+                on_capture,
+                observers,
+                device=device,
+                ranks=self.ranks,
+            )
         self.config = config
         self.device = parts.device
         self.is_async = parts.is_async
@@ -104,6 +118,7 @@ class Engine:
         self._texts = parts.models.texts
         self._lanes = parts.lane_set
         self._loop = parts.loop
+        self._rank_steps = parts.rank_steps
         self._run_step = parts.phases.observed("step", parts.loop.step)
         self._num_requests = 0
         self._is_stepping = False
@@ -163,22 +178,15 @@ class Engine:
         """Queue one prompt.
 
         A request without a seed uses ``engine.seed`` plus its number: equal prompts get different
-        outputs, and a run can be repeated.
+        outputs, and a run can be repeated. On several ranks, all ranks of an attention group have to add the
+        same requests, and every rank of a replica has to call `step` as often as the others.
 
         Raises:
             RequestError: The prompt has a wrong type, is empty or is too long for this engine; or the prompt
                 or the sampling parameters contain a token id outside the vocabulary. Nothing was queued.
             CheckpointError: Text or stop strings need a tokenizer, and the checkpoint has none.
         """
-        number = self._num_requests
-        token_ids = encode(prompt, lambda: self.tokenizer)
-        require_tokens(token_ids, self.vocab_size, "the prompt has")
-        request = Request(
-            str(number),
-            token_ids,
-            self._complete(sampling, len(token_ids)),
-            default_seed=self.config.engine.seed + number,
-        )
+        request = self._request_of(prompt, sampling, number=self._num_requests)
         self.scheduler.add(request)
         self._num_requests += 1
         return request
@@ -200,7 +208,8 @@ class Engine:
             )
         self._is_stepping = True
         try:
-            return self._run_step()
+            with explaining(self.ranks):
+                return self._run_step()
         except ContractError as error:
             self._tell_breach(error)
             raise
@@ -253,6 +262,10 @@ class Engine:
     def stream(self, prompts: Iterable[Prompt], sampling: Sampling = None) -> DeltaStream:
         """Continue all prompts together and return an iterator of their tokens, as they are generated.
 
+        On several ranks, all ranks have to make the same call. Each gets the tokens of the prompts that its
+        attention group serves, prompt ``i`` of ``n`` groups the group ``i % n``. The iteration ends when all
+        ranks are done.
+
         The prompts are queued at once. Several streams may take turns, and generate together: each gets
         its own tokens. Closing a stream, or dropping it, aborts its requests.
 
@@ -262,20 +275,29 @@ class Engine:
         listed = list_prompts(prompts)
         each = _sampling_of_each(sampling, len(listed))
         requests: list[Request] = []
-        try:
-            for prompt, its_sampling in zip(listed, each, strict=True):
-                requests.append(self.add(prompt, its_sampling))
-        except BaseException as error:
-            for request in requests:
-                self.abort(request)
-            if isinstance(error, RequestError):
+        for prompt, its_sampling in zip(listed, each, strict=True):
+            try:
+                request = self._request_of(prompt, its_sampling, number=self._num_requests + len(requests))
+                self.scheduler.require_servable(request)
+            except RequestError as error:
                 which = f"prompt {len(requests) + 1} of {len(listed)}"
                 raise RequestError(f"{which}: {error.message}", hint=error.hint) from error
-            raise
-        return DeltaStream(requests, step=self.step, read=self._texts.read, abort=self.abort)
+            requests.append(request)
+        self._num_requests += len(requests)
+        own = [i for i in range(len(requests)) if self.ranks is None or self.ranks.serves(i)]
+        for i in own:
+            self.scheduler.add(requests[i])
+        return DeltaStream(
+            [requests[i] for i in own],
+            step=self.step,
+            read=self._texts.read,
+            abort=self.abort,
+            indices=own,
+            finish=self._finish_together,
+        )
 
     def generate(self, prompts: Iterable[Prompt], sampling: Sampling = None) -> list[Completion]:
-        """Continue all prompts together and return the completions in the prompts' order.
+        """Continue all prompts together and return the completions in the prompts' order, on every rank.
 
         Raises:
             RequestError: A prompt can never be served; no prompt was started.
@@ -284,18 +306,37 @@ class Engine:
         with self.stream(listed, sampling) as stream:
             for _ in stream:
                 pass
-        return [
+        completions = [
             Completion(
                 i,
-                prompt,
+                listed[i],
                 self.text_of(request),
                 list(request.output_token_ids),
                 request.finish_reason or "abort",
             )
-            for i, (prompt, request) in enumerate(zip(listed, stream.requests, strict=True))
+            for i, request in zip(stream.indices, stream.requests, strict=True)
         ]
+        return completions if self.ranks is None else gathered(completions)
 
     # -- inside ----------------------------------------------------------------------------------
+
+    def _finish_together(self) -> None:
+        """Take steps until no rank has requests."""
+        while self._rank_steps is not None:
+            self.step()
+            if self._rank_steps.is_done:
+                return
+
+    def _request_of(self, prompt: Prompt, sampling: SamplingParams | None, *, number: int) -> Request:
+        """Return the request of a prompt; see `add` for the errors."""
+        token_ids = encode(prompt, lambda: self.tokenizer)
+        require_tokens(token_ids, self.vocab_size, "the prompt has")
+        return Request(
+            str(number),
+            token_ids,
+            self._complete(sampling, len(token_ids)),
+            default_seed=self.config.engine.seed + number,
+        )
 
     def _tell_breach(self, error: ContractError) -> None:
         """Count and log an error of the contract, which ended a step."""

@@ -18,6 +18,7 @@ from graphpact.shapes import GraphShape
 from graphpact.step import StepOutputs
 from graphpact_engine.errors import ModelCaptureError
 from graphpact_engine.logs import log_event
+from graphpact_engine.ranks.steps import RankSteps, target_mode
 
 _log = logging.getLogger(__name__)
 
@@ -30,19 +31,23 @@ class LaneSet:
 
     Args:
         lanes: The lanes of each mode, in their order.
+        ranks: Decides with other ranks about every step; None for one process.
 
     Raises:
         ConfigError: A lane never runs, because an earlier lane of its mode takes all its batches.
     """
 
-    def __init__(self, lanes: Mapping[str, Sequence[Lane]]) -> None:
+    def __init__(self, lanes: Mapping[str, Sequence[Lane]], ranks: RankSteps | None = None) -> None:
         self._of_mode = lanes
+        self._ranks = ranks
         self._num_reasons = dict.fromkeys(itertools.chain(*lanes.values()), 0)  # logged reasons of eager runs
         for each in lanes.values():
             _require_each_can_run(each)
 
     def run(self, mode: str, batch: ForwardBatch) -> StepOutputs:
         """Run a batch in a lane of ``mode``; add the number of its tokens if the lane's graphs read it."""
+        if self._ranks is not None:
+            batch = self._ranks.agree(mode, self._of_mode[mode], batch)
         lane = self.choose(mode, batch)
         is_read = lane.shapes and lane.runner.context.num_token_non_padded
         outputs = lane.run(_counted(batch) if is_read else batch)
@@ -52,7 +57,7 @@ class LaneSet:
 
     def run_target(self, batch: ForwardBatch) -> StepOutputs:
         """Run a decode, extend or mixed batch of the target model."""
-        return self.run(_target_mode(batch), batch)
+        return self.run(target_mode(batch), batch)
 
     def choose(self, mode: str, batch: ForwardBatch) -> Lane:
         """Return the lane of ``mode`` that runs a batch."""
@@ -63,7 +68,7 @@ class LaneSet:
 
     def choose_target(self, batch: ForwardBatch) -> Lane:
         """Return the lane that runs a decode, extend or mixed batch of the target model."""
-        return self.choose(_target_mode(batch), batch)
+        return self.choose(target_mode(batch), batch)
 
     def capture(self) -> None:
         """Capture every shape of every lane.
@@ -104,10 +109,6 @@ class LaneSet:
             batch_size=batch.batch_size,
             num_tokens=batch.num_tokens,
         )
-
-
-def _target_mode(batch: ForwardBatch) -> str:
-    return "decode" if batch.forward_mode.is_decode else "prefill"
 
 
 def _counted(batch: ForwardBatch) -> ForwardBatch:

@@ -15,6 +15,7 @@ from graphpact_engine.config import EngineConfig
 from graphpact_engine.model_checks import ModelSpec
 from graphpact_engine.plans import ModelName
 from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
+from graphpact_engine.ranks.processes import Ranks, local_ranks
 from graphpact_engine.selection import draft_limits
 
 _MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # default share of free memory for the KV cache
@@ -43,8 +44,12 @@ class Memory:
     shadow: KVCache | None
 
 
-def lay_out_memory(config: EngineConfig, specs: Mapping[ModelName, ModelSpec]) -> Memory:
+def lay_out_memory(
+    config: EngineConfig, specs: Mapping[ModelName, ModelSpec], ranks: Ranks | None = None
+) -> Memory:
     """Allocate request rows, KV pages and the KV cache: the draft model's layers after the target's.
+
+    Ranks that step together get equally many pages, as many as the rank with the least memory can have.
 
     Raises:
         ConfigError: A limit exceeds that of a model, or the KV cache does not fit in memory.
@@ -74,6 +79,8 @@ def lay_out_memory(config: EngineConfig, specs: Mapping[ModelName, ModelSpec]) -
     ]
     per_slot = spec.dtype.itemsize * sum(s.width for s in shapes)
     budget = _kv_budget(engine.kv_cache_memory_gib, device)
+    if ranks is not None:
+        budget = ranks.lowest(budget)
     affordable = budget // (per_slot * engine.page_size) - 1  # page 0 is scratch
     num_reserved = max(draft.num_draft_tokens, draft.num_steps * draft.topk)
     max_model_len = _context_len(
@@ -86,9 +93,10 @@ def lay_out_memory(config: EngineConfig, specs: Mapping[ModelName, ModelSpec]) -
             f"a draft takes {num_reserved} tokens of a context of {max_model_len}",
             hint="lower speculative.num_steps, topk or num_draft_tokens, or raise engine.max_model_len",
         )
+    unit = 1 if ranks is None or not ranks.is_sharded else ranks.layout.attention_tensor
     limits = Limits(
-        max_bs=engine.max_num_seqs,
-        max_num_tokens=engine.max_num_batched_tokens,
+        max_bs=-(-engine.max_num_seqs // unit) * unit,
+        max_num_tokens=-(-engine.max_num_batched_tokens // unit) * unit,
         max_context_len=max_model_len + num_reserved - 1,
         page_size=engine.page_size,
     )
@@ -149,7 +157,7 @@ def _kv_budget(gib: float | None, device: torch.device) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
     else:
-        free = _free_host_memory()
+        free = _free_host_memory() // local_ranks()
     return int(free * _MEMORY_SHARE[device.type])
 
 

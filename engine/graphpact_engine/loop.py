@@ -10,11 +10,13 @@ If a step fails, nothing of it is committed, and the next call repeats it.
 Does not: choose requests (`Scheduler`), lanes (`LaneSet`), or tokens (`Sampler`).
 """
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
 from graphpact_engine.lanes import LaneSet
 from graphpact_engine.phases import EnginePhases
+from graphpact_engine.ranks.steps import RankSteps
 from graphpact_engine.request import Request
 from graphpact_engine.request_texts import RequestTexts
 from graphpact_engine.sampler import PendingTokens, Sampler
@@ -34,6 +36,7 @@ class PlainLoop:
         texts: Find the stop strings.
         num_threads: CPU threads of a step.
         phases: The phases of a step, as observers wrap them.
+        ranks: Decides with other ranks what runs; None for one process.
     """
 
     def __init__(
@@ -45,11 +48,13 @@ class PlainLoop:
         *,
         num_threads: int,
         phases: EnginePhases,
+        ranks: RankSteps | None = None,
     ) -> None:
         self._lanes = lanes
         self._is_stopped = texts.is_stopped
         self._num_threads = num_threads
-        self._schedule = phases.observed("schedule", scheduler.schedule)
+        schedule = scheduler.schedule if ranks is None else functools.partial(ranks.schedule, scheduler)
+        self._schedule = phases.observed("schedule", schedule)
         self._sample = phases.observed("sample", sampler.sample)
         self._commit = phases.observed("commit", scheduler.commit)
 
@@ -59,14 +64,18 @@ class PlainLoop:
         return [] if scheduled is None else self._run(scheduled)
 
     def _run(self, scheduled: ScheduledBatch) -> list[Request]:
-        """Run a scheduled batch and commit its tokens."""
+        """Run a scheduled batch and commit its tokens; a rank without requests only runs it."""
         with running_on(self._num_threads):
             tokens = self._tokens(scheduled)
+        if not scheduled.requests:
+            return []
         return self._commit(scheduled, tokens, self._is_stopped)
 
     def _tokens(self, scheduled: ScheduledBatch) -> list[list[int]]:
         """Run a scheduled batch and return the tokens of each of its requests."""
         logits = self._lanes.run_target(scheduled.batch).logits
+        if not scheduled.requests:
+            return []
         if not scheduled.all_sample:
             logits = logits[scheduled.sampled_indices]
         return scheduled.tokens_of(self._sample(logits, scheduled.sampled_requests))

@@ -161,6 +161,19 @@ class Scheduler:
             RequestError: The prompt is empty or leaves no room for a new token, the request may need more
                 pages than exist, or its id is that of an alive request. Nothing was queued.
         """
+        self.require_servable(request)
+        prompt_len, sampling = len(request.prompt_token_ids), request.sampling
+        request.end_tokens = frozenset(sampling.stop_token_ids) | (
+            frozenset() if sampling.ignore_eos else self.eos_token_ids
+        )
+        request.max_output_tokens = min(sampling.max_new_tokens, self.max_model_len - prompt_len)
+        request.arrival = self.num_added
+        self.num_added += 1
+        self._alive[request.request_id] = request
+        self._waiting.append(request)
+
+    def require_servable(self, request: Request) -> None:
+        """Raise `RequestError` for a request that `add` refuses."""
         prompt_len = len(request.prompt_token_ids)
         name = f"request {request.request_id!r}"
         if request.request_id in self._alive:
@@ -181,15 +194,6 @@ class Scheduler:
                 f"{self._pages.page_size}; there are {self._pages.num_pages}",
                 hint="lower max_new_tokens or give the KV cache more pages",
             )
-        sampling = request.sampling
-        request.end_tokens = frozenset(sampling.stop_token_ids) | (
-            frozenset() if sampling.ignore_eos else self.eos_token_ids
-        )
-        request.max_output_tokens = min(sampling.max_new_tokens, self.max_model_len - prompt_len)
-        request.arrival = self.num_added
-        self.num_added += 1
-        self._alive[request.request_id] = request
-        self._waiting.append(request)
 
     def schedule(self) -> ScheduledBatch | None:
         """Return the next step, or None if no request is alive.

@@ -39,12 +39,18 @@ def choose_async(config: EngineConfig, device: torch.device) -> bool:
     """Return whether decode steps are scheduled asynchronously.
 
     Raises:
-        ConfigError: The configuration asks for it together with speculation.
+        ConfigError: The configuration asks for it together with speculation or with several ranks.
     """
     asked = config.engine.async_scheduling
     drafts = config.speculative.algorithm is not None
+    has_ranks = config.parallel.tensor * config.parallel.data > 1
     if asked == "auto":
-        return device.type == "cuda" and not drafts
+        return device.type == "cuda" and not drafts and not has_ranks
+    if asked and has_ranks:
+        raise ConfigError(
+            "engine.async_scheduling = true, but parallel has several ranks, which decide each step together",
+            hint="leave engine.async_scheduling out",
+        )
     if asked and drafts:
         raise ConfigError(
             "engine.async_scheduling = true, but speculative.algorithm is set: how many tokens a verification"

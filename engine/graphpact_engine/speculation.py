@@ -128,7 +128,7 @@ class Speculator:
             ExtendStep(
                 batch=batch,
                 hidden_states=_hidden_states(outputs, batch),
-                next_token_ids=torch.tensor(following, device=batch.device),
+                next_token_ids=torch.tensor(following, dtype=torch.int64, device=batch.device),
                 state=self.state,
                 run=self.run,
             )
@@ -155,7 +155,7 @@ class Speculator:
                 verify=verification.verify,
             )
         )
-        if not verification.tokens:
+        if not verification.is_done:
             raise EngineError(
                 f"{type(self.algorithm).__name__} ended a decode step without a verification",
                 hint="a defect of that algorithm: call step.verify once in a step",
@@ -184,7 +184,8 @@ class _Round:
         seq_lens: ``[bs]`` int64: tokens in the cache.
         seq_lens_cpu: The same on the host.
         cache_loc: ``[bs, n]`` int64: their reserved KV slots.
-        tokens: The tokens of each request; empty before `verify`.
+        tokens: The tokens of each request.
+        is_done: Whether `verify` was called.
     """
 
     owner: Speculator
@@ -194,6 +195,7 @@ class _Round:
     seq_lens_cpu: torch.Tensor
     cache_loc: torch.Tensor
     tokens: list[list[int]] = field(default_factory=list)
+    is_done: bool = False
 
     def verify(self, drafts: torch.Tensor, parents: torch.Tensor | None) -> Verified:
         """See `DecodeStep.verify`.
@@ -205,24 +207,25 @@ class _Round:
         owner, width = self.owner, self.owner.draft.num_draft_tokens
         expected = [len(self.requests), width - 1]
         given = [list(each.shape) for each in (drafts, parents) if each is not None]
-        if self.tokens or any(shape != expected for shape in given):
-            what = "a second time" if self.tokens else f"drafts and parents {given}; expected {expected}"
+        if self.is_done or any(shape != expected for shape in given):
+            what = "a second time" if self.is_done else f"drafts and parents {given}; expected {expected}"
             raise EngineError(
                 f"{type(owner.algorithm).__name__} verifies {what}",
                 hint="a defect of that algorithm: verify num_draft_tokens - 1 drafts of each request, once",
             )
+        self.is_done = True
         # Copies: outputs of the draft's lane are valid until its next step.
         ids = torch.cat([self.batch.input_ids[:, None], drafts], dim=1)
         mask = None if parents is None else _tree_mask(parents, owner.draft.num_steps)
         batch = self._batch_of(ids, mask)
         outputs = owner.run(owner.verify_mode, batch)
         paths = self._accept(outputs.logits, ids, parents)
-        path = torch.tensor([_padded(p, width) for p in paths], device=ids.device)
+        path = _table(paths, width, ids.device)
         if parents is not None:
             self._follow(path)
         hidden = _hidden_states(outputs, batch)
         rows = path + torch.arange(0, hidden.shape[0], width, device=ids.device)[:, None]
-        following = torch.tensor([_padded(tokens, width) for tokens in self.tokens], device=ids.device)
+        following = _table(self.tokens, width, ids.device)
         return Verified(
             hidden_states=hidden[rows.flatten()],
             next_token_ids=following.flatten(),
@@ -330,6 +333,7 @@ def _tree_mask(parents: torch.Tensor, num_steps: int) -> torch.Tensor:
     return mask
 
 
-def _padded(values: Sequence[int], width: int) -> list[int]:
-    """Return ``values`` padded to ``width`` with the last one; the padding has no meaning."""
-    return [*values, *[values[-1]] * (width - len(values))]
+def _table(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> torch.Tensor:
+    """Return ``[len(rows), width]`` int64: each row padded with its last value, which has no meaning."""
+    padded = [value for row in rows for value in [*row, *[row[-1]] * (width - len(row))]]
+    return torch.tensor(padded, dtype=torch.int64, device=device).view(len(rows), width)

@@ -350,7 +350,7 @@ def test_a_forward_pass_with_a_number_is_one_traced_graph(checkpoint: Callable[.
         return graph.forward
 
     def forward(ids: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-        return model._forward(attention, ids, ids, None, count)[0]
+        return model._forward(attention, ids, ids, None, (torch.arange(len(ids)) >= count)[:, None])[0]
 
     compiled = torch.compile(forward, backend=backend, fullgraph=True, dynamic=False)
     ids = torch.arange(2, 10)

@@ -22,6 +22,7 @@ from graphpact_engine.config.schema import (
     LaneMode,
     LanesConfig,
     ModelConfig,
+    ParallelConfig,
     ProviderName,
     SpeculativeConfig,
     VerifyConfig,
@@ -39,6 +40,7 @@ __all__ = [
     "LaneMode",
     "LanesConfig",
     "ModelConfig",
+    "ParallelConfig",
     "ProviderName",
     "SpeculativeConfig",
     "VerifyConfig",
@@ -47,7 +49,7 @@ __all__ = [
 
 
 class EngineConfig(ConfigTables):
-    """The whole configuration: ``model``, ``engine``, ``lanes``, ``speculative`` and ``verify``."""
+    """The whole configuration: model, engine, parallel, lanes, speculative and verify."""
 
     @classmethod
     def load(

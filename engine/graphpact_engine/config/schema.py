@@ -297,11 +297,54 @@ class SpeculativeConfig(Section):
     )
 
 
+class ParallelConfig(Section):
+    """``[parallel]``: the ranks, one process each, started by ``torchrun``: data * tensor processes."""
+
+    tensor: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Ranks that split the weights of every layer among them, by the plan of transformers.",
+    )
+    attention_data: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Groups of the tensor ranks that have requests and a KV cache of their own, and split"
+        " only attention among their ranks; all other layers gather the tokens of all groups. It divides"
+        " parallel.tensor.",
+    )
+    data: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Copies of the model, each on tensor ranks. Requests are dealt out to them in turn.",
+    )
+    sequence: bool = Field(
+        default=False,
+        description="Whether each rank keeps only its share of the tokens between the layers, as it does"
+        " with attention_data above 1.",
+    )
+    timeout: float = Field(
+        default=60.0,
+        gt=0,
+        le=2**20,
+        description="Seconds after which a rank that waits for another one ends with an error.",
+    )
+    start_timeout: float = Field(
+        default=1800.0,
+        gt=0,
+        le=2**20,
+        description="The same for the start, until all ranks have loaded their weights.",
+    )
+
+
 class ConfigTables(Section):
-    """The whole configuration: ``model``, ``engine``, ``lanes``, ``speculative`` and ``verify``."""
+    """The whole configuration: model, engine, parallel, lanes, speculative and verify."""
 
     model: ModelConfig = ModelConfig()
     engine: EngineSection = EngineSection()
+    parallel: ParallelConfig = ParallelConfig()
     lanes: LanesConfig = LanesConfig({})
     speculative: SpeculativeConfig = SpeculativeConfig()
     verify: VerifyConfig = VerifyConfig()

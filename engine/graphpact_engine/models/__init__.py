@@ -17,7 +17,9 @@ except ImportError as error:
 
 from graphpact_engine.models.checkpoint import Checkpoint, load_checkpoint
 from graphpact_engine.models.draft_model import DraftModel, load_draft_model
+from graphpact_engine.models.gathering import GatheredTokens
 from graphpact_engine.models.interface import ATTENTION_NAME
+from graphpact_engine.models.sharding import Sharding
 from graphpact_engine.models.tokenizer import load_tokenizer
 from graphpact_engine.models.transformers_model import TransformersModel
 
@@ -25,6 +27,8 @@ __all__ = [
     "ATTENTION_NAME",
     "Checkpoint",
     "DraftModel",
+    "GatheredTokens",
+    "Sharding",
     "TransformersModel",
     "load_checkpoint",
     "load_draft_model",

@@ -19,6 +19,7 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
 
+from graphpact.errors import GraphpactError
 from graphpact_engine.errors import CheckpointError, UnsupportedModelError
 from graphpact_engine.models.config_file import (
     max_positions,
@@ -30,6 +31,7 @@ from graphpact_engine.models.config_file import (
 )
 from graphpact_engine.models.generation_config import GenerationDefaults, load_generation_defaults
 from graphpact_engine.models.quiet import quiet
+from graphpact_engine.models.sharding import Sharding, make_local
 from graphpact_engine.models.weight_checks import loadable, require_finite_weights, require_size
 from graphpact_engine.models.weight_files import StoredTensor, open_weights
 
@@ -60,6 +62,7 @@ def load_checkpoint(
     device: torch.device,
     attention: str,
     trust_remote_code: bool = False,
+    sharding: Sharding | None = None,
 ) -> Checkpoint:
     """Load the model of a checkpoint directory.
 
@@ -70,6 +73,7 @@ def load_checkpoint(
         device: Device of the weights.
         attention: Name of the registered attention function that the model calls.
         trust_remote_code: Whether to run Python files of the checkpoint.
+        sharding: How ranks split the model; None for the whole model.
 
     Raises:
         CheckpointError: The directory is missing, is no checkpoint, or has no safetensors weights; the
@@ -89,6 +93,7 @@ def load_checkpoint(
             device=device,
             attention=attention,
             trust_remote_code=trust_remote_code,
+            sharding=sharding,
         )
 
 
@@ -111,6 +116,7 @@ def _load(
     device: torch.device,
     attention: str,
     trust_remote_code: bool,
+    sharding: Sharding | None,
 ) -> Checkpoint:
     """Load the model of a directory whose config was read and whose weight files are open."""
     with loading(path, "config.json", attention):
@@ -137,7 +143,7 @@ def _load(
             attn_implementation=attention,
             trust_remote_code=trust_remote_code,
         )
-    model = load_weights(path, stored, built, dtype=dtype, device=device)
+    model = load_weights(path, stored, built, dtype=dtype, device=device, sharding=sharding)
     vocab_size = int(text.vocab_size)
     generation = load_generation_defaults(path, config, vocab_size)
     return Checkpoint(path, model, generation, max_model_len, vocab_size)
@@ -150,6 +156,7 @@ def load_weights(
     *,
     dtype: torch.dtype,
     device: torch.device,
+    sharding: Sharding | None = None,
     **arguments: Any,
 ) -> Any:
     """Return the model with its weights, in evaluation mode.
@@ -160,6 +167,7 @@ def load_weights(
         built: The model of its config, on the device ``meta``.
         dtype: Dtype of the weights.
         device: Device of the weights.
+        sharding: How ranks split the model; None for the whole model.
         arguments: What the constructor of the model takes besides the config.
 
     Raises:
@@ -168,8 +176,12 @@ def load_weights(
     require_size(path, stored, built)
     slices = loadable(stored, built)
     attention = built.config._attn_implementation  # noqa: SLF001  transformers has no other name for it
+    model_class = type(built)
+    if sharding is not None:
+        tied = bool(built.config.get_text_config().tie_word_embeddings)
+        model_class, arguments = sharding.class_of(model_class, tied=tied), arguments | sharding.arguments
     with loading(path, "the weights", attention):
-        model, found = type(built).from_pretrained(
+        model, found = model_class.from_pretrained(
             None,  # no directory: the weights are those of `state_dict`, and no others
             config=built.config,
             state_dict=slices,
@@ -188,6 +200,9 @@ def load_weights(
                 f" {', '.join(listed[:3])}{more}",
                 hint="save config and weights of one model together with save_pretrained",
             )
+    if sharding is not None:
+        model.__class__ = type(built)
+        make_local(model)
     model = model.to(device).eval()
     require_finite_weights(path, model)
     return model
@@ -199,6 +214,8 @@ def loading(path: Path, part: str, attention: str) -> Iterator[None]:
     try:
         with quiet():
             yield
+    except GraphpactError:
+        raise
     except Exception as error:
         if isinstance(error, KeyError) and error.args == (attention,):
             raise UnsupportedModelError(

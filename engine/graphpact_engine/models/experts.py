@@ -51,17 +51,14 @@ def mask_experts(model: Any) -> bool:
 
 
 @contextmanager
-def routing(num_tokens: int, count: torch.Tensor | None) -> Iterator[None]:
-    """Let the first ``count`` of ``num_tokens`` tokens of the forward pass inside reach experts.
+def routing(padding: torch.Tensor | None) -> Iterator[None]:
+    """Keep rows of the forward pass inside away from experts.
 
     Args:
-        num_tokens: Rows of the forward pass.
-        count: ``[1]`` int32 on the device; None if all rows are real.
+        padding: ``[rows, 1]`` bool: whether each row is padding; None if all rows are real.
     """
     before = getattr(_active, "padding", None)
-    _active.padding = None
-    if count is not None:
-        _active.padding = (torch.arange(num_tokens, device=count.device) >= count)[:, None]
+    _active.padding = padding
     try:
         yield
     finally:

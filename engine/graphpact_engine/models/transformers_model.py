@@ -23,6 +23,7 @@ from graphpact.plugin_calls import returned
 from graphpact.step import Attend, StepOutputs
 from graphpact_engine.errors import ModelCaptureError
 from graphpact_engine.models.experts import mask_experts, routing
+from graphpact_engine.models.gathering import GatheredTokens
 from graphpact_engine.models.interface import Attention, attending
 from graphpact_engine.models.latents import AbsorbedAttention, absorb_layers, latent_modules
 from graphpact_engine.models.probe import probe_layers
@@ -73,6 +74,34 @@ class LaneAttention:
         return tensor
 
 
+@dataclass(frozen=True, slots=True)
+class LiveRows:
+    """An attention implementation for the first rows of a forward pass; the rows after them get zeros.
+
+    Args:
+        attention: Attends.
+        num_tokens: The number of rows that attend; 0 for a rank without requests.
+    """
+
+    attention: Attention
+    num_tokens: int
+
+    def attend(
+        self,
+        module: Any,
+        q: torch.Tensor,
+        k: torch.Tensor | None,
+        v: torch.Tensor | None,
+        asked: dict[str, Any],
+    ) -> torch.Tensor:
+        """See `Attention.attend`."""
+        live_q, live_k, live_v = (None if t is None else t[: self.num_tokens] for t in (q, k, v))
+        if live_q is None or not self.num_tokens:
+            return q.new_zeros(*q.shape[:2], (q if v is None else v).shape[2])
+        out = self.attention.attend(module, live_q, live_k, live_v, asked)
+        return torch.nn.functional.pad(out, (0, 0, 0, 0, 0, q.shape[0] - out.shape[0]))
+
+
 class TransformersModel:
     """The forward pass of a lane: returns logits, and optionally hidden states, of a batch.
 
@@ -82,6 +111,7 @@ class TransformersModel:
         hidden_states: Indices of transformers' ``hidden_states`` that a step also returns, concatenated in
             ``hidden_states`` ``[T, n * hidden_size]``: 0 is the embedding, ``i`` the output of layer ``i``
             counted from 1, and -1 the input of the language model head. Empty for none.
+        gathering: Gathers the tokens of all ranks in its layers; None if each rank has all tokens.
         absorb: Whether MLA layers attend over latents (absorbed form), which needs `HeadLayout.MLA` in every
             backend; otherwise they run expanded, with keys and values of each head.
 
@@ -95,8 +125,16 @@ class TransformersModel:
             layers that cannot be absorbed.
     """
 
-    def __init__(self, model: Any, *, absorb: bool = False, hidden_states: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        model: Any,
+        *,
+        absorb: bool = False,
+        hidden_states: Sequence[int] = (),
+        gathering: GatheredTokens | None = None,
+    ) -> None:
         self.model = model
+        self._gathering = gathering
         self.hidden_states = tuple(hidden_states)
         self.has_experts = mask_experts(model)
         self.has_latents = bool(latent_modules(model))
@@ -106,7 +144,7 @@ class TransformersModel:
         for module in model.modules():
             if hasattr(module, _PADDING_WARNING):
                 setattr(module, _PADDING_WARNING, _warn_of_nothing)
-        self._layers = probe_layers(model, lambda *inputs: self._forward(*inputs)[0])
+        self._layers = probe_layers(model, self._probed)
 
     @property
     def layers(self) -> list[LayerSpec]:
@@ -128,11 +166,15 @@ class TransformersModel:
             ModelCaptureError: In a capture, the model's own code does work that a graph cannot hold.
         """
         last = batch.selected_rows
-        attention = LaneAttention(attend, metadata, self._layers)
+        attention: Attention = LaneAttention(attend, metadata, self._layers)
+        rows = batch.num_tokens if self._gathering is None else self._gathering.rows(batch)
+        is_padded = rows > batch.num_tokens  # in an eager step in which another rank has more tokens
+        if is_padded:
+            attention = LiveRows(attention, batch.num_tokens)
         try:
-            logits, hidden = self._forward(
-                attention, batch.input_ids, batch.positions, last, batch.num_token_non_padded
-            )
+            padding = self._padding(batch, rows) if self.has_experts else None
+            ids, positions = (_padded(t, rows) for t in (batch.input_ids, batch.positions))
+            logits, hidden = self._forward(attention, ids, positions, last, padding)
         except CaptureError as error:
             if _is_of_backend(error):
                 raise
@@ -141,10 +183,30 @@ class TransformersModel:
                 f"model type {model_type!r} cannot be captured: {error.message}", rule=error.rule
             ) from error
         by_request = last is not None or batch.forward_mode.is_decode
+        if is_padded:
+            logits = logits if last is not None else logits[: batch.num_tokens]
+            hidden = None if hidden is None else hidden[: batch.num_tokens]
         outputs: dict[str, tuple[torch.Tensor, Axis]] = {"logits": (logits, "bs" if by_request else "tokens")}
         if hidden is not None:
             outputs["hidden_states"] = (hidden, "tokens")
         return StepOutputs(**outputs)
+
+    def _padding(self, batch: ForwardBatch, rows: int) -> torch.Tensor | None:
+        """Return ``[rows, 1]`` bool: which rows of the experts are padding; None if all are real."""
+        if self._gathering is not None:
+            return self._gathering.padding(rows, self._gathering.local_count(batch, rows))
+        count = batch.num_token_non_padded
+        return None if count is None else (torch.arange(rows, device=count.device) >= count)[:, None]
+
+    def _probed(
+        self, attention: Attention, input_ids: torch.Tensor, positions: torch.Tensor | None
+    ) -> torch.Tensor:
+        """Return the logits of tokens that all ranks have, for the probe."""
+        if self._gathering is None:
+            return self._forward(attention, input_ids, positions)[0]
+        rows = self._gathering.whole(len(input_ids))
+        whole = _padded(input_ids, rows), None if positions is None else _padded(positions, rows)
+        return self._forward(LiveRows(attention, len(input_ids)), *whole)[0][: len(input_ids)]
 
     def _forward(
         self,
@@ -152,7 +214,7 @@ class TransformersModel:
         input_ids: torch.Tensor,
         positions: torch.Tensor | None,
         last: torch.Tensor | None = None,
-        count: torch.Tensor | None = None,
+        padding: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         more: dict[str, Any] = {} if positions is None else {"position_ids": positions[None]}
         if last is not None and self._takes_logits_to_keep:
@@ -160,12 +222,20 @@ class TransformersModel:
         if self.hidden_states:
             more["output_hidden_states"] = True
         absorbed = AbsorbedAttention(attention, self._latents) if self._latents else attention
-        real = count if self.has_experts else None
-        with attending(absorbed), routing(len(input_ids), real):
+        with attending(absorbed), routing(padding):
             given = self.model(input_ids=input_ids[None], use_cache=False, **more)
         logits: torch.Tensor = given.logits[0]
         if last is not None and not self._takes_logits_to_keep:
             logits = logits[last]
         if not self.hidden_states:
             return logits, None
-        return logits, torch.cat([given.hidden_states[i][0] for i in self.hidden_states], dim=-1)
+        hidden = [given.hidden_states[i] for i in self.hidden_states]
+        if self._gathering is not None:
+            hidden = [*map(self._gathering.gather_group, hidden)]
+        return logits, torch.cat([each[0] for each in hidden], dim=-1)
+
+
+def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
+    """Return ``tensor`` with zeros up to ``rows`` rows."""
+    missing = rows - tensor.shape[0]
+    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

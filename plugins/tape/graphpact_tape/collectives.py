@@ -17,7 +17,8 @@ from typing import Any
 
 import torch
 
-from graphpact.errors import ReplayError
+from graphpact.errors import CollectiveError
+from graphpact.ranks.collectives import NAMESPACES
 from graphpact_tape.tasks import operator_of
 from graphpact_tape.trees import tensors_of
 
@@ -61,12 +62,10 @@ Source: the schemas of torch 2.11 to 2.13, and the methods of `ProcessGroup` whe
 WAITS = frozenset({"_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd"})
 """The waits for functional collectives. A replay does not repeat them, because it has waited already."""
 
-_NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
-
 
 def is_collective(func: Any) -> bool:
     """Return whether the overload ``func`` communicates through ``torch.distributed``."""
-    return str(operator_of(func).name()).startswith(_NAMESPACES)
+    return str(operator_of(func).name()).startswith(NAMESPACES)
 
 
 def is_repeated(func: Any) -> bool:
@@ -98,13 +97,13 @@ def repeat_collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Run and wait for the collective ``func`` in a replay, and return its result.
 
     Raises:
-        ReplayError: The transport failed, for instance because a peer has ended.
+        CollectiveError: The transport failed, for instance because a peer has ended.
     """
     try:
         return run_and_wait(func, *args, **kwargs)
     except RuntimeError as error:
         about = ", ".join(d for d in map(described, (*args, *kwargs.values())) if isinstance(d, str))
-        raise ReplayError(
+        raise CollectiveError(
             f"the collective {func} ({about}) failed at a replay: {error}",
             hint="every rank of the group has to replay a graph with the same collectives in the same order;"
             " look for the rank that ended, ran eagerly, or replayed another shape",

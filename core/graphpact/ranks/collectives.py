@@ -1,0 +1,126 @@
+"""`RecordedCollectives`: the sequence of collectives that this rank calls, to compare it with other ranks.
+
+A collective meets its peers by order alone. If two ranks call different ones, or the same ones in another
+order, each may get data that was meant for another place, or wait forever. A sequence consists of what all
+ranks must have in common: operation, shapes, dtypes, and the group by its description and size. The ranks of
+a group are not part of it, because each attention group has ranks of its own.
+
+Does not: see collectives inside of compiled code or of operators of other libraries.
+"""
+
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from graphpact.graphs.lines import Line
+
+__tracebackhide__ = True
+
+NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
+"""The namespaces of operators that communicate through ``torch.distributed``."""
+
+_SILENT = ("wait_tensor", "_wrap_tensor_autograd")  # no communication
+
+
+@dataclass(frozen=True, slots=True)
+class Collective:
+    """One collective.
+
+    Args:
+        op: The operation, such as ``allreduce_``.
+        tensors: Shape and dtype of each tensor argument, as text.
+        group: Description and size of the group, such as ``tensor, 4 ranks``.
+        line: The caller's line. It is not compared.
+    """
+
+    op: str
+    tensors: str
+    group: str
+    line: str = field(compare=False)
+
+    def __str__(self) -> str:
+        return f"{self.op} of {self.tensors} in group {self.group}"
+
+
+class RecordedCollectives(TorchDispatchMode):
+    """A context that records the collectives called inside, in `calls`.
+
+    Args:
+        only_if: Asked at each collective: whether to record it.
+    """
+
+    def __init__(self, only_if: Callable[[], bool] = lambda: True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Collective] = []
+        self._only_if = only_if
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        name = func.name()
+        if name.startswith(NAMESPACES) and self._only_if():
+            op = name.partition("::")[2].partition(".")[0]
+            if op not in _SILENT:
+                self.calls.append(_described(op, func, args, kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _described(op: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective:
+    leaves = tree_leaves((args, kwargs))
+    tensors = [f"{list(t.shape)} {str(t.dtype)[6:]}" for t in leaves if isinstance(t, torch.Tensor)]
+    group = _group_of(func, args, kwargs, leaves)
+    named = "unknown" if group is None else f"{group.group_desc}, {group.size()} ranks"
+    return Collective(op, " and ".join(dict.fromkeys(tensors)) or "nothing", named, str(Line()))
+
+
+def _group_of(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
+) -> dist.ProcessGroup | None:
+    """Return the process group among the arguments of a collective, or None."""
+    c10d = torch._C._distributed_c10d  # noqa: SLF001  no public name
+    for leaf in leaves:
+        if isinstance(leaf, dist.ProcessGroup):
+            return leaf
+        if isinstance(leaf, torch.ScriptObject) and leaf._type().name() == "ProcessGroup":  # type: ignore[attr-defined]  # noqa: SLF001  no public way
+            group: dist.ProcessGroup = c10d.ProcessGroup.unbox(leaf)
+            return group
+    named = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs  # noqa: SLF001
+    name = named.get("group_name")
+    if not isinstance(name, str):
+        return None
+    resolve: Any = c10d._resolve_process_group  # noqa: SLF001  no public name
+    resolved: dist.ProcessGroup = resolve(name)
+    return resolved
+
+
+def first_difference(
+    ranks: Sequence[int], sequences: Sequence[Sequence[Collective]]
+) -> tuple[int, int, str, str] | None:
+    """Return the first difference between the first rank and another one, or None.
+
+    Args:
+        ranks: The ranks.
+        sequences: Their collectives.
+
+    Returns:
+        The other rank, the position from 0, and what the first rank and the other one have there.
+    """
+    for rank, sequence in zip(ranks[1:], sequences[1:], strict=True):
+        for at, (one, two) in enumerate(itertools.zip_longest(sequences[0], sequence)):
+            if one != two:
+                return rank, at, _placed(one), _placed(two)
+    return None
+
+
+def _placed(call: Collective | None) -> str:
+    return "no further collective" if call is None else f"{call} at {call.line}"
