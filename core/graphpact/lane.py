@@ -14,7 +14,7 @@ Does not: schedule, sample, or know the kind of model.
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType, SimpleNamespace
 from typing import Any, Literal, NoReturn, cast
 
@@ -354,9 +354,11 @@ class Lane:
         """Return the captured shape that ``batch`` replays, or the reason to run it eagerly."""
         if not self.shapes:
             return self.eager_reason or EagerReason.NO_GRAPHS
-        if not batch.can_run_graph:
-            return EagerReason.OTHER_RANK
+        if not batch.can_run_graph:  # the reason is on this rank, or on another one
+            batch = replace(batch, global_num_tokens_cpu=None, global_batch_sizes_cpu=None)
         fit: GraphShape | EagerReason = self.runner.fit(batch)
+        if isinstance(fit, GraphShape) and not batch.can_run_graph:
+            return EagerReason.OTHER_RANK
         if isinstance(fit, GraphShape):
             return fit if fit in self._captured else EagerReason.NOT_CAPTURED
         returned(fit, GraphShape | EagerReason, self.runner, "fit")

@@ -154,6 +154,8 @@ class Engine:
     def close(self) -> None:
         """Release the graphs of every lane. Later steps of the engine run eagerly.
 
+        The processes stay connected: another engine may follow.
+
         Raises:
             EngineError: A driver failed to release a graph; every other graph was released.
         """

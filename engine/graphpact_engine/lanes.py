@@ -18,7 +18,7 @@ from graphpact.shapes import GraphShape
 from graphpact.step import StepOutputs
 from graphpact_engine.errors import ModelCaptureError
 from graphpact_engine.logs import log_event
-from graphpact_engine.ranks.steps import RankSteps, target_mode
+from graphpact_engine.ranks.steps import RankSteps, scratch_batch, target_mode
 
 _log = logging.getLogger(__name__)
 
@@ -49,8 +49,11 @@ class LaneSet:
         if self._ranks is not None:
             batch = self._ranks.agree(mode, self._of_mode[mode], batch)
         lane = self.choose(mode, batch)
-        is_read = lane.shapes and lane.runner.context.num_token_non_padded
-        outputs = lane.run(_counted(batch) if is_read else batch)
+        if not batch.batch_size and not isinstance(lane.fit(batch), GraphShape):
+            outputs = lane.run(scratch_batch(batch, lane.runner.context)).rows(0, 0)
+        else:
+            is_read = lane.shapes and lane.runner.context.num_token_non_padded
+            outputs = lane.run(_counted(batch) if is_read else batch)
         if len(lane.stats.eager) > self._num_reasons[lane]:
             self._log_reason(lane, batch)
         return outputs

@@ -3,6 +3,7 @@
 Does not: select plugins or run steps; it turns options into a configuration, which the engine runs.
 """
 
+import logging
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -21,6 +22,7 @@ from graphpact_engine.cli.options import (
     load_settings,
 )
 from graphpact_engine.cli.prompts import read_prompts
+from graphpact_engine.cli.ranks import deltas_of_all, file_of_rank, rank_of_process
 
 _DEFAULT_NEW_TOKENS = 128
 
@@ -199,9 +201,12 @@ def generate(
 
     Texts are written to stdout. Progress, and a table of replays and eager runs with their reasons, are
     written to stderr.
+
+    On several ranks: torchrun --nproc-per-node 2 --no-python graphpact generate --set parallel.tensor=2 ...
+    Rank 0 writes.
     """
     from graphpact_engine.cli.report import print_run  # noqa: PLC0415  slow: imports the engine
-    from graphpact_engine.cli.writers import JsonWriter, TextWriter, Writer  # noqa: PLC0415
+    from graphpact_engine.cli.writers import JsonWriter, SilentWriter, TextWriter, Writer  # noqa: PLC0415
     from graphpact_engine.request import SamplingParams  # noqa: PLC0415
 
     sampling = SamplingParams(
@@ -222,7 +227,12 @@ def generate(
     if not temperature and (top_p != 1 or top_k != 0 or min_p != 0):
         warning("--top-p, --top-k and --min-p have no effect at --temperature 0")
 
-    quiet = quiet or log_format == "json"
+    talks = rank_of_process() == 0
+    if not talks:
+        log_format = metrics_port = None
+        logging.getLogger("graphpact_engine").setLevel(logging.ERROR)
+    quiet = quiet or log_format == "json" or not talks
+    record, trace, metrics = map(file_of_rank, (record, trace, metrics))
     observation = Observation(record, trace, metrics, metrics_port, log_format, quiet)
     with ExitStack() as stack:
         observers = stack.enter_context(observation.observers(settings))
@@ -235,7 +245,9 @@ def generate(
             )
             note(f"generation is greedy; the checkpoint recommends {' '.join(options)}")
         writer: Writer
-        if as_json:
+        if not talks:
+            writer = SilentWriter(texts)
+        elif as_json:
             writer = JsonWriter(texts)
         else:
             live = data().is_terminal if stream is None else stream
@@ -249,7 +261,7 @@ def generate(
 
         try:
             asked = [[{"role": "user", "content": text}] for text in texts] if chat else texts
-            for delta in engine.stream(asked, sampling):
+            for delta in deltas_of_all(engine, asked, sampling):
                 writer.push(delta)
         except ContractError:  # the report helps to find the fault
             writer.close()

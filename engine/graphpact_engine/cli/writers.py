@@ -68,6 +68,13 @@ class Writer(abc.ABC):
         """Write the new part of the first incomplete answer."""
 
 
+class SilentWriter(Writer):
+    """A writer for ranks whose answers another rank writes."""
+
+    def _write(self, answer: GeneratedText) -> None:
+        """Write nothing."""
+
+
 class JsonWriter(Writer):
     """A writer of one line per finished prompt, a JSON object."""
 

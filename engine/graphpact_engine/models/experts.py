@@ -25,7 +25,7 @@ import torch
 from graphpact import declare_kernel
 
 _active = threading.local()  # torch.compile can trace it, but not a context variable
-_NUM_INPUTS = 3  # hidden states [T, H], indices of experts [T, top_k], weights [T, top_k]
+_NUM_INPUTS = 4  # self, hidden states [T, H], indices of experts [T, top_k], weights [T, top_k]
 _SKIPPING = "_is_expert_parallel"  # makes ``grouped_mm`` skip rows without an expert; not in transformers 5.0
 
 
@@ -67,7 +67,9 @@ def routing(padding: torch.Tensor | None) -> Iterator[None]:
 
 def _is_dispatched(name: str, module: Any) -> bool:
     """Return whether a module is called with hidden states, indices and weights of experts."""
-    return name.endswith(".experts") and len(inspect.signature(module.forward).parameters) == _NUM_INPUTS
+    # A split module has a wrapper of any arguments in place of its own forward pass.
+    parameters = inspect.signature(type(module).forward).parameters
+    return name.endswith(".experts") and len(parameters) == _NUM_INPUTS
 
 
 def _skip_padding(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:

@@ -68,7 +68,8 @@ class GatheredTokens:
         """
         if batch.num_token_non_padded is not None and batch.global_num_tokens_cpu is None:
             return batch.num_token_non_padded
-        count = local_num_token_non_padded(batch.num_tokens, rows)
+        real = batch.num_token_non_padded_cpu
+        count = local_num_token_non_padded(batch.num_tokens if real is None else real, rows)
         return torch.full((1,), count, dtype=torch.int32, device=batch.device)
 
     def padding(self, rows: int, count: torch.Tensor) -> torch.Tensor:

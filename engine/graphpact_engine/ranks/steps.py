@@ -21,6 +21,7 @@ from graphpact.errors import RankError
 from graphpact.lane import Lane
 from graphpact.ranks import RankStep, agreed
 from graphpact.ranks.exchange import checksum
+from graphpact.runners import RunnerContext
 from graphpact.shapes import GraphShape
 from graphpact_engine.ranks.processes import Ranks
 from graphpact_engine.scheduled import ScheduledBatch
@@ -111,10 +112,10 @@ class RankSteps:
                 requests=batch.batch_size,
                 wants_graph=self._wants_graph(lanes, batch),
             )
-        if not batch.batch_size:
-            batch = replace(batch, forward_mode=ForwardMode.IDLE)
         gathers = lanes[0].runner.context.require_gathered_buffer
-        return agreed(batch, steps, self._ranks.layout, gathers=gathers)
+        batch = agreed(batch, steps, self._ranks.layout, gathers=gathers)
+        is_idle = not batch.batch_size and any(isinstance(lane.fit(batch), GraphShape) for lane in lanes)
+        return replace(batch, forward_mode=ForwardMode.IDLE) if is_idle else batch
 
     @staticmethod
     def _wants_graph(lanes: Sequence[Lane], batch: ForwardBatch) -> bool:
@@ -154,6 +155,28 @@ def _digest(planned: ScheduledBatch) -> int:
 def target_mode(batch: ForwardBatch) -> str:
     """Return the mode of the lanes that run a decode, extend or mixed batch of the target model."""
     return "decode" if batch.forward_mode.is_decode else "prefill"
+
+
+def scratch_batch(idle: ForwardBatch, context: RunnerContext) -> ForwardBatch:
+    """Return the batch that a rank without requests runs in an eager step: one request, on scratch memory.
+
+    Models and kernels need not support batches without rows. None of its tokens counts as real.
+
+    Args:
+        idle: A batch without requests, of the step's mode and with its fields.
+        context: That of the lane's runner.
+    """
+    width = context.tokens_per_request or 1
+    of_requests = ("req_pool_indices", "seq_lens", "extend_seq_lens", "num_correct_drafts")
+    fields = {
+        name: tensor.new_zeros(1 if name.removesuffix("_cpu") in of_requests else width, *tensor.shape[1:])
+        for name, tensor in idle.tensors().items()
+    }
+    for name in fields.keys() & {"seq_lens", "seq_lens_cpu"}:
+        fields[name].fill_(max(context.padded_seq_len, width))
+    for name in fields.keys() & {"extend_seq_lens", "extend_seq_lens_cpu", "tree_mask"}:
+        fields[name].fill_(1)
+    return replace(idle.with_tensors(fields), batch_size=1, num_token_non_padded_cpu=0)
 
 
 def idle_batch(mode: ForwardMode, device: torch.device) -> ForwardBatch:

@@ -16,6 +16,7 @@ the timeout of the group.
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from graphpact.errors import CollectiveError
 from graphpact.ranks.collectives import NAMESPACES
@@ -93,8 +94,8 @@ def run_and_wait(func: Any, *args: Any, **kwargs: Any) -> Any:
     return tuple(parts) if isinstance(result, tuple) else parts[0]
 
 
-def repeat_collective(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run and wait for the collective ``func`` in a replay, and return its result.
+def repeat_collective(func: Any, number: int | None, *args: Any, **kwargs: Any) -> Any:
+    """Run and wait for the collective ``func``, the one of a ``number`` in its region, in a replay.
 
     Raises:
         CollectiveError: The transport failed, for instance because a peer has ended.
@@ -102,9 +103,11 @@ def repeat_collective(func: Any, *args: Any, **kwargs: Any) -> Any:
     try:
         return run_and_wait(func, *args, **kwargs)
     except RuntimeError as error:
-        about = ", ".join(d for d in map(described, (*args, *kwargs.values())) if isinstance(d, str))
+        leaves = (described(leaf) for leaf in tree_leaves((args, kwargs)))
+        texts = (_shape(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        about = ", ".join(dict.fromkeys(text for text in texts if isinstance(text, str)))
         raise CollectiveError(
-            f"the collective {func} ({about}) failed at a replay: {error}",
+            f"collective {number}, {func} ({about}), failed at a replay: {error}",
             hint="every rank of the group has to replay a graph with the same collectives in the same order;"
             " look for the rank that ended, ran eagerly, or replayed another shape",
         ) from error
@@ -121,3 +124,7 @@ def described(leaf: Any) -> Any:
     if kind == "ReduceOp":
         return str(torch._C._distributed_c10d.ReduceOp.RedOpType(leaf.op()).name)  # type: ignore[attr-defined]  # noqa: SLF001
     return leaf
+
+
+def _shape(tensor: torch.Tensor) -> str:
+    return f"{list(tensor.shape)} {str(tensor.dtype)[6:]}"

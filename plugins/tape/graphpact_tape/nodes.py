@@ -51,7 +51,7 @@ def repeat(call: RecordedCall) -> Node:
     """
     op, args, kwargs = call.op, call.args, call.kwargs
     if is_collective(op):
-        return RunAndCopy(partial(repeat_collective, op), call.made, str(op)), args, kwargs
+        return RunAndCopy(partial(repeat_collective, op, call.collective), call.made, str(op)), args, kwargs
     outputs = [t for t in call.made if t is not None]
     writes_arguments = op._schema.is_mutable  # noqa: SLF001
     if writes_arguments and not outputs:

@@ -34,7 +34,7 @@ Does not: replay, compile, or check rules beyond those of recording; the strict 
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -82,6 +82,7 @@ class RecordedCall:
         made: For each tensor in the result, in order: the tensor if it has new memory, else None.
         line: The caller's line.
         is_work: Whether a replay has to repeat the call; false for views and ``empty``.
+        collective: Its place among the collectives of the region, from 0; None for other operations.
     """
 
     op: Any
@@ -91,6 +92,7 @@ class RecordedCall:
     made: tuple[torch.Tensor | None, ...]
     line: Line
     is_work: bool
+    collective: int | None = None
 
     def tensors(self) -> list[torch.Tensor]:
         """Return the tensors among its arguments, and those that it made."""
@@ -229,6 +231,7 @@ class Recorder(Watcher):
         self._task: tuple[RecordedTask, tuple[Any, ...]] | None = None  # the task that is called now
         self._trace: list[TracedCall] | None = [] if traced else None
         self._aliases: dict[Place, torch.Tensor] = {}
+        self._num_collectives = 0
 
     def record(self, driver: GraphDriver, fn: Callable[[], Any]) -> Recording:
         """Run ``fn`` as the region that ``driver`` captures, and return its recording.
@@ -423,7 +426,8 @@ class Recorder(Watcher):
         args, kwargs, result, made = map_tensors(self.held, (call.args, call.kwargs, call.result, call.made))
         segment = self.parts[-1]
         assert isinstance(segment, Segment)  # noqa: S101  each eager call is followed by one
-        segment.calls.append(RecordedCall(call.op, args, kwargs, result, made, call.line, call.is_work))
+        held = replace(call, args=args, kwargs=kwargs, result=result, made=made)
+        segment.calls.append(held)
 
     def allocates(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that the region allocated the storages of ``tensors``."""
@@ -490,7 +494,10 @@ class Recorder(Watcher):
         self.allocates(new)
         repeated = is_work(func, allocates=bool(new))
         if repeated or not self._work_only:
-            self.add(RecordedCall(func, args, kwargs, result, made, self.line, repeated))
+            number = None
+            if repeated and is_collective(func):
+                number, self._num_collectives = self._num_collectives, self._num_collectives + 1
+            self.add(RecordedCall(func, args, kwargs, result, made, self.line, repeated, number))
 
 
 class RecordingDriver(GraphDriver):
