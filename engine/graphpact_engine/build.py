@@ -292,6 +292,12 @@ def _load_models(
     draft = None
     if config.speculative.draft_model is not None:
         draft = models.load_draft_model(Path(config.speculative.draft_model), target=target)
+        if ranks is not None and ranks.layout.attention_tensor > 1 and not draft.has_own_kv:
+            raise ConfigError(
+                f"the draft model {config.speculative.draft_model} reads the target's KV cache, of which each"
+                f" of {ranks.layout.attention_tensor} ranks has a part of the heads",
+                hint="set parallel.attention_data to parallel.tensor, or take a draft with its own KV cache",
+            )
         target.hidden_states = draft.target_layers  # it returns the hidden states that the draft model reads
         sizes = {
             **dict.fromkeys(ForwardMode, draft.target_hidden_size),

@@ -1,5 +1,6 @@
-"""Engines on several real processes: the tokens of one process, whatever the ranks split, and no rank waits
-forever for another one.
+"""Engines on several real processes: the tokens of one process, and no rank waits forever.
+
+Each test starts its processes by ``torchrun``; several engines run in them, one after another.
 """
 
 import json
@@ -113,7 +114,7 @@ def eagle(checkpoint: Callable[..., Path]) -> list[str]:
 
 
 def test_two_ranks_generate_the_tokens_of_one(checkpoint: Callable[..., Path], tmp_path: Path) -> None:
-    """Layers, attention and tokens are split; one rank may be idle, or too large for a graph; drafts are on."""
+    """Layers and tokens are split; one rank may be idle, or too large for a graph; drafts are on."""
     llama, experts = checkpoint("llama"), checkpoint("qwen2_moe")
     uneven = {"lengths": [12, 3, 9, 3, 5, 3], "told_by": 1}  # one group keeps more requests than the other
     single = {"prompts": PROMPTS[:1], "lengths": LENGTHS[:1]}
@@ -128,7 +129,7 @@ def test_two_ranks_generate_the_tokens_of_one(checkpoint: Callable[..., Path], t
             "large": (
                 experts,
                 [*ATTENTION, "lanes.decode.batch_sizes=[1,2]"],
-                {**alone_longer, "told_by": 1},
+                uneven,
             ),
             "drafts": (llama, [*TENSOR, *eagle(checkpoint)], {}),
             "idle drafts": (llama, [*ATTENTION, *eagle(checkpoint)], single),
