@@ -52,14 +52,8 @@ NEEDS_VLLM = (  # the same
     *("guard.after_capture", "guard.contents", "guard.guarding", "guard.rank_steps", "guard.recording"),
     *("guard.start", "hooks"),
     *("load.engine", "load.leaks", "load.ownership", "load.steps"),
-    *(
-        "runs.builder_values",
-        "runs.choices_report",
-        "runs.cli",
-        "runs.dispatch_job",
-        "runs.job",
-        "runs.surface",
-    ),
+    *("runs.builder_values", "runs.choices_report", "runs.cli"),
+    *("runs.dispatch_job", "runs.job", "runs.surface"),
     *("seams.builders", "seams.graphs", "seams.ranks", "seams.steps"),
     *("tape.adapters", "tape.memory", "tape.platform", "tape.segments", "tape.uneven", "tape.worker"),
 )

@@ -31,7 +31,7 @@ from graphpact_engine.loop import AsyncLoop, PlainLoop, SpeculativeLoop
 from graphpact_engine.model_checks import ModelSpec, check_backends, lane_without_latents
 from graphpact_engine.phases import EnginePhases
 from graphpact_engine.plans import LanePlan, ModelName, plan_lanes
-from graphpact_engine.ranks import Ranks, RankSteps
+from graphpact_engine.ranks import EngineRanks, RankSteps
 from graphpact_engine.request_texts import RequestTexts
 from graphpact_engine.sampler import Sampler
 from graphpact_engine.scheduler import Scheduler
@@ -118,7 +118,7 @@ def build_parts(
     observers: Sequence[object],
     *,
     device: torch.device,
-    ranks: Ranks | None,
+    ranks: EngineRanks | None,
 ) -> EngineParts:
     """Load the models, build everything, and capture every shape of every lane.
 
@@ -211,7 +211,7 @@ def _build_lanes(
     observing: Sequence[Sequence[object]],
     drafting: "_Drafting | None",
     on_capture: OnCapture | None,
-    ranks: Ranks | None,
+    ranks: EngineRanks | None,
 ) -> tuple[list[Lane], list[Verifier]]:
     """Build a lane for each plan, with its observers, without capturing; return them and their verifiers."""
     states = () if drafting is None else tuple(drafting.state.values())
@@ -242,7 +242,7 @@ def _by_mode(plans: Sequence[LanePlan], lanes: Sequence[Lane]) -> dict[str, list
 
 
 def _load_models(
-    config: EngineConfig, device: torch.device, expanding: LanePlan | None, ranks: Ranks | None
+    config: EngineConfig, device: torch.device, expanding: LanePlan | None, ranks: EngineRanks | None
 ) -> Models:
     """Load the checkpoint and the draft model.
 

@@ -28,7 +28,7 @@ from graphpact_engine.model_checks import ModelSpec
 from graphpact_engine.ownership import EngineOwnership
 from graphpact_engine.phases import Around
 from graphpact_engine.plans import LanePlan
-from graphpact_engine.ranks import Ranks
+from graphpact_engine.ranks import EngineRanks
 from graphpact_engine.trace import HookTrace
 from graphpact_engine.verify import Verifier
 
@@ -67,7 +67,7 @@ def build_lane(
     states: Sequence[torch.Tensor] = (),
     observers: Sequence[object] = (),
     on_capture: OnCapture | None = None,
-    ranks: Ranks | None = None,
+    ranks: EngineRanks | None = None,
 ) -> tuple[Lane, Verifier | None]:
     """Build one lane, without capturing.
 

@@ -15,7 +15,7 @@ from graphpact_engine.config import EngineConfig
 from graphpact_engine.model_checks import ModelSpec
 from graphpact_engine.plans import ModelName
 from graphpact_engine.pools import KVCache, KVLayerShape, PagePool, RequestPool
-from graphpact_engine.ranks.processes import Ranks, local_ranks
+from graphpact_engine.ranks.processes import EngineRanks, local_ranks
 from graphpact_engine.selection import draft_limits
 
 _MEMORY_SHARE = {"cuda": 0.8, "cpu": 0.5}  # default share of free memory for the KV cache
@@ -45,7 +45,7 @@ class Memory:
 
 
 def lay_out_memory(
-    config: EngineConfig, specs: Mapping[ModelName, ModelSpec], ranks: Ranks | None = None
+    config: EngineConfig, specs: Mapping[ModelName, ModelSpec], ranks: EngineRanks | None = None
 ) -> Memory:
     """Allocate request rows, KV pages and the KV cache: the draft model's layers after the target's.
 

@@ -23,6 +23,8 @@ from graphpact_engine.engine import Engine
 from graphpact_engine.request import SamplingParams
 
 SCRIPT = Path(__file__).with_name("rank_engine.py")
+EXAMPLE = Path(__file__).parents[2] / "examples" / "models" / "tiny-llama"
+GRAPHPACT = [sys.executable, "-m", "graphpact_cli"]
 PROMPTS = [[*range(2, 2 + length)] for length in (3, 9, 5, 1, 12, 7)]
 LENGTHS = [12, 5, 9, 20, 3, 14]
 Case = dict[str, Any]
@@ -101,7 +103,7 @@ def require_equal(
     }
     found = dict(zip(asked, run(folder, ranks, [*asked.values()]), strict=True))
     for name, case in asked.items():
-        plain = [each for each in case["sets"] if not each.startswith(("parallel.", "speculative."))]
+        plain = [each for each in case["sets"] if each.startswith("model.")]
         assert found[name]["tokens"] == alone(plain, case), name
     return found
 
@@ -219,3 +221,33 @@ def test_the_number_of_processes_is_the_one_of_the_configuration(checkpoint: Cal
     with pytest.raises(ConfigError, match="need 2 processes; 1 was started") as error:
         Engine(config)
     assert "torchrun --nproc-per-node 2" in str(error.value)
+
+
+def test_the_command_writes_every_answer_once(tmp_path: Path) -> None:
+    """``torchrun --no-python graphpact generate``: rank 0 writes, and each rank records its own steps."""
+    command = [
+        *("generate", "--model", str(EXAMPLE), "--max-new-tokens", "6", "--json", "--quiet"),
+        *("def add(a, b):", "The ", "An "),
+    ]
+    alone = subprocess.run(
+        [*GRAPHPACT, *command], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    steps = tmp_path / "steps.jsonl"
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--no-python"]
+    together = subprocess.run(
+        [
+            *(*launcher, "--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0"),
+            *(*GRAPHPACT, *command, "--record", str(steps)),
+            *("--set", "parallel.tensor=2", "--set", "parallel.attention_data=2"),
+        ],
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )
+    assert together.returncode == 0, together.stderr[-4000:]
+    assert together.stdout == alone
+    recorded = {file.name: file.read_text().count("\n") for file in tmp_path.glob("*.jsonl")}
+    assert recorded.keys() == {"steps.jsonl", "steps.rank1.jsonl"}
+    assert min(recorded.values()) > 5

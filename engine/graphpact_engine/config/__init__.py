@@ -49,7 +49,7 @@ __all__ = [
 
 
 class EngineConfig(ConfigTables):
-    """The whole configuration: model, engine, parallel, lanes, speculative and verify."""
+    """The configuration: ``model``, ``engine``, ``parallel``, ``lanes``, ``speculative`` and ``verify``."""
 
     @classmethod
     def load(

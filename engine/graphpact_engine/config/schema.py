@@ -340,7 +340,7 @@ class ParallelConfig(Section):
 
 
 class ConfigTables(Section):
-    """The whole configuration: model, engine, parallel, lanes, speculative and verify."""
+    """The configuration: ``model``, ``engine``, ``parallel``, ``lanes``, ``speculative`` and ``verify``."""
 
     model: ModelConfig = ModelConfig()
     engine: EngineSection = EngineSection()

@@ -19,7 +19,7 @@ import torch.distributed as dist
 
 from graphpact.batch import ForwardBatch
 from graphpact.parallel import local_num_token_non_padded
-from graphpact_engine.ranks.processes import Ranks
+from graphpact_engine.ranks.processes import EngineRanks
 
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
@@ -31,7 +31,7 @@ class GatheredTokens:
         ranks: The ranks.
     """
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: EngineRanks) -> None:
         self._attention = ranks.attention
         self._tensor = ranks.tensor
         self._layout = ranks.layout

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from graphpact.errors import ConfigError
-from graphpact_engine.ranks.processes import Ranks
+from graphpact_engine.ranks.processes import EngineRanks
 
 _ATTENTION = re.compile(r"attn|attention")
 
@@ -32,7 +32,7 @@ class Sharding:
         ConfigError: The installed transformers cannot load a part of a model this way.
     """
 
-    def __init__(self, ranks: Ranks, device: torch.device) -> None:
+    def __init__(self, ranks: EngineRanks, device: torch.device) -> None:
         if not hasattr(PreTrainedModel, "maybe_distribute_model"):
             raise ConfigError(
                 f"parallel.tensor = {ranks.layout.tensor} needs a transformers with DistributedConfig",

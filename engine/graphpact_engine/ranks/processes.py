@@ -26,7 +26,7 @@ from graphpact_engine.config import EngineConfig, ParallelConfig
 
 
 @dataclass(frozen=True, slots=True)
-class Ranks:
+class EngineRanks:
     """The ranks of this engine, and the place of this process.
 
     Args:
@@ -79,7 +79,7 @@ class Ranks:
             )
 
 
-def connect(config: EngineConfig, device: torch.device) -> Ranks | None:
+def connect(config: EngineConfig, device: torch.device) -> EngineRanks | None:
     """Join the processes of ``[parallel]``; return None for a single process.
 
     Args:
@@ -118,7 +118,7 @@ def connect(config: EngineConfig, device: torch.device) -> Ranks | None:
     exchange = RankExchange(groups(layout.replicas, "step", "gloo"))
     parallel = get_parallel()
     parallel.attn_tp_rank, parallel.attn_tp_size = layout.attention_rank, layout.attention_tensor
-    ranks = Ranks(
+    ranks = EngineRanks(
         layout,
         exchange,
         RankWatch(store, rank, exchange.ranks, grace=min(2.0, asked.timeout)),
@@ -131,7 +131,7 @@ def connect(config: EngineConfig, device: torch.device) -> Ranks | None:
     return ranks
 
 
-def explaining(ranks: Ranks | None) -> AbstractContextManager[None]:
+def explaining(ranks: EngineRanks | None) -> AbstractContextManager[None]:
     """Return a context in which the failure of a collective names the rank that is missing."""
     return contextlib.nullcontext() if ranks is None else ranks.watch.explaining()
 

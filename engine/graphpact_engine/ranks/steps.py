@@ -23,7 +23,7 @@ from graphpact.ranks import RankStep, agreed
 from graphpact.ranks.exchange import checksum
 from graphpact.runners import RunnerContext
 from graphpact.shapes import GraphShape
-from graphpact_engine.ranks.processes import Ranks
+from graphpact_engine.ranks.processes import EngineRanks
 from graphpact_engine.scheduled import ScheduledBatch
 from graphpact_engine.scheduler import Scheduler
 
@@ -42,7 +42,7 @@ class RankSteps:
         is_done: Whether no rank had a request at the last exchange.
     """
 
-    def __init__(self, ranks: Ranks, lanes: Mapping[str, Sequence[Lane]], device: torch.device) -> None:
+    def __init__(self, ranks: EngineRanks, lanes: Mapping[str, Sequence[Lane]], device: torch.device) -> None:
         self.is_done = True
         self._ranks = ranks
         self._lanes = lanes
@@ -54,7 +54,7 @@ class RankSteps:
         """Return what this rank runs, perhaps an idle batch; None if no rank has requests.
 
         Raises:
-            RankError: Ranks with the same requests planned different batches.
+            RankError: EngineRanks with the same requests planned different batches.
         """
         watch = self._ranks.watch
         watch.step += 1

@@ -283,8 +283,8 @@ class SglangGuard:
         if self.guard is None or not self.guard.settings.verify:
             return original(runner, batch, select_index)
         self._take_replayed()
-        before = _paddable_copy(batch)  # its runner pads the draft in place
-        draft = before.spec_info
+        before = copy.copy(batch)
+        draft = before.spec_info = copy.copy(batch.spec_info)  # its runner pads the draft in place
         if draft.hidden_states is not None:  # None: the draft is a whole model
             # An output of the graph that verified; the next replay may reuse its memory.
             draft.hidden_states = draft.hidden_states.clone()
