@@ -318,7 +318,7 @@ class Engine:
             )
             for i, request in zip(stream.indices, stream.requests, strict=True)
         ]
-        return completions if self.ranks is None else gathered(completions)
+        return completions if self.ranks is None else gathered(self.ranks, completions)
 
     # -- inside ----------------------------------------------------------------------------------
 

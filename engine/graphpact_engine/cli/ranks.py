@@ -39,4 +39,4 @@ def deltas_of_all(engine: "Engine", prompts: Sequence[Any], sampling: "SamplingP
         return
     from graphpact_engine.ranks.outputs import gathered  # noqa: PLC0415  slow: torch
 
-    yield from gathered([*stream])
+    yield from gathered(engine.ranks, [*stream])

@@ -8,6 +8,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from graphpact_engine.ranks.processes import EngineRanks
+
 
 class Indexed(Protocol):
     """Something about one prompt."""
@@ -20,14 +22,16 @@ class Indexed(Protocol):
 T = TypeVar("T", bound=Indexed)
 
 
-def gathered(mine: Sequence[T]) -> list[T]:
+def gathered(ranks: EngineRanks, mine: Sequence[T]) -> list[T]:
     """Return what all processes have about their prompts, in the order of the prompts.
 
     All processes call it. Ranks that share requests have the same, which is returned once.
 
     Args:
+        ranks: The ranks.
         mine: What this process has. Several things about one prompt keep their order.
     """
+    ranks.wait_for_world()
     of_each: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(of_each, list(mine))
     of_prompt: dict[int, list[T]] = {}

@@ -10,6 +10,7 @@ Does not: start processes, or end them.
 
 import contextlib
 import os
+import time
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -24,6 +25,8 @@ from graphpact.ranks import RankExchange, RankLayout, RankWatch
 from graphpact.ranks.exchange import said_by
 from graphpact_engine.config import EngineConfig, ParallelConfig
 
+_POLL = 0.02  # seconds between two looks
+
 
 @dataclass(frozen=True, slots=True)
 class EngineRanks:
@@ -37,6 +40,7 @@ class EngineRanks:
         attention: The group ``attention``.
         is_sharded: Whether each rank keeps only its share of the tokens between layers, which gather them.
         config: The table of the configuration.
+        store: The store by which the processes met.
     """
 
     layout: RankLayout
@@ -46,6 +50,7 @@ class EngineRanks:
     attention: dist.ProcessGroup
     is_sharded: bool
     config: ParallelConfig
+    store: Any
 
     @property
     def is_first(self) -> bool:
@@ -64,6 +69,18 @@ class EngineRanks:
         """
         timeout = timedelta(seconds=self.config.start_timeout)
         dist.monitored_barrier(self.exchange.group, timeout=timeout, wait_all_ranks=True)
+
+    def wait_for_world(self) -> None:
+        """Wait until the ranks of all replicas have called it equally often, however long they take.
+
+        Raises:
+            RankError: A rank has failed.
+        """
+        mine = self.store.add(f"graphpact finished {self.layout.rank}", 1)
+        others = [rank for rank in range(self.layout.world) if rank != self.layout.rank]
+        while any(self.store.add(f"graphpact finished {rank}", 0) < mine for rank in others):
+            self.watch.require_no_failure(others)
+            time.sleep(_POLL)
 
     def lowest(self, number: int) -> int:
         """Return the lowest of the numbers that the ranks of the replica give."""
@@ -126,6 +143,7 @@ def connect(config: EngineConfig, device: torch.device) -> EngineRanks | None:
         groups(layout.attention_groups, "attention"),
         is_sharded=asked.attention_data > 1 or asked.sequence,
         config=asked,
+        store=store,
     )
     ranks.require_equal("configurations", _settings(config))
     return ranks

@@ -10,6 +10,7 @@ step, those of drafts, exchange on their own.
 Does not: choose requests (the scheduler does), or shapes (`Lane.fit` does).
 """
 
+import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NoReturn
@@ -20,7 +21,6 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import RankError
 from graphpact.lane import Lane
 from graphpact.ranks import RankStep, agreed
-from graphpact.ranks.exchange import checksum
 from graphpact.runners import RunnerContext
 from graphpact.shapes import GraphShape
 from graphpact_engine.ranks.processes import EngineRanks
@@ -54,7 +54,7 @@ class RankSteps:
         """Return what this rank runs, perhaps an idle batch; None if no rank has requests.
 
         Raises:
-            RankError: EngineRanks with the same requests planned different batches.
+            RankError: Ranks with the same requests planned different batches.
         """
         watch = self._ranks.watch
         watch.step += 1
@@ -149,7 +149,7 @@ class RankSteps:
 def _digest(planned: ScheduledBatch) -> int:
     """Return a checksum of the requests of a step and of their newest tokens."""
     newest = ((r.request_id, len(r.output_token_ids), r.output_token_ids[-1:]) for r in planned.requests)
-    return checksum(str([*newest]))
+    return zlib.crc32(str([*newest]).encode())
 
 
 def target_mode(batch: ForwardBatch) -> str:
