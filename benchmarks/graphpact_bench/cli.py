@@ -55,6 +55,7 @@ MEASUREMENTS = {
     "prefill": Measurement("prompts end to end, beside other ways", _WAYS),
     "capture": Measurement("time and memory of a capture, by shape", _WAYS | _BATCH),
     "speculation": Measurement("decoding with drafts, against plain decoding", _BATCH),
+    "ranks": Measurement("an exchange of two ranks, against the collective that it needs"),
 }
 """Every measurement, in the order in which they run; the module has the name."""
 ALL = "all"
@@ -142,6 +143,7 @@ def bench(
     - `prefill`: prompts end to end, beside other ways
     - `capture`: time and memory of a capture, by shape
     - `speculation`: decoding with drafts, against plain decoding
+    - `ranks`: an exchange of two ranks, against the collective that it needs
     - `all`: everything; takes long
 
     Whole steps are compared with other ways to run the same model:

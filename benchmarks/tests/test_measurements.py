@@ -256,6 +256,28 @@ def test_without_the_examples_a_measurement_is_skipped(
     assert "speculation is skipped: its model is among the examples" in out
 
 
+def test_an_exchange_is_measured_against_its_collective(bench: Bench) -> None:
+    """Two processes time both parts, and what the exchange adds is the difference from the first row."""
+    (table,), out = bench("ranks", "--quick")
+    assert column(table, "part") == [("the collective alone",), ("RankExchange.tell",)]
+    alone, exchange = table["rows"]
+    assert min(alone["us_best"], exchange["us_best"]) > 0
+    assert (alone["more_us"], alone["more_us_best"]) == (0, 0)
+    assert exchange["more_us_best"] == pytest.approx(exchange["us_best"] - alone["us_best"])
+    assert "adds at most 60 us" in out
+
+
+def test_a_rank_that_fails_ends_the_measurement(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error has the rank, its status, and the last line that it wrote."""
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "no_such_interface")
+    assert main(["bench", "ranks", "--quick"]) == 3
+    told = capsys.readouterr().err
+    assert "rank 0 ended with status 1: " in told
+    assert "no_such_interface" in told
+
+
 @pytest.mark.sweep
 def test_without_a_name_the_first_five_are_measured(bench: Bench, tmp_path: Path) -> None:
     """`graphpact bench` without names measures the parts, and decode with quick ways only; it draws them."""

@@ -282,6 +282,10 @@ class Environment(_Model):
     platform: Text = Field(description="Operating system and architecture.")
     device: Text = Field(description="Device of the run.")
     device_name: Text | None = Field(default=None, description="Name of the GPU.")
+    ranks: int | None = Field(
+        default=None,
+        description="Processes that stepped together, by gloo; null if ranks were only simulated.",
+    )
 
 
 class Report(_Model):

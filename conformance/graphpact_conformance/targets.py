@@ -15,6 +15,10 @@ Kernels = Literal["auto", "native", "compiled", "portable"]
 """The names of `graphpact.attention.ProviderName`: this module is imported where torch is not."""
 TargetKind = Literal["attention_backend", "runner", "graph_driver", "adapter"]
 
+TIMEOUT = 120.0
+"""Seconds for one piece of work."""
+TIMEOUT_VARIABLE = "GRAPHPACT_CHECK_TIMEOUT"
+"""Environment variable: timeout of one piece of work, in seconds."""
 TARGET_KINDS: tuple[TargetKind, ...] = ("attention_backend", "runner", "graph_driver")
 """The kinds of plugins that are checked by their names; an adapter's targets have a reference too."""
 
@@ -37,6 +41,7 @@ class Options:
         scenario: File of recorded steps; the lanes are then those of the file.
         kernels: Kernel provider of the checked backends.
         probe: Whether to look only for values that code of another engine reads and its adapter lacks.
+        ranks: Number of processes that step together in additional lanes; None for no such lanes.
     """
 
     seed: int = 0
@@ -51,6 +56,7 @@ class Options:
     scenario: str | None = None
     kernels: Kernels = "auto"
     probe: bool = False
+    ranks: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +116,7 @@ def reproduce_line(names: str, only: Iterable[str], lane: str, options: Options)
     line = f"graphpact check {names}" + "".join(f" --only {rule}" for rule in only)
     line += "" if options.scenario is None else f" --scenario {shlex.quote(options.scenario)}"
     line += "" if options.kernels == "auto" else f" --kernels {options.kernels}"
+    line += "" if options.ranks is None else f" --ranks {options.ranks}"
     line += f" --lane '{lane}' --seed {options.seed} --examples {options.examples}"
     if options.size != "normal":
         line += f" --{options.size}"

@@ -53,7 +53,7 @@ _PARTS = {
     "long": "a long context",
     "mixed": "a third layer with other heads, scale and window, and a fourth on the first one's KV cache",
     "high": "KV slots beyond 2^31 elements",
-    r"ranks(\d+)": r"\1 ranks step together",
+    r"ranks(\d+)": r"\1 ranks step together, each in a process of its own",
     "cuda": "the graphs are CUDA graphs instead of tapes",
     "inductor": "the graphs are of the driver inductor instead of the tape",
 }
@@ -82,5 +82,7 @@ def _meaning(part: str) -> str:
 def experiments(names: Iterable[str] | None = None) -> dict[str, str]:
     """Return what experiments do, by name: the first line of each docstring; all of them by default."""
     from graphpact_conformance.experiments import EXPERIMENTS  # noqa: PLC0415  torch
+    from graphpact_conformance.experiments.real_ranks import RealRanks  # noqa: PLC0415
 
-    return {e.name: e.about for e in EXPERIMENTS if names is None or e.name in names}
+    every = {e.name: e.about for e in EXPERIMENTS} | {RealRanks.name: RealRanks.about}
+    return {name: about for name, about in every.items() if names is None or name in names}

@@ -24,12 +24,15 @@ def _batch(
     width: int = 1,
     together: tuple[int, ...] | None = None,
     tokens: int | None = None,
+    requests: tuple[int, ...] | None = None,
 ) -> Any:
+    """Return a batch; ``together`` and ``requests`` are the tokens and requests of all ranks."""
     return SimpleNamespace(
         batch_size=size,
         forward_mode=mode,
         num_tokens=size * width if tokens is None else tokens,
         global_num_tokens_cpu=together,
+        global_batch_sizes_cpu=requests,
     )
 
 
@@ -59,6 +62,40 @@ def test_ranks_of_ragged_batches_take_the_shape_of_the_most_tokens(
     for tokens in ranks:
         batch = _batch(min(tokens, 4), mode, tokens=tokens, together=tuple(ranks))
         assert captured.fit(batch) == largest
+
+
+@EXAMPLES
+@given(
+    pairs=st.lists(st.tuples(st.integers(1, 6), st.integers(1, 30)), min_size=1, max_size=8),
+    ranks=st.lists(st.tuples(st.integers(1, 7), st.integers(1, 32)), min_size=1, max_size=4),
+)
+@pytest.mark.parametrize("mode", RAGGED)
+def test_one_rank_has_more_requests_and_another_more_tokens(
+    mode: ForwardMode, pairs: list[tuple[int, int]], ranks: list[tuple[int, int]]
+) -> None:
+    """All ranks take the smallest shape with room for the most requests and for the most tokens."""
+    captured = CaptureSizes.by_pairs(mode, pairs)
+    requests, tokens = (tuple(counts) for counts in zip(*ranks, strict=True))
+    expected = captured.fit(_batch(max(requests), mode, tokens=max(tokens)))
+    found = {captured.fit(_batch(n, mode, tokens=t, together=tokens, requests=requests)) for n, t in ranks}
+    assert found == {expected}
+
+
+@EXAMPLES
+@given(sizes=SIZES, ranks=st.lists(st.integers(1, 45), min_size=2, max_size=4), width=st.integers(2, 4))
+@pytest.mark.parametrize("mode", UNIFORM)
+def test_the_requests_of_other_ranks_do_not_change_the_width_of_a_batch(
+    mode: ForwardMode, sizes: list[int], ranks: list[int], width: int
+) -> None:
+    """A batch with the captured tokens per request takes the joint shape; another one has another width."""
+    captured = CaptureSizes.uniform(mode, sizes, width)
+    together = tuple(size * width for size in ranks)
+    largest = captured.fit(_batch(max(ranks), mode, width))
+    for size in ranks:
+        batch = _batch(size, mode, width, together, requests=tuple(ranks))
+        assert captured.fit(batch) == largest
+        batch.num_tokens = size * (width - 1)
+        assert captured.fit(batch) is EagerReason.OTHER_WIDTH
 
 
 @EXAMPLES
@@ -208,7 +245,7 @@ def test_a_shape_is_a_key_that_reads_well() -> None:
 def test_every_reason_is_a_name_and_a_sentence() -> None:
     """Each eager reason has a distinct name without spaces, for statistics, and a text of several words."""
     reasons = [value for value in vars(EagerReason).values() if isinstance(value, EagerReason)]
-    assert len(reasons) == 5
+    assert len(reasons) == 6
     assert len({reason.name for reason in reasons}) == len(reasons)
     assert all(" " in str(reason) and " " not in reason.name for reason in reasons)
 

@@ -42,6 +42,7 @@ class Exhibit:
             the registry, the capture sizes, or the batches of the scheduler.
         values: The unusual values of scale that the lanes need to expose it, spelled as in names of lanes;
             see `graphpact_conformance.draws.choice.valued`.
+        ranks: Number of processes that step together in its lanes; None for lanes of one process.
         site: The edited part: ``backend``, ``runner``, ``driver``, ``registry``, ``capture sizes`` or
             ``batch``.
         module: The module that declares it.
@@ -56,6 +57,7 @@ class Exhibit:
     make: Make
     around: Around
     values: tuple[str, ...]
+    ranks: int | None
     site: str
     module: str
 
@@ -76,6 +78,7 @@ class Variant:
         base: See `Exhibit`.
         lanes: See `Exhibit`.
         make: See `Exhibit`.
+        ranks: See `Exhibit`.
         module: See `Exhibit`.
     """
 
@@ -84,6 +87,7 @@ class Variant:
     base: str
     lanes: tuple[str, ...]
     make: Make
+    ranks: int | None
     module: str
 
 
@@ -99,6 +103,7 @@ def exhibit(
     on: str,
     lanes: str | tuple[str, ...],
     values: tuple[str, ...] = (),
+    ranks: int | None = None,
     site: str | None = None,
     prefix: str | None = None,
 ) -> Callable[[_Edit], _Edit]:
@@ -112,6 +117,7 @@ def exhibit(
         on: The name of the edited plugin: ``base`` of the `Exhibit`.
         lanes: The name of one lane, or of several.
         values: See `Exhibit`.
+        ranks: See `Exhibit`.
         site: The edited part, if it is not a plugin. The function is then the ``around`` of the `Exhibit`.
         prefix: The part of the exhibit's name before the name of the function; None for no prefix.
     """
@@ -127,6 +133,7 @@ def exhibit(
             make=edit if site is None else _as_it_is,
             around=nullcontext if site is None else edit,
             values=values,
+            ranks=ranks,
             site=site or ("driver" if on == "tape" else "runner" if on in _RUNNERS else "backend"),
             module=edit.__module__,
         )
@@ -136,12 +143,15 @@ def exhibit(
     return declare
 
 
-def variant(*, on: str, lanes: str | tuple[str, ...], prefix: str | None = None) -> Callable[[Make], Make]:
+def variant(
+    *, on: str, lanes: str | tuple[str, ...], ranks: int | None = None, prefix: str | None = None
+) -> Callable[[Make], Make]:
     """Return a decorator that declares a `Variant`, and returns the function as it is.
 
     Args:
         on: See `exhibit`.
         lanes: See `exhibit`.
+        ranks: See `exhibit`.
         prefix: See `exhibit`.
     """
 
@@ -152,6 +162,7 @@ def variant(*, on: str, lanes: str | tuple[str, ...], prefix: str | None = None)
             base=on,
             lanes=(lanes,) if isinstance(lanes, str) else lanes,
             make=make,
+            ranks=ranks,
             module=make.__module__,
         )
         declared.append(made)

@@ -26,7 +26,15 @@ from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.lane.reference_backend import ReferenceBackend
 from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.results import Finding, Outcome, Result
-from graphpact_conformance.suite import LaneKind, PlannedLane, examine_lane, planned_lanes
+from graphpact_conformance.suite import (
+    Classes,
+    ClassSource,
+    LaneKind,
+    PlannedLane,
+    examine_lane,
+    planned_lanes,
+    rank_lanes,
+)
 from graphpact_conformance.targets import Options
 from graphpact_museum.exhibit import Exhibit, Variant
 
@@ -93,8 +101,9 @@ def _found_first(plans: Sequence[PlannedLane], options: Options, wanted: str | N
     """Return the results of all lanes; with a ``wanted`` rule, those up to its first finding."""
     results: list[Result] = []
     for plan in plans:
+        own = EXPERIMENTS if plan.experiments is None else plan.experiments
         one_by_one = wanted is not None and plan.has_all  # in light lanes some need a finding of another
-        for experiments in [[e] for e in EXPERIMENTS] if one_by_one else [EXPERIMENTS]:
+        for experiments in [[e] for e in own] if one_by_one else [own]:
             results += examine_lane(plan, options, experiments=experiments)
             if any(wanted == finding.rule for result in results for finding in result.findings):
                 return results
@@ -116,7 +125,7 @@ def planted(
     """Yield the lanes of an exhibit or variant; run them inside this context.
 
     An exhibit has the lanes that expose it, with all experiments. A variant has these, and all other lanes
-    that a run has for its kinds of step.
+    that a run has for its kinds of step. A piece with ranks has only lanes in which processes step together.
 
     Args:
         piece: The exhibit or variant.
@@ -137,10 +146,26 @@ def planted(
     with around(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # an exhibit may warn
         own = plans(piece.values if isinstance(piece, Exhibit) else ())
+        if piece.ranks is not None:
+            source = ClassSource(f"{__name__}:classes_on_rank", (piece.name,))
+            yield rank_lanes(own, piece.ranks, source, "thorough")
+            return
         own = [replace(plan, is_full=True) for plan in own]
         names = {str(plan) for plan in own}
         others = plans(None) if isinstance(piece, Variant) else []
         yield [*own, *(plan for plan in others if str(plan) not in names)]
+
+
+@contextmanager
+def classes_on_rank(name: str) -> Iterator[Classes]:
+    """Yield the classes of an exhibit or variant in the process of a rank."""
+    from graphpact_museum.collection import EXHIBITS, VARIANTS  # noqa: PLC0415  imports this module
+
+    pieces: list[Exhibit | Variant] = [*EXHIBITS, *VARIANTS]
+    piece = next(p for p in pieces if p.name == name)
+    cls = piece.make(right_class(piece.base))
+    with piece.around() if isinstance(piece, Exhibit) else nullcontext():
+        yield (cls, None) if issubclass(cls, AttentionBackend) else (ReferenceBackend, cls)
 
 
 def visit_all(

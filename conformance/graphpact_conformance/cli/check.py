@@ -128,6 +128,18 @@ def check(
             show_default=False,
         ),
     ] = None,
+    ranks: Annotated[
+        int | None,
+        typer.Option(
+            "--ranks",
+            metavar="N",
+            min=2,
+            max=8,
+            help="Add lanes in which N ranks, from 2 to 8, step together as processes (torchrun, gloo)."
+            " Without it ranks are simulated in one process.",
+            show_default=False,
+        ),
+    ] = None,
     workers: Annotated[
         int | None,
         typer.Option("--workers", min=1, help="Number of plugins that are checked in parallel."),
@@ -173,6 +185,8 @@ def check(
             "--probe looks for values that an adapter lacks, and --adapter is not given",
             hint="graphpact check --adapter NAME package.module:factory --probe",
         )
+    if ranks is not None:
+        _require_processes(device, adapter=adapter, scenario=scenario)
     if not names:
         raise UsageError("there is nothing to check", hint=_installed_hint())
     need_extra("conformance", "hypothesis", *(["jinja2"] if report else []))
@@ -197,6 +211,7 @@ def check(
         scenario=None if scenario is None else str(scenario.resolve()),
         all_findings=all_findings,
         probe=probe,
+        ranks=ranks,
         size=_size(quick=quick, thorough=thorough),
         **{name: value for name, value in given.items() if value is not None},
     )
@@ -209,6 +224,18 @@ def check(
         raise typer.Exit
     _write(found, report, as_json=as_json)
     raise typer.Exit(_BY_SIGNAL + stopped if stopped else found.exit_code)
+
+
+def _require_processes(device: DeviceOption, *, adapter: str | None, scenario: Path | None) -> None:
+    """Refuse options that contradict `--ranks`."""
+    if device is not DeviceOption.cpu:
+        raise UsageError("--ranks and --device cuda contradict each other", hint="real ranks run on the CPU")
+    for option, value in (("--adapter", adapter), ("--scenario", scenario)):
+        if value is not None:
+            raise UsageError(
+                f"--ranks and {option} contradict each other",
+                hint=f"leave one of them out: lanes of {option} have no ranks",
+            )
 
 
 def _size(*, quick: bool, thorough: bool) -> "Size":

@@ -16,6 +16,7 @@ The size of drafts and the last five dimensions are the dimensions of scale.
 Does not: choose lanes (see `graphpact_conformance.draws.choice`), or draw batches (see ``batches``).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -153,6 +154,20 @@ class Config:
             return self.capture_shapes
         ladder, _ = SCALES[self.scale]
         return static_shapes(self.case, ladder)
+
+    def divided(self, ranks: int) -> "Config":
+        """Return the configuration with larger shapes where ``ranks`` cannot divide the tokens of a shape."""
+
+        def divisible(shape: GraphShape) -> GraphShape:
+            if self.case.tokens_per_request is None:
+                return replace(shape, num_tokens=-(-shape.num_tokens // ranks) * ranks)
+            width = shape.num_tokens // shape.batch_size
+            unit = math.lcm(ranks // math.gcd(ranks, width), self.case.rows_per_request)
+            size = -(-shape.batch_size // unit) * unit
+            return replace(shape, batch_size=size, num_tokens=size * width)
+
+        shapes = tuple(dict.fromkeys(map(divisible, self.shapes)))
+        return self if shapes == tuple(self.shapes) else replace(self, capture_shapes=shapes)
 
     @property
     def context(self) -> int:

@@ -41,6 +41,7 @@ class Experiment:
         takes_recordings: Whether it takes the whole sequence of a recorded lane, not parts of it.
         shares_captures: Whether it reuses the captures of the experiment before, if that one had no finding.
             Its findings count only if a run with new captures repeats them.
+        shrinks: Whether its findings depend on the drawn batches, so that a smaller failing one is searched.
         num_captures: About how often it captures every shape of a lane, to estimate its time.
     """
 
@@ -54,6 +55,7 @@ class Experiment:
     needs_graphs: bool = True
     takes_recordings: bool = False
     shares_captures: bool = False
+    shrinks: bool = True
     num_captures: int = 2
 
     @property
@@ -108,6 +110,7 @@ class PlannedLane:
         contract: The contract version of the plugin.
         recorded: The recorded lane whose steps run in it. None means drawn steps.
         experiments: The experiments to choose from. None means all experiments of the suite.
+        ranks: Number of processes that step together in it; None for lanes of one process.
     """
 
     lane: LaneUnderTest
@@ -117,6 +120,7 @@ class PlannedLane:
     contract: int = CONTRACT_VERSION
     recorded: RecordedLane | None = None
     experiments: Sequence[Experiment] | None = None
+    ranks: int | None = None
 
     def of(self, names: str, experiments: Sequence[Experiment]) -> "PlannedLane":
         """Return a copy of the lane for an adapter's target, with the target's names and experiments."""

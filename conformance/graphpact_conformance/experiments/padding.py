@@ -15,6 +15,7 @@ from graphpact_conformance.draws.fields import MROPE, SAFE, words, wrong_rows
 from graphpact_conformance.draws.lanes import HIDDEN, VOCAB
 from graphpact_conformance.draws.problems import Problem, ProblemRequest, next_id
 from graphpact_conformance.experiments.comparison import (
+    TensorEdit,
     altered,
     differences,
     is_right,
@@ -173,14 +174,20 @@ _SMALL = ("positions", MROPE, "encoder_lens", "mamba_track_seqlens")
 """Fields whose padding rows may hold any small number."""
 
 
-def pads_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
-    """Change tokens and positions of padding rows: KV slots and live rows must not change."""
+def other_tokens(base: StepRecord) -> dict[str, TensorEdit]:
+    """Return edits that give padding rows other tokens and positions, by path; empty without padding rows."""
     changes = {}
     edits = {"input_ids": VOCAB - 1, "input_embeds": 3, "mamba_track_mask": 1}
     for name, value in {**dict.fromkeys(_SMALL, 2), **edits}.items():
         leaf = base.leaves.get(f"view.{name}")
         if leaf is not None and leaf.tail is not None:
             changes[leaf.path] = put(leaf.in_tail, value)
+    return changes
+
+
+def pads_leak(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
+    """Change tokens and positions of padding rows: KV slots and live rows must not change."""
+    changes = other_tokens(base)
     if not changes:
         return
     step = rig.step(base.problem, ready=altered(changes))

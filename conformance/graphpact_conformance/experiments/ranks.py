@@ -54,7 +54,7 @@ def ranks_agree(lane: LaneUnderTest, steps: Drawn) -> Findings:
     rows.
     """
     config = lane.config
-    counted = lane.like(replace(config, counts=True))
+    counted = lane.like(replace(config, counts=True).divided(config.ranks))
     together = (
         counted if config.case.tokens_per_request is None else with_room(counted)
     )  # has room for one more request

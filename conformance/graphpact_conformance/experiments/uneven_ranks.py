@@ -44,7 +44,7 @@ def _groups(lane: LaneUnderTest, rig: Rig) -> list[list[Problem]]:
 
     Batches that do not take the right graph even without other ranks are left out.
     """
-    config = lane.config
+    config = rig.config
     if config.case.tokens_per_request is None:
         most = min(config.shapes[-1].num_tokens, config.context - 1)
         chunks = _of_ranks(config, (most, 1), (most // 2, 1))

@@ -26,7 +26,6 @@ from graphpact_cli import children
 from graphpact_cli.children import Ending, Task
 from graphpact_conformance.isolation.messages import Raised, Refused, Resolved, Warned, ending_lines
 from graphpact_conformance.isolation.target_task import (
-    TIMEOUT_VARIABLE,
     WORKER,
     OnBegin,
     OnResult,
@@ -34,11 +33,9 @@ from graphpact_conformance.isolation.target_task import (
 )
 from graphpact_conformance.merge import merged
 from graphpact_conformance.results import Environment, PluginResults, Report
-from graphpact_conformance.targets import Options, Target
+from graphpact_conformance.targets import TIMEOUT, TIMEOUT_VARIABLE, Options, Target
 from graphpact_conformance.xfails import Xfails
 
-TIMEOUT = 120.0
-"""Seconds for one piece of work."""
 _MOST_WORKERS = 8
 
 
@@ -111,7 +108,7 @@ def check_plugins(
     plugins = xfails.judge(found, options)
     _tell_changes(resolved.targets, found, plugins, on_result)
     report = Report(
-        environment=_environment(options.device, resolved),
+        environment=_environment(options, resolved),
         seed=options.seed,
         examples=options.examples,
         options={"names": list(names), **_plain(options), "timeout": bound},
@@ -176,14 +173,15 @@ def _plain(options: Options) -> dict[str, Any]:
     return {**dumped, **{name: sorted(dumped[name]) for name in sets}}
 
 
-def _environment(device: str, resolved: Resolved) -> Environment:
+def _environment(options: Options, resolved: Resolved) -> Environment:
     return Environment(
         graphpact=graphpact.__version__,
         python=platform.python_version(),
         torch=resolved.torch,
         platform=platform.platform(),
-        device=device,
+        device=options.device,
         device_name=resolved.device_name,
+        ranks=options.ranks,
     )
 
 

@@ -11,11 +11,9 @@ from graphpact_cli.child import START
 from graphpact_cli.children import END, Ending, Task
 from graphpact_conformance.isolation.messages import Raised, Refused, Warned, ending_lines
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
-from graphpact_conformance.targets import Options, Target, reproduce_line
+from graphpact_conformance.targets import TIMEOUT_VARIABLE, Options, Target, reproduce_line
 from graphpact_conformance.xfails import Xfails, plugin_home
 
-TIMEOUT_VARIABLE = "GRAPHPACT_CHECK_TIMEOUT"
-"""Environment variable: timeout of one piece of work, in seconds."""
 RESTARTS = 3
 """Number of restarts of one target without the work that failed."""
 WORKER = "graphpact_conformance.isolation.worker"

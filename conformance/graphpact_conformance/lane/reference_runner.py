@@ -48,6 +48,7 @@ class ReferenceSizes:
             tokens = max(batch.global_num_tokens_cpu)
         elif batch.global_num_tokens_cpu is not None:
             requests = max(-(-n // width) for n in batch.global_num_tokens_cpu)
+        requests = max(requests, *(batch.global_batch_sizes_cpu or (0,)))
         for shape in self.shapes:
             if requests <= shape.batch_size and tokens <= shape.num_tokens:
                 return shape
@@ -105,8 +106,10 @@ class ReferenceRunner(GraphRunner):
         most = limits.max_bs
         counts = self.context.token_counts
         if case.tokens_per_request is None and counts is not None:
-            every = static_shapes(case, {**SCALES["middle"][0], **SCALES["tall"][0]})
-            return tuple(s for s in every if s.num_tokens in counts)
+            requests = {n: bs for scale in SCALES.values() for bs, n in scale[0].items()}
+            # A count that ranks can divide is a little larger than that of the scale.
+            of_scale = {requests[max(n for n in requests if n <= count)]: count for count in counts}
+            return tuple(static_shapes(case, of_scale))
         if case.tokens_per_request is None:
             largest = GraphShape(case.lane_mode, most, limits.max_num_tokens)
             return (*(s for s in static_shapes(case) if s.batch_size < most), largest)

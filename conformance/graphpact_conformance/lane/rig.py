@@ -11,7 +11,7 @@ step then also contains the token ids and the attention of each pass, even if th
 Does not: check anything; `graphpact_conformance.experiments` compares the records.
 """
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from typing import Any
@@ -81,6 +81,8 @@ class Rig:
         share_pool: As ``Lane(share_pool=...)``.
         kv_memory: The class of its KV cache.
         oracle: The class whose attention is right.
+        observers: Observers of the lane, outside those of the rig.
+        model: Makes the model.
 
     Attributes:
         table: The page table, ``[rows, positions]`` int32.
@@ -107,6 +109,8 @@ class Rig:
         share_pool: SharedBuffers | None = None,
         kv_memory: type[KvMemory] = KvMemory,
         oracle: type[OracleBackend] = OracleBackend,
+        observers: Sequence[object] = (),
+        model: Callable[..., Model] = Model,
     ) -> None:
         self.config, self.device, self.oracle = config, device, oracle
         self.watch = StateWatch() if watch is None else watch
@@ -133,7 +137,7 @@ class Rig:
             self.runner = runner(runner_context(config, self.backend.capabilities, device, runner))
         self.declines = own_reasons(self.runner)
         self.fields = fields_of(self.runner)
-        self.net = Model(config, self.layers, device, self.fields, composed=composes(runner))
+        self.net = model(config, self.layers, device, self.fields, composed=composes(runner))
         self.net.copies_attention = copies_attention
         self.lane = _RigLane(
             mode.value,
@@ -143,7 +147,7 @@ class Rig:
             driver=records,
             pact=pact,
             metadata_in_graph=in_graph if self.runner.shapes() else None,
-            observers=[self.observer, WatchedHooks(self.watch), *strict_observers],
+            observers=[*observers, self.observer, WatchedHooks(self.watch), *strict_observers],
             share_pool=share_pool,
         )
         if capture:
@@ -528,9 +532,14 @@ class _RigLane(Lane):
     """A lane whose regions return what each pass reads and attends to too, unless the runner returns it."""
 
     serves: Mapping[EagerReason, GraphShape] = {}  # the graph for each declined reason
+    composing: Callable[[RegionContext], object] | None = (
+        None  # called with each region before it is composed
+    )
 
     def compose(self, context: RegionContext) -> Region:
         """Return the region of the runner, with its passes watched."""
+        if self.composing is not None:
+            self.composing(context)
         passes = Passes(self.model)
         region = self.runner.compose(passes, context)
         return passes.watching(region) if callable(region) else region

@@ -10,6 +10,7 @@ Does not: implement experiments, or survive a plugin that crashes (see `graphpac
 """
 
 from graphpact_conformance.experiments.experiment import LaneKind, PlannedLane
+from graphpact_conformance.experiments.real_ranks.messages import Classes, ClassSource
 from graphpact_conformance.suite.adapter import Adapter, Needs, Uncalled
 from graphpact_conformance.suite.names import targets
 from graphpact_conformance.suite.plan import (
@@ -18,6 +19,7 @@ from graphpact_conformance.suite.plan import (
     is_asked,
     lanes_of,
     planned_lanes,
+    rank_lanes,
     require_lanes,
     takes,
 )
@@ -26,6 +28,8 @@ from graphpact_conformance.suite.target import examine
 
 __all__ = [
     "Adapter",
+    "ClassSource",
+    "Classes",
     "LaneKind",
     "Needs",
     "PlannedLane",
@@ -37,6 +41,7 @@ __all__ = [
     "is_asked",
     "lanes_of",
     "planned_lanes",
+    "rank_lanes",
     "require_lanes",
     "takes",
     "targets",

@@ -5,12 +5,14 @@ Does not: run anything; or define what lanes there can be (see `graphpact_confor
 
 import difflib
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
 import torch
+from torch import distributed
 
 from graphpact.attention import AttentionBackend, Capabilities
 from graphpact.attention.providers import choose_provider
@@ -18,7 +20,7 @@ from graphpact.batch import ForwardMode
 from graphpact.errors import UsageError
 from graphpact.plugins import PluginCatalog
 from graphpact.runners import GraphRunner
-from graphpact_conformance.draws.cases import EMBEDS, SEGMENTS, cases_of
+from graphpact_conformance.draws.cases import EMBEDS, SEGMENTS, cases_of, composes
 from graphpact_conformance.draws.choice import configs_of, covering, plainest, scaled_up, valued
 from graphpact_conformance.draws.chosen_batches import corner
 from graphpact_conformance.draws.fields import MROPE
@@ -27,10 +29,13 @@ from graphpact_conformance.draws.scenario import read
 from graphpact_conformance.drivers.examine import lanes_of_driver
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.experiments.experiment import LaneKind, PlannedLane
+from graphpact_conformance.experiments.real_ranks import ClassSource, RankProcesses, RealRanks
+from graphpact_conformance.experiments.real_ranks.messages import Classes
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference_backend import PaddedReferenceBackend, ReferenceBackend
 from graphpact_conformance.lane.reference_runner import ReferenceRunner, SegmentsRunner
 from graphpact_conformance.lane.runners import planned_shapes, runner_context
+from graphpact_conformance.lane.tested_code import KITS
 from graphpact_conformance.records.raised import NeedsValueError
 from graphpact_conformance.suite.adapter import adapter_of
 from graphpact_conformance.targets import (
@@ -48,28 +53,96 @@ def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[P
         adapter = adapter_of(target, catalog)
         named = (plan.of(target.names, adapter.experiments) for plan in adapter.lanes(options))
         return [plan for plan in named if is_asked(plan, options)]
-    if target.kind == "attention_backend":
-        backend = catalog.select("attention_backend", target.name)
-        runner: type[GraphRunner] = ReferenceRunner
-        if target.partner is not None:
-            runner = catalog.select("runner", target.partner)
-        plans = planned_lanes(
-            backend,
-            runner,
+    every = options if options.ranks is None else replace(options, lanes=())
+    plans = _lanes_of_plugin(target, every, catalog, device)
+    if options.ranks is not None:
+        source = ClassSource(f"{__name__}:classes_of", (target,))
+        plans += rank_lanes(plans, options.ranks, source, options.size)
+    return [plan for plan in plans if is_asked(plan, options)]
+
+
+def _lanes_of_plugin(
+    target: Target, options: Options, catalog: PluginCatalog, device: torch.device
+) -> list[PlannedLane]:
+    """Return the lanes of a backend or a runner in one process."""
+    if target.kind == "runner":
+        return planned_lanes(
+            ReferenceBackend,
+            catalog.select("runner", target.name),
             options,
             device=device,
-            is_pair=target.partner is not None,
+            kind="runner",
             drivers=catalog,
         )
-        return [replace(p, lane=replace(p.lane, provider=options.kernels)) for p in plans]
-    return planned_lanes(
-        ReferenceBackend,
-        catalog.select("runner", target.name),
+    backend = catalog.select("attention_backend", target.name)
+    runner: type[GraphRunner] = ReferenceRunner
+    if target.partner is not None:
+        runner = catalog.select("runner", target.partner)
+    plans = planned_lanes(
+        backend,
+        runner,
         options,
         device=device,
-        kind="runner",
+        is_pair=target.partner is not None,
         drivers=catalog,
     )
+    return [replace(p, lane=replace(p.lane, provider=options.kernels)) for p in plans]
+
+
+@contextmanager
+def classes_of(target: Target) -> Iterator[Classes]:
+    """Yield the classes of a target in another process."""
+    catalog = PluginCatalog.scan()
+    if target.kind == "runner":
+        yield ReferenceBackend, catalog.select("runner", target.name)
+        return
+    partner = None if target.partner is None else catalog.select("runner", target.partner)
+    yield catalog.select("attention_backend", target.name), partner
+
+
+def rank_lanes(
+    plans: Sequence[PlannedLane], ranks: int, source: ClassSource, size: Size
+) -> list[PlannedLane]:
+    """Return lanes like the plain ones among ``plans``, each with several processes that step together.
+
+    A quick run has one of a mode with requests of equal widths, and one of a ragged mode. Others have one of
+    each kind of step without trees, thorough ones with trees too. Runners that call the model several times
+    have none: the results of ranks are not defined for their later passes.
+
+    Args:
+        plans: Lanes of one process.
+        ranks: Number of processes.
+        source: The classes, for the processes.
+        size: Size of the run.
+    """
+    together = RealRanks(RankProcesses(ranks), source).experiment
+    can = [plan for plan in plans if _can_be_of_ranks(plan)]
+    kept = plainest(plan.lane.config for plan in can)
+    if size == "quick":
+        kept = _of_two_kinds(kept)
+    elif size == "normal":
+        kept = [config for config in kept if _is_of_its_own(config)]
+    plain = [plan for plan in can if plan.lane.config in kept]
+    found = []
+    for plan in plain:
+        lane = plan.lane
+        config = replace(lane.config, counts=True, capture_shapes=(), extra_requests=1).divided(ranks)
+        if lane.runner not in KITS:
+            config = _with_shapes_of(lane.runner, config, lane.backend, lane.device)
+        suffix = f"-ranks{ranks}"
+        found.append(
+            PlannedLane(lane.like(config), is_full=False, suffix=suffix, experiments=[together], ranks=ranks)
+        )
+    return found
+
+
+def _can_be_of_ranks(plan: PlannedLane) -> bool:
+    """Return whether a lane is an ordinary one, whose runner calls the model once."""
+    case, runner = plan.lane.config.case, plan.lane.runner
+    if case.mode in (ForwardMode.IDLE, ForwardMode.MIXED) or case.embeds or case.frozen:
+        return False
+    several_passes = composes(runner) and case.has_drafts
+    return not (several_passes or plan.suffix or plan.lane.config.unusual)
 
 
 def recorded_lanes(
@@ -129,13 +202,16 @@ def checks_by_lane(target: Target, options: Options, catalog: PluginCatalog) -> 
 
 
 def require_lanes(found: Iterable[Target], options: Options, catalog: PluginCatalog) -> None:
-    """Check that each pattern of ``options.lanes`` matches a lane of at least one target, and the kernels.
+    """Check the kernels, the ranks, and that each pattern of ``options.lanes`` matches a lane of a target.
 
     Raises:
         UsageError: A pattern matches none; the hint has the nearest names. Or a backend has no kernels of
-            the asked provider that can be used on the device.
+            the asked provider that can be used on the device. Or a target has no lanes with real ranks, or
+            torch cannot connect them.
     """
     targets = [*found]
+    if options.ranks is not None:
+        _require_ranks(targets)
     if options.kernels != "auto":
         for name in {target.name for target in targets if target.kind == "attention_backend"}:
             providers = catalog.select("attention_backend", name).providers
@@ -158,6 +234,22 @@ def require_lanes(found: Iterable[Target], options: Options, catalog: PluginCata
             f"no lane of {', '.join(map(str, targets))} matches {pattern!r}; there are {len(names)}",
             hint=f"the nearest: {', '.join(_as_patterns(near or names)[:_MOST_NEAR])}"
             "; `graphpact check NAME --list` lists the lanes of a size",
+        )
+
+
+def _require_ranks(targets: Sequence[Target]) -> None:
+    """Raise `UsageError` unless ranks can step together, and every target has lanes for them."""
+    others = [target for target in targets if target.kind not in ("attention_backend", "runner")]
+    if others:
+        raise UsageError(
+            f"--ranks: {others[0].names} has no lanes with ranks",
+            hint="only backends and runners have: check the others in a run without --ranks",
+        )
+    if not distributed.is_available() or not distributed.is_gloo_available():
+        missing = "gloo" if distributed.is_available() else "torch.distributed"
+        raise UsageError(
+            f"--ranks needs {missing}, which this build of torch {torch.__version__} lacks",
+            hint="leave --ranks out: other lanes simulate ranks in one process",
         )
 
 
@@ -412,13 +504,16 @@ def in_parts(plans: Sequence[PlannedLane], parts: int, options: Options) -> list
         parts: Number of parts.
         options: Options of the run.
     """
-    costs = [cost_of(plan, options) for plan in plans]
+    blocks = [[at] for at, plan in enumerate(plans) if plan.ranks is None]
+    of_ranks = [at for at, plan in enumerate(plans) if plan.ranks is not None]
+    blocks += [of_ranks] if of_ranks else []  # they use the same processes
+    costs = [sum(cost_of(plans[at], options) for at in block) for block in blocks]
     shared: list[list[int]] = [[] for _ in range(parts)]
     sums = [0] * parts
-    for at in sorted(range(len(plans)), key=costs.__getitem__, reverse=True):
+    for number in sorted(range(len(blocks)), key=costs.__getitem__, reverse=True):
         shortest = sums.index(min(sums))
-        shared[shortest].append(at)
-        sums[shortest] += costs[at]
+        shared[shortest] += blocks[number]
+        sums[shortest] += costs[number]
     return [[plans[at] for at in sorted(part)] for part in shared]
 
 

@@ -165,7 +165,7 @@ def run_once(
                     raise found.error  # noqa: TRY301  judged below, like one of the runner's fit()
                 if found.findings:
                     break
-            if done.findings and options.shrink and on_trial is not None:
+            if done.findings and options.shrink and experiment.shrinks and on_trial is not None:
                 smaller = shrunk(lane, experiment, steps, done.findings, on_trial)
                 done.findings = experiment.listed(smaller)
     except CannotCaptureError as error:
@@ -344,5 +344,5 @@ def _distinct(findings: Sequence[Finding]) -> list[Finding]:
 
 def _with_line(finding: Finding, plan: PlannedLane, options: Options) -> Finding:
     only = [] if finding.rule is None else [finding.rule]
-    line = reproduce_line(plan.names, only, str(plan), options)
+    line = reproduce_line(plan.names, only, str(plan), replace(options, ranks=plan.ranks))
     return finding.model_copy(update={"reproduce": line})

@@ -5,10 +5,9 @@ order, each may get data that was meant for another place, or wait forever. A se
 ranks must have in common: operation, shapes, dtypes, and the group by its description and size. The ranks of
 a group are not part of it, because each attention group has ranks of its own.
 
-Does not: see collectives inside of compiled code or of operators of other libraries.
+Does not: compare, record transfers between two ranks, or see collectives of operators of other libraries.
 """
 
-import itertools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,7 +24,7 @@ __tracebackhide__ = True
 NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
 """The namespaces of operators that communicate through ``torch.distributed``."""
 
-_SILENT = ("wait_tensor", "_wrap_tensor_autograd")  # no communication
+_OTHERS = ("wait_tensor", "_wrap_tensor_autograd", "send", "recv_", "recv_any_source_")  # no collectives
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,16 +48,24 @@ class Collective:
 
 
 class RecordedCollectives(TorchDispatchMode):
-    """A context that records the collectives called inside, in `calls`.
+    """A context that records the collectives called inside.
 
     Args:
-        only_if: Asked at each collective: whether to record it.
+        before: Called with each collective before it is issued, so that it can refuse it.
+
+    Attributes:
+        calls: The collectives so far.
     """
 
-    def __init__(self, only_if: Callable[[], bool] = lambda: True) -> None:
+    def __init__(self, before: Callable[[Collective], object] = lambda _: None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Collective] = []
-        self._only_if = only_if
+        self._before = before
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """Let the code inside use ``torch.compile``; a mode that does not say so turns it off."""
+        return True
 
     def __torch_dispatch__(
         self,
@@ -68,10 +75,12 @@ class RecordedCollectives(TorchDispatchMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         name = func.name()
-        if name.startswith(NAMESPACES) and self._only_if():
+        if name.startswith(NAMESPACES):
             op = name.partition("::")[2].partition(".")[0]
-            if op not in _SILENT:
-                self.calls.append(_described(op, func, args, kwargs or {}))
+            if op not in _OTHERS:
+                call = _described(op, func, args, kwargs or {})
+                self._before(call)
+                self.calls.append(call)
         return func(*args, **(kwargs or {}))
 
 
@@ -101,26 +110,3 @@ def _group_of(
     resolve: Any = c10d._resolve_process_group  # noqa: SLF001  no public name
     resolved: dist.ProcessGroup = resolve(name)
     return resolved
-
-
-def first_difference(
-    ranks: Sequence[int], sequences: Sequence[Sequence[Collective]]
-) -> tuple[int, int, str, str] | None:
-    """Return the first difference between the first rank and another one, or None.
-
-    Args:
-        ranks: The ranks.
-        sequences: Their collectives.
-
-    Returns:
-        The other rank, the position from 0, and what the first rank and the other one have there.
-    """
-    for rank, sequence in zip(ranks[1:], sequences[1:], strict=True):
-        for at, (one, two) in enumerate(itertools.zip_longest(sequences[0], sequence)):
-            if one != two:
-                return rank, at, _placed(one), _placed(two)
-    return None
-
-
-def _placed(call: Collective | None) -> str:
-    return "no further collective" if call is None else f"{call} at {call.line}"

@@ -9,6 +9,7 @@ Does not: decide what to do with the numbers; `graphpact.ranks.agreement` does.
 """
 
 import functools
+import struct
 import zlib
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,8 @@ _HELP = (
 
 # torch 2.13 renamed it; the old name warns there.
 _gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+_NUMBERS = struct.Struct("=7q")
 
 
 class RankStep(NamedTuple):
@@ -64,11 +67,13 @@ class RankExchange:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
         self._epoch = 0
-        fields = len(RankStep._fields)
-        self._mine = torch.zeros(fields, dtype=torch.int64)
-        self._all = torch.zeros(len(self.ranks) * fields, dtype=torch.int64)
+        # Packing into the memory of the tensors takes a few microseconds less than operators on them.
+        self._mine = bytearray(_NUMBERS.size)
+        self._all = bytearray(_NUMBERS.size * len(self.ranks))
+        with torch.inference_mode(mode=False):  # tensors made in it could not be written outside
+            self._sent = torch.frombuffer(self._mine, dtype=torch.int64)
+            self._received = torch.frombuffer(self._all, dtype=torch.int64)
 
-    @torch.inference_mode(mode=False)
     def tell(
         self,
         action: str,
@@ -78,6 +83,8 @@ class RankExchange:
         mode: int = 0,
         wants_graph: bool = True,
         digest: int = 0,
+        place: str = "",
+        hint: str = _HELP,
     ) -> list[RankStep]:
         """Exchange what this rank is about to do; return what every rank does, in the group's order.
 
@@ -88,22 +95,24 @@ class RankExchange:
             mode: What it proposes; ranks may differ.
             wants_graph: Whether it can replay a graph.
             digest: Checksum of a detail that the caller compares.
+            place: Where in the code, for the error; it may differ.
+            hint: What to do about the error.
 
         Raises:
             RankError: The ranks are about to do different things. All ranks raise it, with the same text.
             RuntimeError: A rank did not take part in time, or has ended; see `RankWatch.explained`.
         """
         kind, epoch = checksum(action), self._epoch
-        mine = (tokens, requests, mode, int(wants_graph), kind, digest, epoch)
-        self._mine.copy_(torch.tensor(mine))
-        _gather(self._all, self._mine, group=self.group)
-        numbers = self._all.tolist()
-        size = len(mine)
-        steps = [RankStep(*numbers[at : at + size]) for at in range(0, len(numbers), size)]
-        self._epoch += 1
-        if any(step.kind != kind or step.epoch != epoch for step in steps):
-            texts = self.texts(f"{action}, exchange {epoch}")
-            raise RankError(f"the ranks are about to do different things: {texts}", hint=_HELP, rule="GP17")
+        _NUMBERS.pack_into(self._mine, 0, tokens, requests, mode, wants_graph, kind, digest, epoch)
+        _gather(self._received, self._sent, group=self.group)
+        self._epoch = epoch + 1
+        steps = [RankStep(*numbers) for numbers in _NUMBERS.iter_unpack(self._all)]
+        for step in steps:
+            if step.kind != kind or step.epoch != epoch:
+                texts = self.texts(f"{action}{place and f', at {place}'}, exchange {epoch}")
+                raise RankError(
+                    f"the ranks are about to do different things: {texts}", hint=hint, rule="GP17"
+                )
         return steps
 
     def objects(self, mine: Any) -> list[Any]:

@@ -1,23 +1,26 @@
 """`RankObserver`: holds the captures of a lane, and in strict lanes its steps, to those of the other ranks.
 
-    capture   every rank captures the same shape, and records the same sequence of collectives
+    capture   every rank captures the same shape, and calls the same sequence of collectives
     launch    in strict lanes: every rank replays the same graph, or none does; an eager step calls the same
               sequence of collectives
 
-It also notes for `RankWatch` what this rank is doing.
+Each collective is compared before it is issued, in warm-up runs too: different ones would wait for each
+other until the timeout of their group, or mix their data. It also notes for `RankWatch` what this rank is
+doing.
 
-Does not: exchange sizes, or choose graphs; the engine does before the step.
+Does not: exchange sizes, or choose graphs; the engine does before the step. It compares no collectives of
+replays, and none of eager steps in other lanes.
 """
 
-from collections.abc import Generator, Sequence
+import contextlib
+from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from graphpact.batch import ForwardBatch
-from graphpact.errors import RankError
 from graphpact.hookspecs import hookimpl
 from graphpact.lane import Lane, PreparedStep
-from graphpact.ranks.collectives import Collective, RecordedCollectives, first_difference
-from graphpact.ranks.exchange import RankExchange, checksum
+from graphpact.ranks.collectives import Collective, RecordedCollectives
+from graphpact.ranks.exchange import RankExchange
 from graphpact.ranks.watch import RankWatch
 from graphpact.shapes import GraphShape
 
@@ -52,17 +55,12 @@ class RankObserver:
         """Compare the captured shape and its collectives.
 
         Raises:
-            RankError: Another rank does something else, or calls another sequence of collectives.
+            RankError: Another rank does something else, or calls another collective.
         """
         what = f"capture {shape} in lane {lane.name!r}"
-        self._watch.doing = what
-        self._exchange.tell(what)
-        # Warm-up runs are left out: they repeat the sequence.
-        with RecordedCollectives(lambda: lane.driver.is_capturing) as recorded:
-            self._watch.calls = recorded.calls
+        with self._compared(what, what, lambda: lane.driver.is_capturing):
             captured = yield
         self._watch.doing = f"after {what}"
-        self._compare(what, what, recorded.calls)
         return captured
 
     @hookimpl(wrapper=True)
@@ -70,36 +68,44 @@ class RankObserver:
         """Note the graph; in a strict lane compare it, or the collectives of an eager step.
 
         Raises:
-            RankError: Another rank takes another graph, or calls another sequence of collectives.
+            RankError: Another rank takes another graph, or calls another collective.
         """
         is_replay = isinstance(prepared.fit, GraphShape)
         what = f"replay {prepared.fit}" if is_replay else f"an eager {prepared.batch.forward_mode.value} step"
         self._watch.doing = f"lane {lane.name!r}, {what}"
-        self._watch.calls = None
         if not self._strict:
             return (yield)
-        self._exchange.tell(f"lane {lane.name!r}, {what if is_replay else 'an eager step'}")
         if is_replay:
+            self._exchange.tell(f"lane {lane.name!r}, {what}")
             return (yield)
-        with RecordedCollectives() as recorded:
-            self._watch.calls = recorded.calls
-            outputs = yield
-        self._compare("an eager step", what, recorded.calls)
-        return outputs
+        # The mode may differ: a rank without requests has an idle batch.
+        with self._compared(f"lane {lane.name!r}, an eager step", f"lane {lane.name!r}, {what}"):
+            return (yield)
 
-    def _compare(self, action: str, what: str, mine: Sequence[Collective]) -> None:
-        """Compare the collectives that all ranks called in an ``action``, on this rank ``what``."""
-        text = "; ".join(map(str, mine))
-        steps = self._exchange.tell(f"compare {action}", tokens=len(mine), digest=checksum(text))
-        if len({(step.tokens, step.digest) for step in steps}) == 1:
-            return
-        found = first_difference(self._exchange.ranks, self._exchange.objects(list(mine)))
-        if found is None:  # equal texts have equal checksums
-            return
-        rank, at, first, other = found
-        raise RankError(
-            f"{what}: collective {at} differs: rank {self._exchange.ranks[0]} has {first}; rank {rank} has"
-            f" {other}",
-            hint=_HELP,
-            rule="GP17",
-        )
+    @contextlib.contextmanager
+    def _compared(
+        self, action: str, doing: str, is_recorded: Callable[[], bool] = lambda: False
+    ) -> Iterator[None]:
+        """Compare an ``action``, and each collective in it before it is issued.
+
+        Args:
+            action: What all ranks do.
+            doing: What this rank does, for its note.
+            is_recorded: Whether a graph is being recorded now. Recorded collectives are counted separately,
+                because a capture calls the sequence in its warm-up too.
+        """
+        self._watch.doing = doing
+        self._exchange.tell(action)
+        counted = dict.fromkeys(("collective", "recorded collective"), 0)
+
+        def compare(call: Collective) -> None:
+            kind = "recorded collective" if is_recorded() else "collective"
+            which = f"{kind} {counted[kind]}: {call}"
+            counted[kind] += 1
+            self._watch.doing = f"{doing}, {which}"
+            self._exchange.tell(f"{action}, {which}", place=call.line, hint=_HELP)
+
+        with RecordedCollectives(compare):
+            yield
+        self._watch.doing = f"{doing}, at its end"
+        self._exchange.tell(f"{action}, no further collective", hint=_HELP)

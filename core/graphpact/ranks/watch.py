@@ -22,11 +22,11 @@ from typing import Any
 import torch.distributed as dist
 
 from graphpact.errors import CollectiveError, RankError
-from graphpact.ranks.collectives import Collective, first_difference
 from graphpact.ranks.exchange import named, said_by
 
 _POLL = 0.02  # seconds between two looks for notes
 _TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
+_TRANSPORTS = ("gloo", "NCCL", "ProcessGroup")  # in messages of errors that ``Work.wait`` raises
 
 
 class RankWatch:
@@ -42,13 +42,11 @@ class RankWatch:
     Attributes:
         step: The number of this rank's step.
         doing: What this rank is doing, for its note.
-        calls: The collectives of this step so far, if they are recorded; see `RankObserver`.
     """
 
     def __init__(self, store: Any, rank: int, ranks: Sequence[int], *, grace: float = 2.0) -> None:
         self.step = 0
         self.doing = "starting"
-        self.calls: list[Collective] | None = None
         self._store = dist.PrefixStore("graphpact notes", store)  # type: ignore[attr-defined]
         self._rank = rank
         self._ranks = list(ranks)
@@ -78,49 +76,49 @@ class RankWatch:
             self._note(f"ended with {type(error).__name__}")
             raise
 
+    def require_no_failure(self, ranks: Sequence[int]) -> None:
+        """Raise `RankError` if one of ``ranks``, which may be those of another group, has left a note."""
+        for rank in ranks:
+            if self._store.check([str(rank)]):
+                note = json.loads(self._store.get(str(rank)))
+                raise RankError(
+                    f"rank {rank} has failed in step {note['step']}, {note['doing']}: {note['text']}",
+                    hint="look at the error of that rank",
+                    rule="GP17",
+                )
+
     def explained(self, error: Exception) -> RankError:
         """Return the error of a failed collective: what this rank waited for, and what the others did."""
-        self._note(f"waited in {_collective_of(error)}")
+        waits = f"waited in {_collective_of(error)}"
+        self._note(waits)
         notes = self._notes()
-        if self._rank in notes:
-            waited = f"rank {self._rank}, step {self.step}, {self.doing}: {notes[self._rank]['text']}"
-        else:  # the store has ended too
-            waited = f"rank {self._rank}, step {self.step}, {self.doing}: waited in {_collective_of(error)}"
-        missing = [rank for rank in self._ranks if rank not in notes]
-        others = [rank for rank in self._ranks if rank in notes and rank != self._rank]
-        told = []
-        if missing:
+        mine = notes.pop(self._rank, None)
+        waited = (
+            f"rank {self._rank}, step {self.step}, {self.doing}: {waits if mine is None else mine['text']}"
+        )
+        told = [waited]
+        if mine is None:
+            told.append("what the other ranks did is unknown: the store of their notes has ended")
+        elif missing := [rank for rank in self._ranks if rank != self._rank and rank not in notes]:
             told.append(f"{named(missing)} gave no sign: killed, stopped, or still computing")
-        if others:
+        if others := sorted(notes):
             texts = [f"step {n['step']}, {n['doing']}: {n['text']}" for n in map(notes.__getitem__, others)]
             told.append(said_by(others, texts))
-        told += self._different_calls(notes)
         return RankError(
-            f"{waited}; {'; '.join(told)} (the transport says: {_one_line(error)})",
+            f"{'; '.join(told)} (the transport says: {_one_line(error)})",
             hint="look at the first rank named here: a rank that ends, waits, or takes another graph leaves"
             " the others without a peer",
             rule="GP17",
         )
-
-    def _different_calls(self, notes: dict[int, dict[str, Any]]) -> list[str]:
-        """Return the first difference of the collectives that ranks of the same step noted, as text."""
-        same = [r for r in self._ranks if r in notes and notes[r]["step"] == self.step and notes[r]["calls"]]
-        calls = [[Collective(*call) for call in notes[r]["calls"]] for r in same]
-        shortest = min(map(len, calls), default=0)  # a rank that waits has called fewer
-        found = first_difference(same, [each[:shortest] for each in calls]) if len(same) > 1 else None
-        if found is None:
-            return []
-        rank, at, first, other = found
-        return [f"collective {at} of the step: rank {same[0]} has {first}; rank {rank} has {other}"]
 
     def _note(self, text: str) -> None:
         """Leave the note of this rank; the first one stays."""
         if self._has_noted:
             return
         self._has_noted = True
-        calls = [[c.op, c.tensors, c.group, c.line] for c in self.calls or ()]
-        note = {"step": self.step, "doing": self.doing, "text": text, "calls": calls}
+        note = {"step": self.step, "doing": self.doing, "text": text}
         with contextlib.suppress(RuntimeError):  # the store may have ended with its process
+            self._store.set_timeout(timedelta(seconds=max(1.0, self._grace)))
             self._store.set(str(self._rank), json.dumps(note))
 
     def _notes(self) -> dict[int, dict[str, Any]]:
@@ -128,7 +126,6 @@ class RankWatch:
         begun = time.monotonic()
         notes: dict[int, dict[str, Any]] = {}
         with _termination_deferred() as terminated, contextlib.suppress(RuntimeError):
-            self._store.set_timeout(timedelta(seconds=max(1.0, self._grace)))
             while len(notes) < len(self._ranks):
                 for rank in self._ranks:
                     if rank not in notes and self._store.check([str(rank)]):
@@ -150,8 +147,8 @@ def _termination_deferred() -> Iterator[list[int]]:
     before = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
     try:
         yield seen
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    finally:  # None: a handler that Python did not set, and cannot set again
+        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
 
 
 def _is_communication(error: BaseException) -> bool:
@@ -160,20 +157,25 @@ def _is_communication(error: BaseException) -> bool:
         return True
     if not isinstance(error, RuntimeError):
         return False
+    if any(name in str(error) for name in _TRANSPORTS):
+        return True
     return any(_TORCH_DISTRIBUTED in f.f_code.co_filename for f, _ in traceback.walk_tb(error.__traceback__))
 
 
 def _collective_of(error: BaseException) -> str:
     """Return the collective that failed, as text: that of a replay, or the line that called it."""
     if isinstance(error, CollectiveError):
-        return error.message.partition(" failed")[0]
+        return error.message.partition(" failed")[0].rstrip(",")
     frames = traceback.extract_tb(error.__traceback__)
-    at = next((i for i, frame in enumerate(frames) if _TORCH_DISTRIBUTED in frame.filename), len(frames))
-    if not 0 < at < len(frames):
+    at = next((i for i, frame in enumerate(frames) if _TORCH_DISTRIBUTED in frame.filename), None)
+    if at is None:  # the wait for a collective that was called without one
+        at = len(frames)
+    if not at:
         return "a collective"
-    called = [f.name for f in frames[at:] if not f.name.startswith(("wrapper", "_"))]
+    inside = [f.name for f in frames[at:] if _TORCH_DISTRIBUTED in f.filename]
+    called = [name for name in inside if not name.startswith(("wrapper", "_"))]
     caller = frames[at - 1]
-    return f"{called[-1] if called else 'a collective'}, called at {caller.filename}:{caller.lineno}"
+    return f"{called[0] if called else 'a collective'}, called at {caller.filename}:{caller.lineno}"
 
 
 def _one_line(error: BaseException) -> str:
