@@ -108,7 +108,7 @@ class RunnerContext:
         sizes = default if asked is None else asked
         if asked is None:
             sizes = sorted({min(-(-size // unit), most // unit) * unit for size in default} - {0})
-        if not sizes:
+        if asked is None and not sizes:
             raise ConfigError(
                 f"lanes.{self.lane}: a shape that {self._sharing_ranks} ranks can divide has at least {unit}"
                 f" {what}; {limit} is {most}",

@@ -122,7 +122,9 @@ def build_lane(
     )
     outer: list[object] = [_CaptureLog(on_capture)]
     if ranks is not None:
-        outer.insert(0, RankObserver(ranks.exchange, ranks.watch, strict=plan.config.strict))
+        outer.insert(
+            0, RankObserver(ranks.exchange, ranks.watch, strict=plan.config.strict, captures=ranks.captures)
+        )
     verifier = None
     if plan.config.strict:
         ownership = EngineOwnership(memory.requests, memory.pages, memory.kv_cache, states)

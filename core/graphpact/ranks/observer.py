@@ -37,10 +37,20 @@ class RankObserver:
         exchange: Of the ranks that step together.
         watch: Their notes.
         strict: Whether every step is compared.
+        captures: The exchanges of captures; by default those of steps. Their group may have a longer timeout,
+            because one rank may compile a graph that another one finds in its cache.
     """
 
-    def __init__(self, exchange: RankExchange, watch: RankWatch, *, strict: bool) -> None:
+    def __init__(
+        self,
+        exchange: RankExchange,
+        watch: RankWatch,
+        *,
+        strict: bool,
+        captures: RankExchange | None = None,
+    ) -> None:
         self._exchange = exchange
+        self._captures = exchange if captures is None else captures
         self._watch = watch
         self._strict = strict
 
@@ -58,7 +68,7 @@ class RankObserver:
             RankError: Another rank does something else, or calls another collective.
         """
         what = f"capture {shape} in lane {lane.name!r}"
-        with self._compared(what, what, lambda: lane.driver.is_capturing):
+        with self._compared(self._captures, what, what, lambda: lane.driver.is_capturing):
             captured = yield
         self._watch.doing = f"after {what}"
         return captured
@@ -79,23 +89,29 @@ class RankObserver:
             self._exchange.tell(f"lane {lane.name!r}, {what}")
             return (yield)
         # The mode may differ: a rank without requests has an idle batch.
-        with self._compared(f"lane {lane.name!r}, an eager step", f"lane {lane.name!r}, {what}"):
+        action = f"lane {lane.name!r}, an eager step"
+        with self._compared(self._exchange, action, self._watch.doing):
             return (yield)
 
     @contextlib.contextmanager
     def _compared(
-        self, action: str, doing: str, is_recorded: Callable[[], bool] = lambda: False
+        self,
+        exchange: RankExchange,
+        action: str,
+        doing: str,
+        is_recorded: Callable[[], bool] = lambda: False,
     ) -> Iterator[None]:
         """Compare an ``action``, and each collective in it before it is issued.
 
         Args:
+            exchange: The exchanges.
             action: What all ranks do.
             doing: What this rank does, for its note.
             is_recorded: Whether a graph is being recorded now. Recorded collectives are counted separately,
                 because a capture calls the sequence in its warm-up too.
         """
         self._watch.doing = doing
-        self._exchange.tell(action)
+        exchange.tell(action)
         counted = dict.fromkeys(("collective", "recorded collective"), 0)
 
         def compare(call: Collective) -> None:
@@ -103,9 +119,9 @@ class RankObserver:
             which = f"{kind} {counted[kind]}: {call}"
             counted[kind] += 1
             self._watch.doing = f"{doing}, {which}"
-            self._exchange.tell(f"{action}, {which}", place=call.line, hint=_HELP)
+            exchange.tell(f"{action}, {which}", place=call.line, hint=_HELP)
 
         with RecordedCollectives(compare):
             yield
         self._watch.doing = f"{doing}, at its end"
-        self._exchange.tell(f"{action}, no further collective", hint=_HELP)
+        exchange.tell(f"{action}, no further collective", hint=_HELP)

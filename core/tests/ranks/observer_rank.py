@@ -66,6 +66,29 @@ class CommunicatingRig(LaneRig):
         return StepOutputs(logits=(logits + gathered[: logits.shape[0]], "bs"))
 
 
+class CountingExchange(RankExchange):
+    """An exchange that counts."""
+
+    count = 0
+
+    def tell(self, *args: Any, **kwargs: Any) -> Any:
+        """Exchange, and count it."""
+        self.count += 1
+        return super().tell(*args, **kwargs)
+
+
+def exchanges(groups: Groups) -> list[tuple[int, int]]:
+    """Return the numbers of exchanges of steps and of captures: after a capture, and after a strict step."""
+    of_steps, of_captures = CountingExchange(groups.step), CountingExchange(groups.attention)
+    watch = RankWatch(store, RANK, [0, 1])
+    rig = LaneRig(capture=False, observers=[RankObserver(of_steps, watch, strict=True, captures=of_captures)])
+    found = []
+    for act in (lambda: rig.lane.capture(SHAPE_OF[2]), lambda: rig.lane.run(rig.batch(1, 2))):
+        act()
+        found.append((of_steps.count, of_captures.count))
+    return found
+
+
 def error_of(call: Callable[[], object]) -> str:
     """Return the text of the `RankError` that a call raises."""
     try:
@@ -106,7 +129,12 @@ def recorded(groups: Groups) -> list[str]:
 def main() -> dict[str, Any]:
     """Return the errors of this rank, by case. Each comes before a collective, so ranks stay together."""
     groups = Groups()
-    found: dict[str, Any] = {"capture": {}, "eager": {}, "recorded": recorded(groups)}
+    found: dict[str, Any] = {
+        "capture": {},
+        "eager": {},
+        "recorded": recorded(groups),
+        "exchanges": exchanges(groups),
+    }
     for case, calls in CASES.items():
         rig = CommunicatingRig(groups, different(BOTH, calls), strict=False)
         found["capture"][case] = error_of(lambda rig=rig: rig.lane.capture(SHAPE_OF[2]))

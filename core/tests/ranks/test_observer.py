@@ -80,6 +80,11 @@ def test_equal_sequences_pass(found: list[dict[str, Any]]) -> None:
         assert rank["steps"] == [2, 1]
 
 
+def test_captures_may_have_exchanges_of_their_own(found: list[dict[str, Any]]) -> None:
+    """A capture is compared by the exchanges of captures, at its begin and end; a replay by the others."""
+    assert [rank["exchanges"] for rank in found] == [[[0, 2], [1, 2]]] * 2
+
+
 def test_another_shape_graph_or_eager_run_is_named(found: list[dict[str, Any]]) -> None:
     """Captures of two shapes, replays of two, and a replay beside an eager step are refused by name."""
     shapes = [f"decode[bs={n}, tokens={n}]" for n in (2, 4)]

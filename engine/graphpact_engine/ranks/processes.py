@@ -2,6 +2,7 @@
 
     world        all processes; gloo on a CPU, NCCL on a GPU
     step         a replica's ranks, always gloo: the exchange before each step
+    capture      the same ranks: the exchanges of captures, which may take longer
     tensor       a replica's ranks, on the device: layers other than attention
     attention    the ranks of one attention group, on the device
 
@@ -35,6 +36,7 @@ class EngineRanks:
     Args:
         layout: Sizes and places.
         exchange: The exchanges of this replica.
+        captures: The same, with the time of the start: ranks compile for different times.
         watch: Names a missing rank.
         tensor: The group ``tensor``.
         attention: The group ``attention``.
@@ -45,6 +47,7 @@ class EngineRanks:
 
     layout: RankLayout
     exchange: RankExchange
+    captures: RankExchange
     watch: RankWatch
     tensor: dist.ProcessGroup
     attention: dist.ProcessGroup
@@ -124,11 +127,13 @@ def connect(config: EngineConfig, device: torch.device) -> EngineRanks | None:
     timeout = timedelta(seconds=asked.timeout)
     store = _meet(device, timeout)
 
-    def groups(of_each: list[list[int]], description: str, backend: str | None = None) -> Any:
+    def groups(
+        of_each: list[list[int]], description: str, backend: str | None = None, seconds: float = asked.timeout
+    ) -> Any:
         """Return this rank's group; every process makes every group, in the same order."""
+        limit = timedelta(seconds=seconds)
         made = [
-            dist.new_group(ranks, timeout=timeout, backend=backend, group_desc=description)
-            for ranks in of_each
+            dist.new_group(ranks, timeout=limit, backend=backend, group_desc=description) for ranks in of_each
         ]
         return next(group for group, ranks in zip(made, of_each, strict=True) if rank in ranks)
 
@@ -138,6 +143,7 @@ def connect(config: EngineConfig, device: torch.device) -> EngineRanks | None:
     ranks = EngineRanks(
         layout,
         exchange,
+        RankExchange(groups(layout.replicas, "capture", "gloo", asked.start_timeout)),
         RankWatch(store, rank, exchange.ranks, grace=min(2.0, asked.timeout)),
         groups(layout.replicas, "tensor"),
         groups(layout.attention_groups, "attention"),
