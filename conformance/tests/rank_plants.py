@@ -127,6 +127,15 @@ class MasksLiveTokens(ReferenceRunner):
             registry.get_slot(COUNT).buffer.sub_(1).clamp_(min=0)
 
 
+class Refuses(ReferenceRunner):
+    """A runner that has a shape for no batch where there are ranks."""
+
+    def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
+        """Return the shape, on ranks a reason."""
+        is_of_ranks = distributed.is_initialized()
+        return EagerReason("no_memory", "ranks have no memory") if is_of_ranks else super().fit(batch)
+
+
 class RaisesEverywhere(ReferenceRunner):
     """A runner that raises in every step of all ranks, but not in one process."""
 

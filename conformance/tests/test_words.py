@@ -19,6 +19,7 @@ from graphpact_conformance.draws.choice import configs_of
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.comparison import same_step
+from graphpact_conformance.experiments.real_ranks import RealRanks
 from graphpact_conformance.lane.holders import holder_of, storages_of
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference_backend import ReferenceBackend
@@ -502,7 +503,7 @@ def test_every_part_of_the_name_of_a_lane_has_a_meaning() -> None:
 def test_every_experiment_says_what_it_does() -> None:
     """The vocabulary has one sentence for each experiment, the first of its docstring."""
     told = vocabulary.experiments()
-    assert list(told) == [each.name for each in EXPERIMENTS]
+    assert list(told) == [*(each.name for each in EXPERIMENTS), RealRanks.name]
     assert all(text.rstrip().endswith((".", ":")) or len(text) > 40 for text in told.values())
 
 

@@ -131,10 +131,10 @@ def said_by(ranks: Sequence[int], texts: Sequence[str]) -> str:
     of_text: dict[str, list[int]] = {}
     for rank, text in zip(ranks, texts, strict=True):
         of_text.setdefault(text, []).append(rank)
-    return "; ".join(f"{named(who)}: {text}" for text, who in of_text.items())
+    return "; ".join(f"{ranks_named(who)}: {text}" for text, who in of_text.items())
 
 
-def named(ranks: Sequence[int]) -> str:
+def ranks_named(ranks: Sequence[int]) -> str:
     """Return ``rank 0`` or ``ranks 0, 1``."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 

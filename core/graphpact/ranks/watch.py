@@ -21,8 +21,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from graphpact.errors import CollectiveError, RankError
-from graphpact.ranks.exchange import named, said_by
+from graphpact.errors import CollectiveError, GraphpactError, RankError
+from graphpact.ranks.exchange import ranks_named, said_by
 
 _POLL = 0.02  # seconds between two looks for notes
 _TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"
@@ -57,7 +57,7 @@ class RankWatch:
     def explaining(self) -> Iterator[None]:
         """Turn the failure of a collective into an error that names the rank that is missing.
 
-        Another error leaves a note for the other ranks, and passes.
+        Another error leaves a note for the other ranks, and passes; one of graphpact gets the rank's name.
 
         Raises:
             RankError: A collective failed.
@@ -70,6 +70,8 @@ class RankWatch:
         except Exception as error:
             if not _is_communication(error):
                 self._note(f"raised {type(error).__name__}: {_one_line(error)}")
+                if isinstance(error, GraphpactError):
+                    error.message = f"rank {self._rank}: {error.message}"
                 raise
             raise self.explained(error) from error
         except BaseException as error:
@@ -100,7 +102,7 @@ class RankWatch:
         if mine is None:
             told.append("what the other ranks did is unknown: the store of their notes has ended")
         elif missing := [rank for rank in self._ranks if rank != self._rank and rank not in notes]:
-            told.append(f"{named(missing)} gave no sign: killed, stopped, or still computing")
+            told.append(f"{ranks_named(missing)} gave no sign: killed, stopped, or still computing")
         if others := sorted(notes):
             texts = [f"step {n['step']}, {n['doing']}: {n['text']}" for n in map(notes.__getitem__, others)]
             told.append(said_by(others, texts))

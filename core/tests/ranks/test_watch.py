@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from graphpact.errors import CollectiveError, RankError
+from graphpact.errors import CollectiveError, PactBreach, RankError
 from graphpact.ranks import RankWatch
 
 GRACE = 1.0
@@ -116,6 +116,13 @@ def test_errors_of_the_program_pass_unchanged() -> None:
         with pytest.raises(type(error)) as raised, watch.explaining():
             raise error
         assert raised.value is error
+
+
+def test_errors_of_graphpact_name_their_rank() -> None:
+    """Each rank prints its errors, so a breach on one rank says on which."""
+    with pytest.raises(PactBreach, match=r"^rank 0: a tensor moved") as raised, _watches(1)[0].explaining():
+        raise PactBreach("a tensor moved", hint="copy")
+    assert raised.value.hint == "copy"
 
 
 @pytest.fixture

@@ -61,6 +61,8 @@ class RankProcesses:
         Raises:
             GraphpactError: The processes cannot be started.
         """
+        if self._running is not None and not self._running.is_alive:
+            self.close()  # not because of a task
         if self._running is None:
             self._running = _Running(self.size, self.timeout, self._start_limit, self._limit)
         is_whole = False
@@ -132,6 +134,11 @@ class _Running:
                 pipe = Connection(accepted.detach())
                 rank, pid = pipe.recv()
                 self._pipes[rank], self._pids[rank] = pipe, pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether no process has ended."""
+        return self._launcher.poll() is None and not connection.wait([*self._pipes.values()], 0)
 
     def ask(self, task: RankTask) -> list[RankReport | LostRank]:
         """Return the answer of each rank to a task."""

@@ -135,7 +135,8 @@ class RankReport:
     Args:
         rank: The rank.
         replays: The number of replays.
-        declined: The reason of the runner for the last batch that it left to an eager step.
+        declined: The declared reason of the runner for the last batch that it left to an eager step.
+        refused: The undeclared reason of the runner for a batch that a captured shape holds.
         wrong: The wrong values, the first of each symptom and culprit in each layout.
         stop: The error that ended its work; None if it ended as planned.
         fault: An error of the suite itself; None if there was none.
@@ -144,6 +145,7 @@ class RankReport:
     rank: int
     replays: int = 0
     declined: str | None = None
+    refused: str | None = None
     wrong: list[Wrong] = field(default_factory=list)
     stop: Stop | None = None
     fault: str | None = None
@@ -169,6 +171,6 @@ class LostRank:
     said: tuple[str, ...] = ()
 
 
-def named(ranks: list[int]) -> str:
+def ranks_in_words(ranks: list[int]) -> str:
     """Return ``rank 0`` or ``ranks 0, 1``."""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

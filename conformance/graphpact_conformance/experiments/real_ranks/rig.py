@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from graphpact.parallel import get_parallel
 from graphpact.ranks import RankExchange, RankLayout, RankObserver, RankWatch, agreed
-from graphpact.shapes import GraphShape
+from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import RegionContext
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.real_ranks.model import RankModel, padded_rows, right_columns
@@ -56,12 +56,14 @@ class RankRig(Rig):
 
     Attributes:
         layout: The argument.
+        refused: The last reason of the runner, asked before the exchange, for a batch that a shape holds.
     """
 
     net: RankModel
 
     def __init__(self, lane: LaneUnderTest, ranks: Ranks, layout: RankLayout) -> None:
         self.layout = layout
+        self.refused: EagerReason | None = None
         self._ranks = ranks
         super().__init__(
             lane.config,
@@ -98,6 +100,8 @@ class RankRig(Rig):
         problem = scene.problems[self.layout.attention_group]
         batch = self.batch_of(problem)
         fit = self.fit(batch)
+        if scene.fits and batch.batch_size and isinstance(fit, EagerReason) and fit not in self.declines:
+            self.refused = fit
         steps = self._ranks.exchange.tell(
             f"a step with {scene.about}",
             tokens=batch.num_tokens,

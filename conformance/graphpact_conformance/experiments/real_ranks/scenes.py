@@ -27,11 +27,13 @@ class Scene:
         about: What is special about them.
         problems: A batch for each group of ranks.
         repeats: How often they are stepped.
+        fits: Whether a captured shape holds each of them.
     """
 
     about: str
     problems: tuple[Problem, ...]
     repeats: int = 1
+    fits: bool = True
 
     @property
     def words(self) -> str:
@@ -51,7 +53,8 @@ def scenes(config: Config, groups: int) -> list[Scene]:
         loads = [*itertools.islice(sizes, groups)]
         if any(loads):
             problems = tuple(_problem(config, load, 100 * number + at) for at, load in enumerate(loads))
-            found.append(Scene(about, problems, repeats))
+            fits = max(loads) <= max(_sizes(config))
+            found.append(Scene(about, problems, repeats, fits=fits))
     return found
 
 
@@ -60,9 +63,7 @@ def _loads(config: Config) -> Iterator[tuple[str, Iterator[int], int]]:
 
     A load is a number of requests, in ragged modes of tokens.
     """
-    ragged = config.case.tokens_per_request is None
-    loads = [s.num_tokens if ragged else config.requests_of(s) for s in config.shapes]
-    small, large = min(loads), max(loads)
+    small, large = min(_sizes(config)), max(_sizes(config))
     less = max(small - 1, 1)
     more = min(small + 1, large)
     others = (1, 0, less)
@@ -79,6 +80,12 @@ def _loads(config: Config) -> Iterator[tuple[str, Iterator[int], int]]:
     yield "one load above the largest shape, so that all ranks run eagerly", then(large + 1, 1), 1
     yield "replays after an eager step, the same three times", then(1, max(large - 1, 1)), 3
     yield "an idle first rank", then(0, more), 1
+
+
+def _sizes(config: Config) -> list[int]:
+    """Return the load that fills each shape."""
+    ragged = config.case.tokens_per_request is None
+    return [s.num_tokens if ragged else config.requests_of(s) for s in config.shapes]
 
 
 def _problem(config: Config, load: int, seed: int) -> Problem:

@@ -5,7 +5,7 @@ All ranks make the same calls in the same order. So nothing that only this rank 
     captures   the count of live tokens, as at a replay
     steps      the counts of live and gathered tokens; the results, against attention in float64
     repeats    the same step several times: the same bits
-    padding    the same step with other padding tokens on one rank after the other: the same bits
+    padding    the same step with other padding tokens: the same bits; if not, whose padding is at fault
 
 Does not: decide which rule a wrong value breaks; `graphpact_conformance.experiments.real_ranks.verdict` does.
 """
@@ -71,8 +71,9 @@ class LaneOnRank:
             return
         is_of_ranks = isinstance(error, RankError)
         finding = self._lane.of_error(error, expected="")
-        if is_of_ranks:  # its message has the lines of all ranks
-            finding = finding.model_copy(update={"actual": _PORT.sub("]:…", message_of(error))})
+        # The message of `RankError` has the lines of all ranks; others begin with the rank, which may differ.
+        actual = _PORT.sub("]:…", message_of(error)) if is_of_ranks else finding.actual
+        finding = finding.model_copy(update={"actual": actual.removeprefix(f"rank {self._ranks.rank}: ")})
         is_waiting = is_of_ranks and error.__cause__ is not None
         self.report.stop = Stop(finding, self._place, is_waiting, self._in_capture)
 
@@ -119,7 +120,9 @@ class LaneOnRank:
         """Step a scene, then with repeats and with other padding on each rank."""
         base = rig.step_together(scene)
         shape = base.shape
-        self.report.declined = None if base.declined is None else str(base.declined)
+        self.report.refused = None if rig.refused is None else str(rig.refused)
+        if base.declined is not None:
+            self.report.declined = str(base.declined)
         if shape is not None:
             self.report.replays += 1
             self._place = replace(self._place, shape=str(shape))
@@ -128,15 +131,22 @@ class LaneOnRank:
                 self._compare_counts(rig, scene, base)
             self._compare_results(rig, scene, base)
         for _ in range(scene.repeats - 1):
-            self._compare_bits(rig, base, rig.step_together(scene), "repeat", self._ranks.rank)
-        if shape is None:
+            again = rig.step_together(scene)
+            self._note_moved(rig, base, again, "repeat", self._ranks.rank)
+        if shape is not None:
+            self._play_with_other_padding(rig, scene, base)
+
+    def _play_with_other_padding(self, rig: RankRig, scene: Scene, base: StepRecord) -> None:
+        """Step a scene with other padding on all ranks; if that changes anything, on one after the other."""
+        changes = other_tokens(base)
+        ready = altered(changes) if changes else None
+        moved = _moved(base, rig.step_together(scene, ready)) is not None
+        told = self._ranks.exchange.tell("compare a step with other padding", mode=int(moved))
+        if not any(step.mode for step in told):
             return
         for rank in range(self._ranks.size):
-            tokens = len(scene.problems[rank // rig.layout.attention_tensor].tokens)
-            if tokens < shape.num_tokens:
-                changes = other_tokens(base) if rank == self._ranks.rank else {}
-                other = rig.step_together(scene, altered(changes) if changes else None)
-                self._compare_bits(rig, base, other, "padding", rank)
+            other = rig.step_together(scene, ready if rank == self._ranks.rank else None)
+            self._note_moved(rig, base, other, "padding", rank)
 
     def _compare_counts(self, rig: RankRig, scene: Scene, step: StepRecord) -> None:
         """Compare the counts of live and of gathered tokens of a replay with those of the contract."""
@@ -171,27 +181,23 @@ class LaneOnRank:
                 symptom = "shared rows"
         self._note(symptom, first.what, first.expected, first.actual)
 
-    def _compare_bits(
+    def _note_moved(
         self, rig: RankRig, base: StepRecord, step: StepRecord, symptom: Symptom, culprit: int
     ) -> None:
-        """Compare the live rows of two steps of one scene; they must have the same bits."""
-        assert base.rows is not None  # noqa: S101  both steps ended
-        assert step.rows is not None  # noqa: S101
-        for name, was in base.rows.items():
-            moved = ~same(was, step.rows[name])
-            if not bool(moved.any()):
-                continue
-            at = int(moved.flatten().nonzero()[0])
-            row, column = divmod(at, was[0].numel())
-            unit = "request" if base.axes.get(name) == "bs" else "token"
-            self._note(
-                symptom,
-                f"{unit} {row} of the batch of rank {self._ranks.rank}, {rig.where(name, column)}",
-                f"the same bits: {was.flatten()[at].item():.9g}",
-                f"{step.rows[name].flatten()[at].item():.9g}",
-                culprit,
-            )
+        """Note the first bit in which the live rows of two steps of one scene differ."""
+        found = _moved(base, step)
+        if found is None:
             return
+        name, was, now, at = found
+        row, column = divmod(at, was[0].numel())
+        unit = "request" if base.axes.get(name) == "bs" else "token"
+        self._note(
+            symptom,
+            f"{unit} {row} of the batch of rank {self._ranks.rank}, {rig.where(name, column)}",
+            f"the same bits: {was.flatten()[at].item():.9g}",
+            f"{now.flatten()[at].item():.9g}",
+            culprit,
+        )
 
     def _note(
         self, symptom: Symptom, field: str, expected: str, actual: str, culprit: int | None = None
@@ -201,6 +207,17 @@ class LaneOnRank:
         known = {(w.symptom, w.culprit, w.place.layout) for w in self.report.wrong}
         if (symptom, whose, self._place.layout) not in known:
             self.report.wrong.append(Wrong(symptom, whose, field, expected, actual, self._place))
+
+
+def _moved(base: StepRecord, step: StepRecord) -> tuple[str, torch.Tensor, torch.Tensor, int] | None:
+    """Return the first output whose live rows differ in two steps: its name, both values, and the index."""
+    assert base.rows is not None  # noqa: S101  both steps ended
+    assert step.rows is not None  # noqa: S101
+    for name, was in base.rows.items():
+        differs = ~same(was, step.rows[name])
+        if bool(differs.any()):
+            return name, was, step.rows[name], int(differs.flatten().nonzero()[0])
+    return None
 
 
 class _SuiteFaultError(Exception):

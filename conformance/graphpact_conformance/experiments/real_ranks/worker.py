@@ -12,6 +12,7 @@ Does not: end after a time limit of its own, except long after that of a task; t
 import faulthandler
 import os
 import queue
+import shutil
 import signal
 import socket
 import sys
@@ -22,6 +23,7 @@ from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import NoReturn
 
 import torch
 import torch.distributed as dist
@@ -52,10 +54,13 @@ def main(address: str, folder: str, timeout: float, limit: float) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the launcher's, when another rank ends; the suite kills
     torch.set_num_threads(1)
     suite = socket.socket(socket.AF_UNIX)
-    suite.connect(address)
+    try:
+        suite.connect(address)
+    except OSError:
+        _end_without_suite(folder)
     pipe = Connection(suite.detach())
     tasks: queue.SimpleQueue[RankTask] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(pipe, tasks), daemon=True).start()
+    threading.Thread(target=_listen, args=(pipe, tasks, folder), daemon=True).start()
     pipe.send((rank, os.getpid()))
     joined: Callable[[], Ranks] | None = None
     stacks = (Path(folder) / f"stacks-{rank}").open("a")
@@ -67,6 +72,7 @@ def main(address: str, folder: str, timeout: float, limit: float) -> None:
             report = _run(task, joined())
         except (Exception, SystemExit) as error:  # noqa: BLE001  the suite reports it
             report = RankReport(rank, fault=f"{message_of(error)}, at {place_of(error)}")
+        faulthandler.cancel_dump_traceback_later()
         pipe.send(report)
         if not report.is_whole:
             time.sleep(_LINGER)
@@ -93,11 +99,17 @@ def _join(rank: int, timeout: float) -> Callable[[], Ranks]:
     return ranks
 
 
-def _listen(pipe: Connection, tasks: "queue.SimpleQueue[RankTask]") -> None:
-    """Pass on the tasks; end this process and what it started when the suite has closed its end."""
+def _listen(pipe: Connection, tasks: "queue.SimpleQueue[RankTask]", folder: str) -> None:
+    """Pass on the tasks; end this process when the suite has closed its end."""
     with suppress(EOFError, OSError):
         while True:
             tasks.put(pipe.recv())
+    _end_without_suite(folder)
+
+
+def _end_without_suite(folder: str) -> NoReturn:
+    """End this process and what it started; the suite was killed, and cannot remove the folder."""
+    shutil.rmtree(folder, ignore_errors=True)
     with suppress(OSError):
         os.killpg(0, signal.SIGKILL)  # the launcher made a session for this rank
     os._exit(0)
