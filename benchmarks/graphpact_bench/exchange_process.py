@@ -11,20 +11,17 @@ import json
 import os
 import sys
 from datetime import timedelta
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from graphpact.ranks import RankExchange, RankStep
+from graphpact.ranks.collectives import all_gather
 from graphpact_bench.timing import take_turns
 
 COLLECTIVE, EXCHANGE = "the collective alone", "RankExchange.tell"
 WARM_UP = 20
 TIMEOUT = timedelta(seconds=60)
-
-# torch 2.13 renamed it; the old name warns there.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 def times(rank: int, port: int, turns: int) -> dict[str, list[float]]:
@@ -36,7 +33,7 @@ def times(rank: int, port: int, turns: int) -> dict[str, list[float]]:
     mine = torch.zeros(len(RankStep._fields), dtype=torch.int64)
     every = torch.zeros(2 * len(mine), dtype=torch.int64)
     parts = {
-        COLLECTIVE: lambda: _gather(every, mine, group=group),
+        COLLECTIVE: lambda: all_gather(every, mine, group=group),
         EXCHANGE: lambda: exchange.tell("a step", tokens=7, requests=7, mode=1, digest=rank),
     }
     take_turns(parts, turns=WARM_UP)

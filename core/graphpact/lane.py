@@ -357,9 +357,9 @@ class Lane:
         if not batch.can_run_graph:  # the reason is on this rank, or on another one
             batch = replace(batch, global_num_tokens_cpu=None, global_batch_sizes_cpu=None)
         fit: GraphShape | EagerReason = self.runner.fit(batch)
-        if isinstance(fit, GraphShape) and not batch.can_run_graph:
-            return EagerReason.OTHER_RANK
         if isinstance(fit, GraphShape):
+            if not batch.can_run_graph:
+                return EagerReason.OTHER_RANK
             return fit if fit in self._captured else EagerReason.NOT_CAPTURED
         returned(fit, GraphShape | EagerReason, self.runner, "fit")
         return fit

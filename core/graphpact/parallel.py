@@ -7,7 +7,7 @@ number of real tokens among these rows.
 Does not: communicate.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -88,6 +88,11 @@ def compute_local_num_token_non_padded(
         return torch.tensor([local], dtype=torch.int32)
     first, rows = _rows_of_this_rank(num_tokens_per_dp)
     return torch.clamp(global_num_token_non_padded - first, 0, rows)
+
+
+def ranks_named(ranks: Sequence[int]) -> str:
+    """Return ``rank 0`` or ``ranks 0, 1``."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _rows_of_this_rank(num_tokens_per_dp: int) -> tuple[int, int]:

@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from graphpact.batch import ForwardBatch
+from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import ConfigError
 from graphpact.lane import Lane
 from graphpact.shapes import GraphShape
@@ -49,7 +49,7 @@ class LaneSet:
         if self._ranks is not None:
             batch = self._ranks.agree(mode, self._of_mode[mode], batch)
         lane = self.choose(mode, batch)
-        if not batch.batch_size and not isinstance(lane.fit(batch), GraphShape):
+        if not batch.batch_size and batch.forward_mode is not ForwardMode.IDLE:  # ranks run eagerly
             outputs = lane.run(scratch_batch(batch, lane.runner.context)).rows(0, 0)
         else:
             is_read = lane.shapes and lane.runner.context.num_token_non_padded

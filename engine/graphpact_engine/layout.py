@@ -11,6 +11,7 @@ import torch
 
 from graphpact.attention import Limits
 from graphpact.errors import ConfigError
+from graphpact.ranks import RankLayout
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.model_checks import ModelSpec
 from graphpact_engine.plans import ModelName
@@ -93,10 +94,10 @@ def lay_out_memory(
             f"a draft takes {num_reserved} tokens of a context of {max_model_len}",
             hint="lower speculative.num_steps, topk or num_draft_tokens, or raise engine.max_model_len",
         )
-    unit = 1 if ranks is None or not ranks.is_sharded else ranks.layout.attention_tensor
+    layout = ranks.layout if ranks is not None and ranks.is_sharded else RankLayout()
     limits = Limits(
-        max_bs=-(-engine.max_num_seqs // unit) * unit,
-        max_num_tokens=-(-engine.max_num_batched_tokens // unit) * unit,
+        max_bs=layout.padded_rows(engine.max_num_seqs),
+        max_num_tokens=layout.padded_rows(engine.max_num_batched_tokens),
         max_context_len=max_model_len + num_reserved - 1,
         page_size=engine.page_size,
     )

@@ -1,4 +1,4 @@
-"""`RecordedCollectives`: the sequence of collectives that this rank calls, to compare it with other ranks.
+"""`RecordedCollectives`: tells of each collective that this rank calls, to compare it with other ranks.
 
 A collective meets its peers by order alone. If two ranks call different ones, or the same ones in another
 order, each may get data that was meant for another place, or wait forever. A sequence consists of what all
@@ -17,12 +17,16 @@ import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from graphpact.graphs.collectives import NAMESPACES, shape_and_dtype
 from graphpact.graphs.lines import Line
 
 __tracebackhide__ = True
 
-NAMESPACES = ("c10d::", "_c10d_functional::", "_c10d_functional_autograd::", "c10d_functional::")
-"""The namespaces of operators that communicate through ``torch.distributed``."""
+all_gather: Any = getattr(dist, "all_gather_single", None) or getattr(dist, "all_gather_into_tensor", None)
+"""``all_gather(output, input, group=...)`` of torch: one tensor from that of every rank.
+
+torch 2.13 renamed it, and warns of the old name. None in a torch without ``torch.distributed``.
+"""
 
 _OTHERS = ("wait_tensor", "_wrap_tensor_autograd", "send", "recv_", "recv_any_source_")  # no collectives
 
@@ -48,18 +52,14 @@ class Collective:
 
 
 class RecordedCollectives(TorchDispatchMode):
-    """A context that records the collectives called inside.
+    """A context that tells of the collectives called inside.
 
     Args:
         before: Called with each collective before it is issued, so that it can refuse it.
-
-    Attributes:
-        calls: The collectives so far.
     """
 
-    def __init__(self, before: Callable[[Collective], object] = lambda _: None) -> None:
+    def __init__(self, before: Callable[[Collective], object]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.calls: list[Collective] = []
         self._before = before
 
     @classmethod
@@ -78,15 +78,13 @@ class RecordedCollectives(TorchDispatchMode):
         if name.startswith(NAMESPACES):
             op = name.partition("::")[2].partition(".")[0]
             if op not in _OTHERS:
-                call = _described(op, func, args, kwargs or {})
-                self._before(call)
-                self.calls.append(call)
+                self._before(_described(op, func, args, kwargs or {}))
         return func(*args, **(kwargs or {}))
 
 
 def _described(op: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Collective:
     leaves = tree_leaves((args, kwargs))
-    tensors = [f"{list(t.shape)} {str(t.dtype)[6:]}" for t in leaves if isinstance(t, torch.Tensor)]
+    tensors = [shape_and_dtype(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)]
     group = _group_of(func, args, kwargs, leaves)
     named = "unknown" if group is None else f"{group.group_desc}, {group.size()} ranks"
     return Collective(op, " and ".join(dict.fromkeys(tensors)) or "nothing", named, str(Line()))
@@ -94,7 +92,7 @@ def _described(op: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 
 def _group_of(
     func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], leaves: Sequence[Any]
-) -> dist.ProcessGroup | None:
+) -> "dist.ProcessGroup | None":
     """Return the process group among the arguments of a collective, or None."""
     c10d = torch._C._distributed_c10d  # noqa: SLF001  no public name
     for leaf in leaves:

@@ -18,14 +18,13 @@ import torch
 import torch.distributed as dist
 
 from graphpact.errors import RankError
+from graphpact.parallel import ranks_named
+from graphpact.ranks.collectives import all_gather
 
 _HELP = (
     "all ranks of a replica have to take the same steps in the same order: derive shape, mode, capture and"
     " eager runs from the exchanged numbers, never from what one rank knows"
 )
-
-# torch 2.13 renamed it; the old name warns there.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 _NUMBERS = struct.Struct("=7q")
 
@@ -63,7 +62,7 @@ class RankExchange:
         ranks: The ranks of the group among all processes.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: "dist.ProcessGroup") -> None:
         self.group = group
         self.ranks = dist.get_process_group_ranks(group)
         self._epoch = 0
@@ -104,7 +103,7 @@ class RankExchange:
         """
         kind, epoch = checksum(action), self._epoch
         _NUMBERS.pack_into(self._mine, 0, tokens, requests, mode, wants_graph, kind, digest, epoch)
-        _gather(self._received, self._sent, group=self.group)
+        all_gather(self._received, self._sent, group=self.group)
         self._epoch = epoch + 1
         steps = [RankStep(*numbers) for numbers in _NUMBERS.iter_unpack(self._all)]
         for step in steps:
@@ -132,11 +131,6 @@ def said_by(ranks: Sequence[int], texts: Sequence[str]) -> str:
     for rank, text in zip(ranks, texts, strict=True):
         of_text.setdefault(text, []).append(rank)
     return "; ".join(f"{ranks_named(who)}: {text}" for text, who in of_text.items())
-
-
-def ranks_named(ranks: Sequence[int]) -> str:
-    """Return ``rank 0`` or ``ranks 0, 1``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 @functools.lru_cache(maxsize=1024)

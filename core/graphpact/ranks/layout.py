@@ -92,6 +92,10 @@ class RankLayout:
         """The group of this process among `request_groups`; request ``i`` belongs to ``i % groups``."""
         return self.replica * self.attention_data + self.attention_group
 
+    def padded_rows(self, num_tokens: int) -> int:
+        """Return the smallest number of rows from ``num_tokens`` up that a group's ranks can divide."""
+        return -(-num_tokens // self.attention_tensor) * self.attention_tensor
+
     @property
     def replicas(self) -> list[list[int]]:
         """The ranks of each replica."""

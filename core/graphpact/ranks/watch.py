@@ -22,7 +22,8 @@ from typing import Any
 import torch.distributed as dist
 
 from graphpact.errors import CollectiveError, GraphpactError, RankError
-from graphpact.ranks.exchange import ranks_named, said_by
+from graphpact.parallel import ranks_named
+from graphpact.ranks.exchange import said_by
 
 _POLL = 0.02  # seconds between two looks for notes
 _TORCH_DISTRIBUTED = f"{os.sep}torch{os.sep}distributed{os.sep}"

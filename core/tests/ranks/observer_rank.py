@@ -20,13 +20,13 @@ import torch.distributed._functional_collectives as functional
 
 from graphpact import ForwardBatch, StepOutputs
 from graphpact.errors import RankError
-from graphpact.ranks import RankExchange, RankObserver, RankWatch, RecordedCollectives
+from graphpact.ranks import Collective, RankExchange, RankObserver, RankWatch, RecordedCollectives
+from graphpact.ranks.collectives import all_gather
 from graphpact.step import Attend
 from rigs.lane import SHAPE_OF, LaneRig
 
 RANK, PORT = map(int, sys.argv[1:])
 TIMEOUT = timedelta(seconds=60)
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Groups:
@@ -62,7 +62,7 @@ class CommunicatingRig(LaneRig):
                 dist.all_reduce(logits, group=self.groups.tensor)
             else:
                 elsewhere = call == "gather elsewhere"
-                _gather(gathered, logits, group=self.groups.attention if elsewhere else self.groups.tensor)
+                all_gather(gathered, logits, group=self.groups.attention if elsewhere else self.groups.tensor)
         return StepOutputs(logits=(logits + gathered[: logits.shape[0]], "bs"))
 
 
@@ -116,14 +116,15 @@ CASES = {
 def recorded(groups: Groups) -> list[str]:
     """Return what is recorded of collectives of several kinds, and of a transfer between two ranks."""
     x = torch.ones(2)
-    with RecordedCollectives() as mode:
+    calls: list[Collective] = []
+    with RecordedCollectives(calls.append):
         dist.all_reduce(x, group=groups.attention, async_op=True).wait()
         dist.all_gather([torch.empty(2), torch.empty(2)], x)
         (functional.all_reduce(x, "max", groups.tensor) + 1).tolist()
         dist.send(x, 1) if RANK == 0 else dist.recv(x, 0)
         x.add_(1)
         dist.broadcast(x[:1], 1)
-    return [*map(str, mode.calls)]
+    return [*map(str, calls)]
 
 
 def main() -> dict[str, Any]:

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from graphpact.ranks.exchange import checksum, named, said_by
+from graphpact.parallel import ranks_named
+from graphpact.ranks.exchange import checksum, said_by
 
 STEP = checksum("a step")
 
@@ -65,7 +66,7 @@ def test_an_exchange_works_inside_and_outside_of_inference_mode(found: list[dict
 def test_ranks_that_say_the_same_are_named_together() -> None:
     """Texts are told once, with their ranks; the order is that of the first rank with each."""
     assert said_by([2, 3, 5], ["eager", "replay", "eager"]) == "ranks 2, 5: eager; rank 3: replay"
-    assert named([4]) == "rank 4"
+    assert ranks_named([4]) == "rank 4"
 
 
 def test_a_checksum_of_nothing_is_zero() -> None:

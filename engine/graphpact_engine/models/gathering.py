@@ -19,9 +19,8 @@ import torch.distributed as dist
 
 from graphpact.batch import ForwardBatch
 from graphpact.parallel import local_num_token_non_padded
+from graphpact.ranks.collectives import all_gather
 from graphpact_engine.ranks.processes import EngineRanks
-
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class GatheredTokens:
@@ -29,12 +28,15 @@ class GatheredTokens:
 
     Args:
         ranks: The ranks.
+
+    Attributes:
+        layout: Their layout.
     """
 
     def __init__(self, ranks: EngineRanks) -> None:
         self._attention = ranks.attention
         self._tensor = ranks.tensor
-        self._layout = ranks.layout
+        self.layout = ranks.layout
 
     def install(self, model: Any) -> None:
         """Let the layers of a model gather and keep tokens, in all its later forward passes."""
@@ -54,12 +56,7 @@ class GatheredTokens:
 
     def rows(self, batch: ForwardBatch) -> int:
         """Return the rows of each attention group in a step: its tokens and padding."""
-        return self.whole(max(batch.num_tokens, *(batch.global_num_tokens_cpu or (1,))))
-
-    def whole(self, num_tokens: int) -> int:
-        """Return the smallest number of rows from ``num_tokens`` up that the group's ranks can divide."""
-        unit = self._layout.attention_tensor
-        return -(-num_tokens // unit) * unit
+        return self.layout.padded_rows(max(batch.num_tokens, *(batch.global_num_tokens_cpu or (1,))))
 
     def local_count(self, batch: ForwardBatch, rows: int) -> torch.Tensor:
         """Return ``[1]`` int32: how many of this rank's rows are real tokens.
@@ -80,26 +77,26 @@ class GatheredTokens:
             count: ``[1]`` int32: the real tokens among this rank's rows.
         """
         counts = count.new_empty(self._tensor.size())
-        _gather(counts, count, group=self._tensor)
-        number = torch.arange(rows // self._layout.attention_tensor, device=count.device)
+        all_gather(counts, count, group=self._tensor)
+        number = torch.arange(rows // self.layout.attention_tensor, device=count.device)
         return (number >= counts[:, None]).flatten()[:, None]
 
     # -- inside ----------------------------------------------------------------------------------
 
     def _share(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's share of ``[1, rows, H]``."""
-        size = self._layout.attention_tensor
+        size = self.layout.attention_tensor
         share = hidden.shape[1] // size
-        return hidden if size == 1 else hidden.narrow(1, self._layout.attention_rank * share, share)
+        return hidden if size == 1 else hidden.narrow(1, self.layout.attention_rank * share, share)
 
     def _own(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return this rank's rows of ``[1, gathered rows, H]``."""
-        share = hidden.shape[1] // self._layout.tensor
-        return hidden.narrow(1, self._layout.tensor_rank * share, share)
+        share = hidden.shape[1] // self.layout.tensor
+        return hidden.narrow(1, self.layout.tensor_rank * share, share)
 
     def gather_group(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return ``[1, rows, H]`` from the shares of the attention group's ranks."""
-        return hidden if self._layout.attention_tensor == 1 else _gathered(hidden, self._attention)
+        return hidden if self.layout.attention_tensor == 1 else _gathered(hidden, self._attention)
 
     def _gather_replica(self, hidden: torch.Tensor) -> torch.Tensor:
         return _gathered(hidden, self._tensor)
@@ -110,11 +107,11 @@ class GatheredTokens:
         return outputs
 
 
-def _gathered(hidden: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+def _gathered(hidden: torch.Tensor, group: "dist.ProcessGroup") -> torch.Tensor:
     """Return ``[1, ranks * n, H]`` from ``[1, n, H]`` of every rank."""
     rows = hidden[0].contiguous()
     every = rows.new_empty(group.size() * rows.shape[0], *rows.shape[1:])
-    _gather(every, rows, group=group)
+    all_gather(every, rows, group=group)
     return every[None]
 
 

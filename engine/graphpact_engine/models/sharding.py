@@ -115,7 +115,7 @@ def make_local(model: Any) -> None:
                 module._parameters[name] = torch.nn.Parameter(weight.to_local(), requires_grad=False)  # noqa: SLF001
 
 
-def _mesh(group: dist.ProcessGroup, device: torch.device) -> DeviceMesh:
+def _mesh(group: "dist.ProcessGroup", device: torch.device) -> DeviceMesh:
     return DeviceMesh.from_group(group, device.type, mesh_dim_names=("tp",))
 
 

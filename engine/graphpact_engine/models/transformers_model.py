@@ -166,15 +166,12 @@ class TransformersModel:
             ModelCaptureError: In a capture, the model's own code does work that a graph cannot hold.
         """
         last = batch.selected_rows
-        attention: Attention = LaneAttention(attend, metadata, self._layers)
+        attention = LaneAttention(attend, metadata, self._layers)
+        # More than the tokens in an eager step in which another rank has more.
         rows = batch.num_tokens if self._gathering is None else self._gathering.rows(batch)
-        is_padded = rows > batch.num_tokens  # in an eager step in which another rank has more tokens
-        if is_padded:
-            attention = LiveRows(attention, batch.num_tokens)
         try:
             padding = self._padding(batch, rows) if self.has_experts else None
-            ids, positions = (_padded(t, rows) for t in (batch.input_ids, batch.positions))
-            logits, hidden = self._forward(attention, ids, positions, last, padding)
+            logits, hidden = self._in_rows(rows, attention, batch.input_ids, batch.positions, last, padding)
         except CaptureError as error:
             if _is_of_backend(error):
                 raise
@@ -183,9 +180,6 @@ class TransformersModel:
                 f"model type {model_type!r} cannot be captured: {error.message}", rule=error.rule
             ) from error
         by_request = last is not None or batch.forward_mode.is_decode
-        if is_padded:
-            logits = logits if last is not None else logits[: batch.num_tokens]
-            hidden = None if hidden is None else hidden[: batch.num_tokens]
         outputs: dict[str, tuple[torch.Tensor, Axis]] = {"logits": (logits, "bs" if by_request else "tokens")}
         if hidden is not None:
             outputs["hidden_states"] = (hidden, "tokens")
@@ -202,11 +196,29 @@ class TransformersModel:
         self, attention: Attention, input_ids: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the logits of tokens that all ranks have, for the probe."""
-        if self._gathering is None:
-            return self._forward(attention, input_ids, positions)[0]
-        rows = self._gathering.whole(len(input_ids))
-        whole = _padded(input_ids, rows), None if positions is None else _padded(positions, rows)
-        return self._forward(LiveRows(attention, len(input_ids)), *whole)[0][: len(input_ids)]
+        count = len(input_ids)
+        rows = count if self._gathering is None else self._gathering.layout.padded_rows(count)
+        return self._in_rows(rows, attention, input_ids, positions)[0]
+
+    def _in_rows(
+        self,
+        rows: int,
+        attention: Attention,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor | None,
+        last: torch.Tensor | None = None,
+        padding: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Run a forward pass of ``rows`` rows, and return the results of the tokens, without the others."""
+        count = len(input_ids)
+        missing = rows - count
+        if not missing:
+            return self._forward(attention, input_ids, positions, last, padding)
+        pad = torch.nn.functional.pad
+        input_ids = pad(input_ids, (0, missing))
+        positions = None if positions is None else pad(positions, (0, missing))
+        logits, hidden = self._forward(LiveRows(attention, count), input_ids, positions, last, padding)
+        return logits if last is not None else logits[:count], None if hidden is None else hidden[:count]
 
     def _forward(
         self,
@@ -233,9 +245,3 @@ class TransformersModel:
         if self._gathering is not None:
             hidden = [*map(self._gathering.gather_group, hidden)]
         return logits, torch.cat([each[0] for each in hidden], dim=-1)
-
-
-def _padded(tensor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Return ``tensor`` with zeros up to ``rows`` rows."""
-    missing = rows - tensor.shape[0]
-    return torch.nn.functional.pad(tensor, (0, missing)) if missing else tensor

@@ -40,7 +40,6 @@ class EngineRanks:
         watch: Names a missing rank.
         tensor: The group ``tensor``.
         attention: The group ``attention``.
-        is_sharded: Whether each rank keeps only its share of the tokens between layers, which gather them.
         config: The table of the configuration.
         store: The store by which the processes met.
     """
@@ -49,16 +48,15 @@ class EngineRanks:
     exchange: RankExchange
     captures: RankExchange
     watch: RankWatch
-    tensor: dist.ProcessGroup
-    attention: dist.ProcessGroup
-    is_sharded: bool
+    tensor: "dist.ProcessGroup"
+    attention: "dist.ProcessGroup"
     config: ParallelConfig
     store: Any
 
     @property
-    def is_first(self) -> bool:
-        """Whether this process talks to the user."""
-        return self.layout.rank == 0
+    def is_sharded(self) -> bool:
+        """Whether each rank keeps only its share of the tokens between layers, which gather them."""
+        return self.layout.attention_data > 1 or self.config.sequence
 
     def serves(self, prompt: int) -> bool:
         """Return whether this rank runs the prompt of an index."""
@@ -147,7 +145,6 @@ def connect(config: EngineConfig, device: torch.device) -> EngineRanks | None:
         RankWatch(store, rank, exchange.ranks, grace=min(2.0, asked.timeout)),
         groups(layout.replicas, "tensor"),
         groups(layout.attention_groups, "attention"),
-        is_sharded=asked.attention_data > 1 or asked.sequence,
         config=asked,
         store=store,
     )

@@ -15,6 +15,7 @@ from torch import distributed
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry
 from graphpact.parallel import get_attention_tp_size
+from graphpact.ranks.collectives import all_gather
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_museum.edits.override import named_after, override, overrides
 from graphpact_museum.edits.runners import LONG_CONTEXT, Fit, after_fill, after_fill_of_captures
@@ -106,9 +107,7 @@ def processes_that_vote(base: type[Any]) -> type[Any]:
 
 def _gathered(flag: torch.Tensor) -> torch.Tensor:
     every = flag.new_empty(_size())
-    # torch 2.13 renamed it; the old name warns there.
-    gather: Any = getattr(distributed, "all_gather_single", None) or distributed.all_gather_into_tensor
-    gather(every, flag)
+    all_gather(every, flag)
     return every.amax(dim=0, keepdim=True)
 
 
@@ -166,10 +165,10 @@ def process_swaps_two_collectives(_: Any, flag: torch.Tensor) -> torch.Tensor:
 # -- which rows --------------------------------------------------------------------------------------
 
 
-def _count(registry: CudaGraphBufferRegistry) -> torch.Tensor | None:
-    """Return the slot of the count of live tokens; None for a lane without it."""
-    name = "num_token_non_padded"
-    return registry.get_slot(name).slice_for(0, 0) if registry.has_slot(name) else None
+def _set_count(registry: CudaGraphBufferRegistry, count: int) -> None:
+    """Write the count of live tokens on all ranks but the first, in a lane that has it."""
+    if registry.has_slot("num_token_non_padded") and _rank():
+        registry.get_slot("num_token_non_padded").slice_for(0, 0).fill_(count)
 
 
 @exhibit("GP17", "vllm-project/vllm#32625", on="reference_runner", lanes="decode", ranks=2)
@@ -190,9 +189,7 @@ def process_counts_its_padding_as_live(
 ) -> None:
     """One rank counts its padding rows as live tokens, so they reach the experts of all ranks."""
     del batch
-    count = _count(registry)
-    if count is not None and _rank():
-        count.fill_(shape.num_tokens // get_attention_tp_size())
+    _set_count(registry, shape.num_tokens // get_attention_tp_size())
 
 
 @exhibit("GP11", "sgl-project/sglang#22404", on="cuda_graph", lanes="decode", ranks=2)
@@ -202,6 +199,4 @@ def process_captures_the_count_of_all_ranks(
 ) -> None:
     """One rank captures with the live tokens of all ranks of its group; its replays have its own share."""
     del batch
-    count = _count(registry)
-    if count is not None and _rank():
-        count.fill_(shape.num_tokens)
+    _set_count(registry, shape.num_tokens)

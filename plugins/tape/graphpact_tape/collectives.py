@@ -19,7 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 from graphpact.errors import CollectiveError
-from graphpact.ranks.collectives import NAMESPACES
+from graphpact.graphs.collectives import NAMESPACES, shape_and_dtype
 from graphpact_tape.tasks import operator_of
 from graphpact_tape.trees import tensors_of
 
@@ -104,7 +104,7 @@ def repeat_collective(func: Any, number: int | None, *args: Any, **kwargs: Any) 
         return run_and_wait(func, *args, **kwargs)
     except RuntimeError as error:
         leaves = (described(leaf) for leaf in tree_leaves((args, kwargs)))
-        texts = (_shape(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+        texts = (shape_and_dtype(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
         about = ", ".join(dict.fromkeys(text for text in texts if isinstance(text, str)))
         raise CollectiveError(
             f"collective {number}, {func} ({about}), failed at a replay: {error}",
@@ -124,7 +124,3 @@ def described(leaf: Any) -> Any:
     if kind == "ReduceOp":
         return str(torch._C._distributed_c10d.ReduceOp.RedOpType(leaf.op()).name)  # type: ignore[attr-defined]  # noqa: SLF001
     return leaf
-
-
-def _shape(tensor: torch.Tensor) -> str:
-    return f"{list(tensor.shape)} {str(tensor.dtype)[6:]}"

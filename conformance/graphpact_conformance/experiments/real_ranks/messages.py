@@ -169,8 +169,3 @@ class LostRank:
     rank: int
     how: str
     said: tuple[str, ...] = ()
-
-
-def ranks_in_words(ranks: list[int]) -> str:
-    """Return ``rank 0`` or ``ranks 0, 1``."""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from graphpact.batch import ForwardBatch
 from graphpact.parallel import local_num_token_non_padded
 from graphpact.ranks import RankLayout
+from graphpact.ranks.collectives import all_gather
 from graphpact_conformance.draws.fields import GATHERED
 from graphpact_conformance.experiments.real_ranks.scenes import PADDING_ID
 from graphpact_conformance.model import Model
@@ -25,9 +26,6 @@ WIDTH = 4
 """Columns of attention that the layer reads, and columns that it returns."""
 _HUGE = 1e6
 """The factor of the weights of `PADDING_ID`: a padding row that is not masked changes every result."""
-
-# torch 2.13 renamed it; the old name warns there.
-_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class RankModel(Model):
@@ -72,10 +70,10 @@ class RankModel(Model):
         mine[: len(out)].copy_(out[:, :WIDTH])
         mine = mine.narrow(0, layout.attention_rank * share, share)
         every = mine.new_empty(world * share, WIDTH)
-        _gather(every, mine, group=self._group)
+        all_gather(every, mine, group=self._group)
         count = self._count(batch, rows)
         counts = count.new_empty(world)
-        _gather(counts, count, group=self._group)
+        all_gather(counts, count, group=self._group)
         is_live = (torch.arange(share, device=out.device) < counts[:, None]).flatten()[:, None]
         live = torch.where(is_live, every + 1, 0)  # one more: eager attention leaves zeros in padding rows
         expert = dist.get_group_rank(self._group, layout.rank)

@@ -12,6 +12,7 @@ Does not: start ranks, or compare their results.
 from collections.abc import Iterator, Sequence
 
 from graphpact.errors import GraphpactError
+from graphpact.parallel import ranks_named
 from graphpact_conformance.experiments.comparison import differences
 from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.real_ranks.messages import (
@@ -20,7 +21,6 @@ from graphpact_conformance.experiments.real_ranks.messages import (
     Stop,
     Symptom,
     Wrong,
-    ranks_in_words,
 )
 from graphpact_conformance.experiments.real_ranks.scenes import scenes
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
@@ -75,7 +75,7 @@ def findings_of(lane: LaneUnderTest, answers: Sequence[RankReport | LostRank]) -
     if is_whole and refusing and not any(report.replays for report in reports):
         yield lane.finding(
             "GP17",
-            field=ranks_in_words([report.rank for report in refusing]),
+            field=ranks_named([report.rank for report in refusing]),
             expected="a graph for batches that a captured shape holds, as in one process",
             actual=f"all ranks run every batch eagerly: {refusing[0].refused}",
             help="let fit() depend on the batch, and not on the process",
@@ -91,10 +91,10 @@ def _of_stops(lane: LaneUnderTest, stops: Sequence[tuple[int, Stop]], lost: Sequ
     for ranks, stop in _grouped(raised):
         found = stop.finding
         is_of_ranks = found.rule is not None or stop.in_capture or _is_right_alone(lane)
-        yield _finding(found, found.rule or ("GP17" if is_of_ranks else None), ranks_in_words(ranks), stop)
+        yield _finding(found, found.rule or ("GP17" if is_of_ranks else None), ranks_named(ranks), stop)
     if not raised and not lost:
         for _, stop in waited[:1]:
-            yield _finding(stop.finding, "GP17", ranks_in_words([rank for rank, _ in waited]), stop)
+            yield _finding(stop.finding, "GP17", ranks_named([rank for rank, _ in waited]), stop)
 
 
 def _of_lost(lane: LaneUnderTest, lost: LostRank, others: Sequence[tuple[int, Stop]]) -> Finding:
