@@ -33,7 +33,7 @@ unexport PYTHONDONTWRITEBYTECODE  # tests start hundreds of processes; each woul
 test: $(STAMP)        ## run the tests, but for the long sweeps; five minutes
 	$(PYTEST) -m "not sweep"
 
-test-all: test        ## run the tests, and then the long sweeps; 40 minutes or more. SHARE=0/5: a fifth of the sweeps
+test-all: test        ## run the tests, and then the long sweeps; 40 minutes or more. SHARE=0/8: an eighth of the sweeps
 	$(PYTEST) -m sweep $(SHARE:%=--share %)
 
 bench: $(STAMP)       ## measure, as ratios inside one process; tens of minutes

@@ -478,6 +478,7 @@ def test_every_block_of_python_runs(
     config = (ROOT / "examples/demo.toml").read_text(encoding="utf-8")
     Path("examples").mkdir()
     Path("examples/engine.toml").write_text(config.replace('"models/', f'"{ROOT}/examples/models/'), "utf-8")
+    Path("examples/models").symlink_to(ROOT / "examples/models")
     names = _names_of(page)
     exec(code.replace("my_backend", "flashinfer"), names)  # noqa: S102  our own page
     if "answers.append" in code:
