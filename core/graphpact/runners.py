@@ -9,8 +9,8 @@ Does not: record, check or replay; `graphpact.lane` does.
 
 import abc
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import ClassVar
 
@@ -19,6 +19,7 @@ import torch
 from graphpact.attention import Capabilities, DraftLimits, GraphSupport, LayerSpec, Limits
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.buffers import CudaGraphBufferRegistry, GraphSlot, input_slots
+from graphpact.buffers.inputs import PROXIES
 from graphpact.errors import ConfigError, EngineError
 from graphpact.hookspecs import HookMethods
 from graphpact.parallel import get_attention_tp_size
@@ -50,6 +51,8 @@ class RunnerContext:
         layers: The model's layers.
         mrope: Whether batches carry ``mrope_positions``.
         input_embeds: Whether batches carry ``input_embeds``.
+        pp_proxy_tensors: Widths of the tensors that a pipeline stage gets from the stage before, by name.
+            Batches carry each as ``pp_proxy_tensors.NAME`` in `ForwardBatch.extra`, ``[T, width]``.
     """
 
     device: torch.device
@@ -67,6 +70,7 @@ class RunnerContext:
     layers: Sequence[LayerSpec] = ()
     mrope: bool = False
     input_embeds: bool = False
+    pp_proxy_tensors: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def tokens_per_request(self) -> int | None:
@@ -198,6 +202,7 @@ class GraphRunner(HookMethods, abc.ABC):
             require_gathered_buffer=context.require_gathered_buffer,
             mrope=context.mrope,
             embeds=(context.hidden_size, context.dtype) if context.input_embeds else None,
+            proxies={name: (width, context.dtype) for name, width in context.pp_proxy_tensors.items()},
         )
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
@@ -327,6 +332,10 @@ def dummy_batch(shape: GraphShape, context: RunnerContext) -> ForwardBatch:
         batch.mrope_positions = batch.positions.expand(3, -1).clone()
     if context.input_embeds:
         batch.input_embeds = torch.zeros(tokens, context.hidden_size, dtype=context.dtype)
+    batch.extra = {
+        f"{PROXIES}{name}": torch.zeros(tokens, width, dtype=context.dtype)
+        for name, width in context.pp_proxy_tensors.items()
+    }
     return batch.to(device)
 
 

@@ -31,7 +31,7 @@ from graphpact_engine.loop import AsyncLoop, PlainLoop, SpeculativeLoop
 from graphpact_engine.model_checks import ModelSpec, check_backends, lane_without_latents
 from graphpact_engine.phases import EnginePhases
 from graphpact_engine.plans import LanePlan, ModelName, plan_lanes
-from graphpact_engine.ranks import EngineRanks, RankSteps
+from graphpact_engine.ranks import EngineRanks, PipelineStage, RankSteps
 from graphpact_engine.request_texts import RequestTexts
 from graphpact_engine.sampler import Sampler
 from graphpact_engine.scheduler import Scheduler
@@ -152,7 +152,10 @@ def build_parts(
     lanes, verifiers = _build_lanes(plans, config, models, memory, observing, drafting, on_capture, ranks)
     by_mode = _by_mode(plans, lanes)
     rank_steps = None if ranks is None else RankSteps(ranks, by_mode, device)
-    lane_set = LaneSet(by_mode, rank_steps)
+    stage = None
+    if ranks is not None and ranks.layout.pipeline > 1:
+        stage = PipelineStage(ranks, width=models.target.width, dtype=models.target.dtype, device=device)
+    lane_set = LaneSet(by_mode, rank_steps, stage)
     weights = sum(weight.nbytes for model in models.by_name.values() for _, weight in model.named_weights())
     num_threads = choose_num_threads(config.engine.num_threads, device, weights)
     with running_on(num_threads):
@@ -197,6 +200,7 @@ def build_parts(
             num_threads=num_threads,
             phases=phases,
             ranks=rank_steps,
+            stage=stage,
         ),
         phases=phases,
         rank_steps=rank_steps,
@@ -266,7 +270,7 @@ def _load_models(
         device=device,
         attention=models.ATTENTION_NAME,
         trust_remote_code=config.model.trust_remote_code,
-        sharding=None if ranks is None or ranks.layout.tensor == 1 else models.Sharding(ranks, device),
+        sharding=None if ranks is None or not ranks.split_model else models.Sharding(ranks, device),
     )
     gathering = None
     if ranks is not None:
@@ -287,6 +291,7 @@ def _load_models(
             has_experts=target.has_experts,
             expanded_for=expanding if target.has_latents else None,
             expanded_layers=expanded,
+            proxies=target.received,
         )
     }
     draft = None

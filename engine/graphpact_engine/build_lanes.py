@@ -111,6 +111,7 @@ def build_lane(
         hidden_size=spec.hidden_sizes.get(plan.mode, 1),
         dtype=spec.dtype,
         layers=spec.layers,
+        pp_proxy_tensors=spec.proxies,
     )
     runner = call_plugin("runner", plan.runner_name, plan.runner, context)
     _require_configured_sizes(plan, runner)
@@ -123,7 +124,7 @@ def build_lane(
     outer: list[object] = [_CaptureLog(on_capture)]
     if ranks is not None:
         outer.insert(
-            0, RankObserver(ranks.exchange, ranks.watch, strict=plan.config.strict, captures=ranks.captures)
+            0, RankObserver(ranks.stage, ranks.watch, strict=plan.config.strict, captures=ranks.captures)
         )
     verifier = None
     if plan.config.strict:

@@ -18,6 +18,7 @@ from graphpact.shapes import GraphShape
 from graphpact.step import StepOutputs
 from graphpact_engine.errors import ModelCaptureError
 from graphpact_engine.logs import log_event
+from graphpact_engine.ranks.stages import PipelineStage
 from graphpact_engine.ranks.steps import RankSteps, scratch_batch, target_mode
 
 _log = logging.getLogger(__name__)
@@ -32,14 +33,21 @@ class LaneSet:
     Args:
         lanes: The lanes of each mode, in their order.
         ranks: Decides with other ranks about every step; None for one process.
+        stage: Gets hidden states from the stage before, and passes them on; None for a whole model.
 
     Raises:
         ConfigError: A lane never runs, because an earlier lane of its mode takes all its batches.
     """
 
-    def __init__(self, lanes: Mapping[str, Sequence[Lane]], ranks: RankSteps | None = None) -> None:
+    def __init__(
+        self,
+        lanes: Mapping[str, Sequence[Lane]],
+        ranks: RankSteps | None = None,
+        stage: PipelineStage | None = None,
+    ) -> None:
         self._of_mode = lanes
         self._ranks = ranks
+        self._stage = stage
         self._num_reasons = dict.fromkeys(itertools.chain(*lanes.values()), 0)  # logged reasons of eager runs
         for each in lanes.values():
             _require_each_can_run(each)
@@ -48,6 +56,8 @@ class LaneSet:
         """Run a batch in a lane of ``mode``; add the number of its tokens if the lane's graphs read it."""
         if self._ranks is not None:
             batch = self._ranks.agree(mode, self._of_mode[mode], batch)
+        if self._stage is not None:
+            batch = self._stage.receive(batch)
         lane = self.choose(mode, batch)
         if not batch.batch_size and batch.forward_mode is not ForwardMode.IDLE:  # ranks run eagerly
             outputs = lane.run(scratch_batch(batch, lane.runner.context)).rows(0, 0)
@@ -56,6 +66,8 @@ class LaneSet:
             outputs = lane.run(_counted(batch) if is_read else batch)
         if len(lane.stats.eager) > self._num_reasons[lane]:
             self._log_reason(lane, batch)
+        if self._stage is not None:
+            self._stage.send(outputs)
         return outputs
 
     def run_target(self, batch: ForwardBatch) -> StepOutputs:

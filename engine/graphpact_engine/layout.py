@@ -80,9 +80,10 @@ def lay_out_memory(
     ]
     per_slot = spec.dtype.itemsize * sum(s.width for s in shapes)
     budget = _kv_budget(engine.kv_cache_memory_gib, device)
-    if ranks is not None:
-        budget = ranks.lowest(budget)
     affordable = budget // (per_slot * engine.page_size) - 1  # page 0 is scratch
+    if ranks is not None:  # they may have other layers, and other free memory
+        affordable = ranks.lowest(affordable)
+        budget = min(budget, (affordable + 1) * per_slot * engine.page_size)
     num_reserved = max(draft.num_draft_tokens, draft.num_steps * draft.topk)
     max_model_len = _context_len(
         engine.max_model_len,

@@ -16,6 +16,7 @@ from typing import Any
 
 from graphpact_engine.lanes import LaneSet
 from graphpact_engine.phases import EnginePhases
+from graphpact_engine.ranks.stages import PipelineStage
 from graphpact_engine.ranks.steps import RankSteps
 from graphpact_engine.request import Request
 from graphpact_engine.request_texts import RequestTexts
@@ -37,6 +38,7 @@ class PlainLoop:
         num_threads: CPU threads of a step.
         phases: The phases of a step, as observers wrap them.
         ranks: Decides with other ranks what runs; None for one process.
+        stage: Shares the tokens of the last stage; None for a whole model.
     """
 
     def __init__(
@@ -49,8 +51,10 @@ class PlainLoop:
         num_threads: int,
         phases: EnginePhases,
         ranks: RankSteps | None = None,
+        stage: PipelineStage | None = None,
     ) -> None:
         self._lanes = lanes
+        self._stage = stage
         self._is_stopped = texts.is_stopped
         self._num_threads = num_threads
         schedule = scheduler.schedule if ranks is None else functools.partial(ranks.schedule, scheduler)
@@ -73,12 +77,17 @@ class PlainLoop:
 
     def _tokens(self, scheduled: ScheduledBatch) -> list[list[int]]:
         """Run a scheduled batch and return the tokens of each of its requests."""
-        logits = self._lanes.run_target(scheduled.batch).logits
+        outputs = self._lanes.run_target(scheduled.batch)
         if not scheduled.requests:
             return []
-        if not scheduled.all_sample:
-            logits = logits[scheduled.sampled_indices]
-        return scheduled.tokens_of(self._sample(logits, scheduled.sampled_requests))
+
+        def sample() -> list[int]:
+            logits = outputs.logits if scheduled.all_sample else outputs.logits[scheduled.sampled_indices]
+            return self._sample(logits, scheduled.sampled_requests)
+
+        if self._stage is None:
+            return scheduled.tokens_of(sample())
+        return scheduled.tokens_of(self._stage.tokens(sample, len(scheduled.sampled_requests)))
 
 
 class SpeculativeLoop(PlainLoop):

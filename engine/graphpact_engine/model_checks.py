@@ -39,6 +39,7 @@ class ModelSpec:
         hidden_sizes: For a draft model, the widths of the hidden states that its batches carry, by forward
             mode.
         has_experts: Whether it routes tokens to experts, which must not compute padding.
+        proxies: Widths of the tensors that its stage gets from the stage before, by name.
     """
 
     layers: Sequence[LayerSpec]
@@ -49,6 +50,7 @@ class ModelSpec:
     expanded_layers: Callable[[], Sequence[LayerSpec]] | None = None
     hidden_sizes: Mapping[ForwardMode, int] = field(default_factory=dict)
     has_experts: bool = False
+    proxies: Mapping[str, int] = field(default_factory=dict)
 
 
 def lane_without_latents(plans: Sequence[LanePlan]) -> LanePlan | None:

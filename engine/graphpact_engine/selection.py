@@ -43,7 +43,7 @@ def choose_async(config: EngineConfig, device: torch.device) -> bool:
     """
     asked = config.engine.async_scheduling
     drafts = config.speculative.algorithm is not None
-    has_ranks = config.parallel.tensor * config.parallel.data > 1
+    has_ranks = config.parallel.num_ranks > 1
     if asked == "auto":
         return device.type == "cuda" and not drafts and not has_ranks
     if asked and has_ranks:
@@ -98,6 +98,12 @@ def select_algorithm(config: EngineConfig, catalog: PluginCatalog) -> type[Specu
             hint="set it to the directory of a draft model that was trained for this target"
             if drafts
             else "remove speculative.draft_model",
+        )
+    if config.parallel.pipeline > 1:
+        raise ConfigError(
+            f"speculative.algorithm is {asked.algorithm!r} and parallel.pipeline is"
+            f" {config.parallel.pipeline}: only the last stage has the logits that accept drafts",
+            hint="split the model by parallel.tensor instead, or remove [speculative]",
         )
     return algorithm
 

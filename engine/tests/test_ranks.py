@@ -32,6 +32,7 @@ Case = dict[str, Any]
 TENSOR = ["parallel.tensor=2"]
 ATTENTION = [*TENSOR, "parallel.attention_data=2"]
 SEQUENCE = [*TENSOR, "parallel.sequence=true"]
+PIPELINE = ["parallel.pipeline=2"]
 STRICT = ["lanes.decode.strict=true"]
 
 
@@ -144,6 +145,35 @@ def test_two_ranks_generate_the_tokens_of_one(checkpoint: Callable[..., Path], t
     assert found["large"]["lanes"]["decode"]["eager"].keys() == {"over_largest", "other_rank"}
     assert found["drafts"]["lanes"]["verify"]["replays"]
     assert found["idle drafts"]["lanes"]["draft"]["replays"]
+
+
+def test_stages_of_a_pipeline_generate_the_tokens_of_one(
+    checkpoint: Callable[..., Path], tmp_path: Path
+) -> None:
+    """Each stage replays graphs of its layers; hidden states are static inputs of the later ones."""
+    experts = checkpoint("qwen2_moe")
+    found = require_equal(
+        tmp_path,
+        2,
+        {
+            "stages": (checkpoint("llama"), [*PIPELINE, *STRICT, "verify.replay_against_eager=1"], {}),
+            "tied": (checkpoint("gemma2"), PIPELINE, {}),
+            "prefill": (
+                experts,
+                [*PIPELINE, "lanes.prefill.runner=breakable_cuda_graph", "lanes.prefill.strict=true"],
+                {},
+            ),
+            "chunks": (
+                experts,
+                [*PIPELINE, "engine.max_prefill_chunk=4"],
+                {"sampling": {"temperature": 0.9}},
+            ),
+            "large": (experts, [*PIPELINE, "lanes.decode.batch_sizes=[1,2]"], {}),
+        },
+    )
+    assert found["stages"]["verified"] == found["stages"]["lanes"]["decode"]["replays"] > 0
+    assert found["prefill"]["lanes"]["prefill"]["replays"]
+    assert found["large"]["lanes"]["decode"]["eager"].keys() == {"over_largest"}
 
 
 @pytest.mark.sweep

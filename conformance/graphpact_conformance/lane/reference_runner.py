@@ -165,6 +165,10 @@ class ReferenceRunner(GraphRunner):
             declared.append(self._by_token("input_embeds", self.context.dtype, self.context.hidden_size))
         elif self.context.mrope:
             declared += [self._by_request(name, field.dtype) for name, field in _BY_REQUEST.items()]
+        declared += [
+            self._by_token(f"pp_proxy_tensors.{name}", self.context.dtype, width)
+            for name, width in self.context.pp_proxy_tensors.items()
+        ]
         if self.context.require_gathered_buffer:
             declared += map(_gathered, GATHERED)
         if self.context.num_token_non_padded:
@@ -234,6 +238,10 @@ class ReferenceRunner(GraphRunner):
             input_embeds=torch.zeros(tokens, self.context.hidden_size, dtype=self.context.dtype)
             if self.context.input_embeds
             else None,
+            extra={
+                f"pp_proxy_tensors.{name}": torch.zeros(tokens, width, dtype=self.context.dtype)
+                for name, width in self.context.pp_proxy_tensors.items()
+            },
         )
         if self.context.mrope and not self.context.input_embeds:
             for name, field in _BY_REQUEST.items():

@@ -53,6 +53,7 @@ def runner_context(
         layers=config.layers,
         mrope=config.case.embeds or config.fields,
         input_embeds=config.case.embeds,
+        pp_proxy_tensors={"hidden_states": HIDDEN} if config.case.embeds else {},
     )
 
 

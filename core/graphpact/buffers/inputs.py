@@ -26,6 +26,9 @@ from graphpact.buffers.slots import FillContext, GraphSlot, PaddingPolicy, Shape
 from graphpact.errors import SlotError
 from graphpact.parallel import compute_local_num_token_non_padded, local_num_token_non_padded
 
+PROXIES = "pp_proxy_tensors."
+"""The beginning of the names of tensors that a pipeline stage gets from the stage before."""
+
 _HOST = torch.device("cpu")
 _CUT_OFF = "outputs that are computed from it in padding rows are finite, and they are cut off"
 
@@ -116,6 +119,10 @@ class _Inputs:
     def add_embeds(self, width: int, dtype: torch.dtype, **changes: Any) -> None:
         """Add embeddings of ``width``."""
         self.add("input_embeds", shape_fn=lambda _, n: (n, width), dtype=dtype, **changes)
+
+    def add_proxy(self, name: str, width: int, dtype: torch.dtype) -> None:
+        """Add a tensor of the pipeline stage before, which the batch carries by its dotted name."""
+        self.slots.append(_per_token(f"{PROXIES}{name}", lambda _, n: (n, width), dtype, owner=self.owner))
 
     def add_num_token_non_padded(self, *, is_local: bool) -> None:
         """Add the count of real tokens; see `num_token_non_padded_slot`."""
@@ -265,7 +272,7 @@ def build_prefill_registry(
         inputs.add_num_token_non_padded(is_local=require_gathered_buffer and not splits_tokens)
     _register(registry, inputs.slots, source)
     proxy = partial(_per_token, owner=inputs.owner)
-    _adopt(registry, proxy, _proxies(source), "pp_proxy_tensors.", _proxy)
+    _adopt(registry, proxy, _proxies(source), PROXIES, _proxy)
     return registry
 
 
@@ -280,6 +287,7 @@ def input_slots(
     require_gathered_buffer: bool = False,
     mrope: bool = False,
     embeds: tuple[int, torch.dtype] | None = None,
+    proxies: Mapping[str, tuple[int, torch.dtype]] | None = None,
 ) -> list[GraphSlot]:
     """Return the inputs of graphs of ``mode`` whose requests and tokens are padded.
 
@@ -299,6 +307,7 @@ def input_slots(
         require_gathered_buffer: See `build_decode_registry`.
         mrope: Add ``mrope_positions``.
         embeds: Width and dtype of ``input_embeds``; None to leave them out.
+        proxies: Width and dtype of each tensor of the pipeline stage before, by name.
     """
     inputs = _Inputs(f"{mode.value} inputs")
     inputs.add_tokens(steps=num_draft_steps if mode is ForwardMode.DRAFT_DECODE else None)
@@ -306,6 +315,8 @@ def input_slots(
         inputs.add("mrope_positions")
     if embeds is not None:
         inputs.add_embeds(*embeds)
+    for name, (width, dtype) in (proxies or {}).items():
+        inputs.add_proxy(name, width, dtype)
     inputs.add_requests(seq_len_fill_value)
     if mode.is_ragged:
         inputs.add("extend_seq_lens", "extend_seq_lens_cpu")
@@ -376,7 +387,7 @@ def _adopt_extras(registry: CudaGraphBufferRegistry, source: Any) -> None:
     reason = f"columns and lengths of an earlier batch are inside the token table; {_CUT_OFF}"
     _adopt(registry, partial(GraphSlot, **keeps, reason=reason), infos, "ngram_embedding_info.", _ngram)
     proxy = partial(GraphSlot, **keeps, reason=_CUT_OFF)
-    _adopt(registry, proxy, _proxies(source), "pp_proxy_tensors.", _proxy)
+    _adopt(registry, proxy, _proxies(source), PROXIES, _proxy)
     traced = {n: getattr(source, n, None) for n in ("rids_int", "bootstrap_room_ids_int")}
     changes: dict[str, Any] = {
         "padding_policy": PaddingPolicy.FOREACH_COPY,
@@ -441,7 +452,7 @@ def _proxy(name: str, _: Any, context: FillContext) -> torch.Tensor | None:
         return None
     if name not in proxies.tensors:
         raise SlotError(
-            f"pp_proxy_tensors has no {name!r}, which slot 'pp_proxy_tensors.{name}' copies; it has"
+            f"pp_proxy_tensors has no {name!r}, which slot '{PROXIES}{name}' copies; it has"
             f" {', '.join(proxies.tensors) or 'none'}",
             hint="send every declared tensor, or declare the ones that are sent",
         )

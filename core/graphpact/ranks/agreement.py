@@ -31,7 +31,7 @@ def agreed(
     wants_graph = all(step.wants_graph for step in steps)
     if not gathers:
         return batch if wants_graph else replace(batch, can_run_graph=False)
-    first_of_each = steps[:: layout.attention_tensor]
+    first_of_each = steps[: layout.tensor : layout.attention_tensor]  # all stages have the same batches
     return replace(
         batch,
         can_run_graph=wants_graph,

@@ -298,7 +298,7 @@ class SpeculativeConfig(Section):
 
 
 class ParallelConfig(Section):
-    """``[parallel]``: the ranks, one process each, started by ``torchrun``: data * tensor processes."""
+    """``[parallel]``: the ranks, one process each, started by ``torchrun``: data * pipeline * tensor."""
 
     tensor: int = Field(
         default=1,
@@ -318,7 +318,15 @@ class ParallelConfig(Section):
         default=1,
         ge=1,
         le=2**16,
-        description="Copies of the model, each on tensor ranks. Requests are dealt out to them in turn.",
+        description="Copies of the model, each on pipeline * tensor ranks. Requests are dealt out to them in"
+        " turn.",
+    )
+    pipeline: int = Field(
+        default=1,
+        ge=1,
+        le=2**16,
+        description="Stages of a copy, on tensor ranks each. Each stage has a part of the layers, and passes"
+        " hidden states to the next one.",
     )
     sequence: bool = Field(
         default=False,
@@ -337,6 +345,11 @@ class ParallelConfig(Section):
         le=2**20,
         description="The same for the start, until all ranks have loaded their weights.",
     )
+
+    @property
+    def num_ranks(self) -> int:
+        """The number of processes."""
+        return self.data * self.pipeline * self.tensor
 
 
 class ConfigTables(Section):

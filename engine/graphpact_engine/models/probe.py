@@ -25,6 +25,7 @@ from graphpact.attention import LayerSpec
 from graphpact.graphs.lines import Line
 from graphpact_engine.errors import UnsupportedModelError
 from graphpact_engine.models.interface import Attention
+from graphpact_engine.models.stages import stage_of
 from graphpact_tape.host_guard import DispatchMode
 from graphpact_tape.trees import map_tensors
 
@@ -260,11 +261,11 @@ def _unlike_plain_attention(model: Any, config: Any, layers: dict[int, LayerSpec
     """Yield features that the configuration names and the layers' attention arguments do not express."""
     if getattr(model, "_is_stateful", False):
         yield "state besides keys and values"
-    if len(layers) != config.num_hidden_layers:
-        yield (
-            f"{config.num_hidden_layers} layers, of which {len(layers)} use transformers' attention interface"
-        )
-    kinds = getattr(config, "layer_types", None) or []
+    stage = stage_of(model)
+    own = range(config.num_hidden_layers) if stage is None else stage.own
+    if len(layers) != len(own):
+        yield f"{len(own)} layers, of which {len(layers)} use transformers' attention interface"
+    kinds = (getattr(config, "layer_types", None) or [])[own.start : own.stop]
     for kind, layer in zip(kinds, layers.values(), strict=False):
         # The attention function receives no mask, so a layer that relies on its mask cannot run.
         if kind not in _WINDOWED or _WINDOWED[kind] is not (layer.sliding_window is not None):

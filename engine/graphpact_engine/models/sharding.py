@@ -1,8 +1,10 @@
 """`Sharding`: loads a transformers model so that each rank has its part of every layer.
 
-The parts are those of transformers' own tensor-parallel plan. Attention, and the language model head if
-requests are not the same on all ranks, are split among the ranks of an attention group; all other layers
-among the ranks of a replica. The embedding is not split. After loading, weights are plain tensors.
+Stages of a pipeline have the layers that transformers gives them; the first one has the embedding, the last
+one the language model head. The parts of a layer are those of transformers' own tensor-parallel plan.
+Attention, and the language model head if requests are not the same on all ranks, are split among the ranks of
+an attention group; all other layers among the ranks of a stage. The embedding is not split. After loading,
+weights are plain tensors.
 
 Does not: gather tokens of other ranks; `graphpact_engine.models.gathering` does.
 """
@@ -16,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from graphpact.errors import ConfigError
+from graphpact_engine.models.stages import is_left_out, split_stages
 from graphpact_engine.ranks.processes import EngineRanks
 
 _ATTENTION = re.compile(r"attn|attention")
@@ -35,12 +38,14 @@ class Sharding:
     def __init__(self, ranks: EngineRanks, device: torch.device) -> None:
         if not hasattr(PreTrainedModel, "maybe_distribute_model"):
             raise ConfigError(
-                f"parallel.tensor = {ranks.layout.tensor} needs a transformers with DistributedConfig",
+                f"parallel.tensor = {ranks.layout.tensor}, parallel.pipeline = {ranks.layout.pipeline}: the"
+                " installed transformers does not split models",
                 hint='pip install -U "transformers>=5.20"',
             )
         self._ranks = ranks
         self._attention = _mesh(ranks.attention, device)
         self._tensor = _mesh(ranks.tensor, device)
+        self._pipeline = _mesh(ranks.pipeline, device)
 
     def class_of(self, model_class: type[Any], *, tied: bool) -> type[Any]:
         """Return a subclass of a transformers model whose ``from_pretrained`` loads this rank's part.
@@ -70,36 +75,45 @@ class Sharding:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The argument of ``from_pretrained`` that asks for the plan."""
+        """The argument of ``from_pretrained`` that asks for the plans."""
         from transformers.distributed import DistributedConfig  # noqa: PLC0415  not in older versions
 
-        return {"distributed_config": DistributedConfig(tp_size=self._ranks.layout.tensor)}
+        layout = self._ranks.layout
+        return {"distributed_config": DistributedConfig(tp_size=layout.tensor, pp_size=layout.pipeline)}
 
     def apply(self, model: Any, config: Any, *, tied: bool) -> None:
-        """Split a model without weights by the plan of transformers.
+        """Split a model without weights by the plans of transformers.
 
         Raises:
-            ConfigError: The model has no plan, or heads that cannot be divided.
+            ConfigError: The model has no plan, fewer layers than stages, or heads that cannot be divided.
         """
+        model.config.distributed_config = config
+        model._is_distributed_loading_by_transformers = True  # noqa: SLF001  see apply of transformers
+        if self._ranks.layout.pipeline > 1:
+            split_stages(model, self._pipeline)
+        if self._ranks.layout.tensor > 1:
+            self._split_layers(model, config, tied=tied)
+
+    def _split_layers(self, model: Any, config: Any, *, tied: bool) -> None:
+        """Keep this rank's part of each layer."""
         from transformers.distributed.tensor_parallel import (  # noqa: PLC0415  not in older versions
             apply_tensor_parallelism,
         )
 
         head = _name_of(model, model.get_output_embeddings())
+        keeps_head = tied or is_left_out(model.get_output_embeddings())
         embedding = _name_of(model, model.get_input_embeddings())
         plan, _, _ = model._resolve_parallel_plans(config)  # noqa: SLF001  transformers has no public one
         of_attention: dict[str, str] = {}
         of_others: dict[str, str] = {}
         layout = self._ranks.layout
         for name, style in plan.items():
-            if _is_in(name, embedding) or (tied and _is_in(name, head)):
+            if _is_in(name, embedding) or (keeps_head and _is_in(name, head)):
                 continue
             is_attention = _is_in(name, head) or _ATTENTION.search(name)
             (of_attention if is_attention else of_others)[name] = style
         if any(_ATTENTION.search(name) for name in of_attention):
             _require_divisible_heads(model.config.get_text_config(), layout.attention_tensor)
-        model.config.distributed_config = config
-        model._is_distributed_loading_by_transformers = True  # noqa: SLF001  see apply of transformers
         for mesh, rules in ((self._attention, of_attention), (self._tensor, of_others)):
             if mesh.size() > 1:
                 apply_tensor_parallelism(model, mesh, rules)

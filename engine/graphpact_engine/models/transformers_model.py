@@ -18,6 +18,7 @@ import torch
 from graphpact.attention import LayerSpec
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import Axis
+from graphpact.buffers.inputs import PROXIES
 from graphpact.errors import CaptureError
 from graphpact.plugin_calls import returned
 from graphpact.step import Attend, StepOutputs
@@ -27,6 +28,8 @@ from graphpact_engine.models.gathering import GatheredTokens
 from graphpact_engine.models.interface import Attention, attending
 from graphpact_engine.models.latents import AbsorbedAttention, absorb_layers, latent_modules
 from graphpact_engine.models.probe import probe_layers
+from graphpact_engine.models.stages import receiving, stage_of
+from graphpact_engine.ranks.stages import STAGE_OUTPUT
 
 
 def _is_of_backend(error: BaseException) -> bool:
@@ -119,6 +122,7 @@ class TransformersModel:
         has_experts: Whether the model routes tokens to experts, which compute the first
             ``num_token_non_padded`` tokens of a batch that carries this number, and otherwise all.
         has_latents: Whether the model has MLA layers, in either form.
+        stage: Its layers, if it is one stage of a pipeline; None for a whole model.
 
     Raises:
         UnsupportedModelError: The probe refuses the model (the message lists everything), or it has MLA
@@ -135,6 +139,7 @@ class TransformersModel:
     ) -> None:
         self.model = model
         self._gathering = gathering
+        self.stage = stage_of(model)
         self.hidden_states = tuple(hidden_states)
         self.has_experts = mask_experts(model)
         self.has_latents = bool(latent_modules(model))
@@ -151,6 +156,16 @@ class TransformersModel:
         """The attention layers, by ``layer_id``."""
         return list(self._layers.values())
 
+    @property
+    def width(self) -> int:
+        """The size of hidden states."""
+        return int(self.model.config.get_text_config().hidden_size)
+
+    @property
+    def received(self) -> dict[str, int]:
+        """Widths of what its stage gets from the stage before, by name; empty for a whole model."""
+        return {} if self.stage is None or self.stage.is_first else {STAGE_OUTPUT: self.width}
+
     def named_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield every parameter and buffer with its name in the model; tied weights once."""
         yield from self.model.named_parameters()
@@ -158,6 +173,9 @@ class TransformersModel:
 
     def __call__(self, batch: ForwardBatch, metadata: Any, attend: Attend) -> StepOutputs:
         """Return ``logits``, and ``hidden_states`` if requested.
+
+        A stage before the last one returns only ``hidden_states`` ``[T, hidden_size]``: the output of its
+        last layer. A stage after the first one reads those of the stage before from ``batch.extra``.
 
         In decode and for a ragged batch, logits are ``[bs, vocab]``, of the last token of each request. In
         other modes they are ``[T, vocab]``, of every token.
@@ -171,7 +189,10 @@ class TransformersModel:
         rows = batch.num_tokens if self._gathering is None else self._gathering.rows(batch)
         try:
             padding = self._padding(batch, rows) if self.has_experts else None
-            logits, hidden = self._in_rows(rows, attention, batch.input_ids, batch.positions, last, padding)
+            received = batch.extra[f"{PROXIES}{STAGE_OUTPUT}"] if self.received else None
+            logits, hidden = self._in_rows(
+                rows, attention, batch.input_ids, batch.positions, received, last, padding
+            )
         except CaptureError as error:
             if _is_of_backend(error):
                 raise
@@ -180,9 +201,11 @@ class TransformersModel:
                 f"model type {model_type!r} cannot be captured: {error.message}", rule=error.rule
             ) from error
         by_request = last is not None or batch.forward_mode.is_decode
-        outputs: dict[str, tuple[torch.Tensor, Axis]] = {"logits": (logits, "bs" if by_request else "tokens")}
+        outputs: dict[str, tuple[torch.Tensor, Axis]] = {}
+        if logits is not None:
+            outputs["logits"] = logits, "bs" if by_request else "tokens"
         if hidden is not None:
-            outputs["hidden_states"] = (hidden, "tokens")
+            outputs[STAGE_OUTPUT] = hidden, "tokens"
         return StepOutputs(**outputs)
 
     def _padding(self, batch: ForwardBatch, rows: int) -> torch.Tensor | None:
@@ -195,10 +218,18 @@ class TransformersModel:
     def _probed(
         self, attention: Attention, input_ids: torch.Tensor, positions: torch.Tensor | None
     ) -> torch.Tensor:
-        """Return the logits of tokens that all ranks have, for the probe."""
+        """Return the results of tokens that all ranks have, for the probe.
+
+        A stage after the first one gets numbers made from the token ids.
+        """
         count = len(input_ids)
         rows = count if self._gathering is None else self._gathering.layout.padded_rows(count)
-        return self._in_rows(rows, attention, input_ids, positions)[0]
+        received = None
+        if self.received:
+            factors = torch.linspace(1, 2, self.width, device=input_ids.device)
+            received = torch.cos((input_ids[:, None] + 1) * factors).to(self.dtype)
+        logits, hidden = self._in_rows(rows, attention, input_ids, positions, received)
+        return next(found for found in (logits, hidden) if found is not None)
 
     def _in_rows(
         self,
@@ -206,36 +237,49 @@ class TransformersModel:
         attention: Attention,
         input_ids: torch.Tensor,
         positions: torch.Tensor | None,
+        received: torch.Tensor | None,
         last: torch.Tensor | None = None,
         padding: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Run a forward pass of ``rows`` rows, and return the results of the tokens, without the others."""
         count = len(input_ids)
         missing = rows - count
         if not missing:
-            return self._forward(attention, input_ids, positions, last, padding)
+            return self._forward(attention, input_ids, positions, received, last, padding)
         pad = torch.nn.functional.pad
         input_ids = pad(input_ids, (0, missing))
         positions = None if positions is None else pad(positions, (0, missing))
-        logits, hidden = self._forward(LiveRows(attention, count), input_ids, positions, last, padding)
-        return logits if last is not None else logits[:count], None if hidden is None else hidden[:count]
+        received = None if received is None else pad(received, (0, 0, 0, missing))
+        live = LiveRows(attention, count)
+        logits, hidden = self._forward(live, input_ids, positions, received, last, padding)
+        if logits is not None and last is None:
+            logits = logits[:count]
+        return logits, None if hidden is None else hidden[:count]
 
     def _forward(
         self,
         attention: Attention,
         input_ids: torch.Tensor,
         positions: torch.Tensor | None,
+        received: torch.Tensor | None,
         last: torch.Tensor | None = None,
         padding: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        more: dict[str, Any] = {} if positions is None else {"position_ids": positions[None]}
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        more: dict[str, Any] = {"input_ids": input_ids[None]}
+        if received is not None:  # it has no embedding; the layers get `received` itself
+            more = {"inputs_embeds": received[None]}
+        if positions is not None:
+            more["position_ids"] = positions[None]
         if last is not None and self._takes_logits_to_keep:
             more["logits_to_keep"] = last
         if self.hidden_states:
             more["output_hidden_states"] = True
         absorbed = AbsorbedAttention(attention, self._latents) if self._latents else attention
-        with attending(absorbed), routing(padding):
-            given = self.model(input_ids=input_ids[None], use_cache=False, **more)
+        with attending(absorbed), routing(padding), receiving(received):
+            if self.stage is not None and not self.stage.is_last:
+                more.pop("logits_to_keep", None)
+                return None, self.model.base_model(use_cache=False, **more).last_hidden_state[0]
+            given = self.model(use_cache=False, **more)
         logits: torch.Tensor = given.logits[0]
         if last is not None and not self._takes_logits_to_keep:
             logits = logits[last]

@@ -2,9 +2,11 @@
 
     world        all processes; gloo on a CPU, NCCL on a GPU
     step         a replica's ranks, always gloo: the exchange before each step
+    stage        the ranks of one stage, always gloo: what they compare in strict lanes
     capture      the same ranks: the exchanges of captures, which may take longer
-    tensor       a replica's ranks, on the device: layers other than attention
+    tensor       the same ranks, on the device: layers other than attention
     attention    the ranks of one attention group, on the device
+    pipeline     one rank of each stage, on the device: hidden states, and tokens back
 
 Does not: start processes, or end them.
 """
@@ -36,22 +38,31 @@ class EngineRanks:
     Args:
         layout: Sizes and places.
         exchange: The exchanges of this replica.
+        stage: The exchanges of this stage.
         captures: The same, with the time of the start: ranks compile for different times.
         watch: Names a missing rank.
         tensor: The group ``tensor``.
         attention: The group ``attention``.
+        pipeline: The group ``pipeline``.
         config: The table of the configuration.
         store: The store by which the processes met.
     """
 
     layout: RankLayout
     exchange: RankExchange
+    stage: RankExchange
     captures: RankExchange
     watch: RankWatch
     tensor: "dist.ProcessGroup"
     attention: "dist.ProcessGroup"
+    pipeline: "dist.ProcessGroup"
     config: ParallelConfig
     store: Any
+
+    @property
+    def split_model(self) -> bool:
+        """Whether a rank has only a part of the model."""
+        return self.layout.tensor * self.layout.pipeline > 1
 
     @property
     def is_sharded(self) -> bool:
@@ -109,17 +120,17 @@ def connect(config: EngineConfig, device: torch.device) -> EngineRanks | None:
             different configurations.
     """
     asked = config.parallel
-    needed, started = asked.data * asked.tensor, _world_size()
+    needed, started = asked.num_ranks, _world_size()
     rank = int(os.environ.get("RANK", "0")) if not _is_joined() else dist.get_rank()
-    sizes = f"parallel.data {asked.data} x parallel.tensor {asked.tensor}"
+    sizes = f"parallel.data {asked.data} x pipeline {asked.pipeline} x tensor {asked.tensor}"
     if started != needed:
         raise ConfigError(
             f"{sizes} need {needed} processes; {started} {'was' if started == 1 else 'were'} started",
             hint=f"torchrun --nproc-per-node {needed} --no-python graphpact generate ..."
             if started == 1
-            else "set parallel.tensor and parallel.data so that their product is the number of processes",
+            else "set parallel.tensor, pipeline and data so that their product is the number of processes",
         )
-    layout = RankLayout(rank, asked.tensor, asked.data, asked.attention_data)
+    layout = RankLayout(rank, asked.tensor, asked.data, asked.attention_data, asked.pipeline)
     if needed == 1:
         return None
     timeout = timedelta(seconds=asked.timeout)
@@ -141,10 +152,12 @@ def connect(config: EngineConfig, device: torch.device) -> EngineRanks | None:
     ranks = EngineRanks(
         layout,
         exchange,
-        RankExchange(groups(layout.replicas, "capture", "gloo", asked.start_timeout)),
+        exchange if layout.pipeline == 1 else RankExchange(groups(layout.stages, "stage", "gloo")),
+        RankExchange(groups(layout.stages, "capture", "gloo", asked.start_timeout)),
         RankWatch(store, rank, exchange.ranks, grace=min(2.0, asked.timeout)),
-        groups(layout.replicas, "tensor"),
+        groups(layout.stages, "tensor"),
         groups(layout.attention_groups, "attention"),
+        groups(layout.pipelines, "pipeline"),
         config=asked,
         store=store,
     )

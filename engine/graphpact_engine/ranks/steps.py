@@ -123,10 +123,9 @@ class RankSteps:
         return not batch.batch_size or any(isinstance(lane.fit(batch), GraphShape) for lane in lanes)
 
     def _require_same_requests(self, steps: Sequence[RankStep]) -> None:
-        """Refuse ranks of one attention group with different batches: their schedulers have diverged."""
-        size = self._ranks.layout.attention_tensor
-        for first in range(0, len(steps), size):
-            for other in range(first + 1, first + size):
+        """Refuse ranks with the same requests and different batches: their schedulers have diverged."""
+        for first, *others in self._ranks.layout.sharing:
+            for other in others:
                 if steps[other][:-1] != steps[first][:-1]:
                     self._refuse(steps, first, other)
 
