@@ -214,7 +214,7 @@ def test_a_step_is_launched_before_the_tokens_of_the_last_one_are_read(tmp_path:
 
 
 def test_where_it_is_used() -> None:
-    """By default on a GPU without speculation; asked for with speculation, it is refused with the reason."""
+    """By default on a GPU without speculation and ranks; with them it is refused."""
 
     def choose(device: str, *overrides: str) -> bool:
         config = EngineConfig.load(None, env={}, overrides=[*overrides])
@@ -227,6 +227,10 @@ def test_where_it_is_used() -> None:
     assert choose("cuda", "engine.async_scheduling=auto")
     with pytest.raises(ConfigError, match=r"speculative\.algorithm is set"):
         choose("cpu", "engine.async_scheduling=true", eagle)
+    for size in ("tensor", "data", "pipeline"):
+        assert not choose("cuda", f"parallel.{size}=2")
+        with pytest.raises(ConfigError, match="several ranks"):
+            choose("cpu", "engine.async_scheduling=true", f"parallel.{size}=2")
     with pytest.raises(ConfigError, match="expected auto, true or false"):
         choose("cpu", "engine.async_scheduling=maybe")
 

@@ -53,6 +53,7 @@ VALUES: dict[str, st.SearchStrategy[Any]] = {
     "parallel.tensor": st.integers(1, 2**16),
     "parallel.attention_data": st.integers(1, 2**16),
     "parallel.data": st.integers(1, 2**16),
+    "parallel.pipeline": st.integers(1, 2**16),
     "parallel.sequence": st.booleans(),
     "parallel.timeout": st.floats(1e-3, 2**20),
     "parallel.start_timeout": st.floats(1e-3, 2**20),

@@ -203,6 +203,13 @@ def test_ranks_generate_the_tokens_of_one_for_every_architecture(
             {"prompts": PROMPTS[:3], "lengths": LENGTHS[:3]},
         ),
         "tensor and data": (path, [*TENSOR, "parallel.data=2"], {}),
+        "tensor and stages": (path, [*PIPELINE, *TENSOR, *STRICT, *prefill], {}),
+        "attention and stages, idle": (
+            path,
+            [*PIPELINE, *ATTENTION, "verify.replay_against_eager=1"],
+            {"prompts": PROMPTS[:1], "lengths": LENGTHS[:1]},
+        ),
+        "data and stages, compiled": (path, [*PIPELINE, "parallel.data=2", *compiled], {}),
     }
     require_equal(tmp_path, 4, four)
 
@@ -223,15 +230,12 @@ def test_padding_tokens_do_not_move_a_bit_of_live_rows(
     assert wrong["bits"] != zero["bits"]
 
 
-@pytest.mark.parametrize(
-    "what", ["raise", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("SIGKILL", "SIGSTOP"))]
-)
-def test_a_rank_that_is_gone_is_named(checkpoint: Callable[..., Path], tmp_path: Path, what: str) -> None:
-    """The other rank ends in time, with the rank, the step, the graph and the collective."""
+def end_of_rank_0(folder: Path, model: Path, ranks: Sequence[str], what: str) -> str:
+    """Return the error with which rank 0 ends, in time, after a fault of rank 1 in its fifth decode."""
     timeout = 4
-    sets = [f"model.path={checkpoint('llama')}", *ATTENTION, f"parallel.timeout={timeout}"]
+    sets = [f"model.path={model}", *ranks, f"parallel.timeout={timeout}"]
     case = {"sets": sets, "prompts": PROMPTS[:2], "lengths": [200, 200], "fault": [1, "decode", 5, what]}
-    with started(tmp_path, 2, [case]) as process:
+    with started(folder, 2, [case]) as process:
         assert process.stderr is not None
         seen = time.monotonic()
         for line in process.stderr:
@@ -241,10 +245,30 @@ def test_a_rank_that_is_gone_is_named(checkpoint: Callable[..., Path], tmp_path:
         else:
             pytest.fail("rank 0 did not end with a RankError")
     assert time.monotonic() - seen < 6 * timeout
+    return line
+
+
+FAULTS = ["raise", *(pytest.param(name, marks=pytest.mark.sweep) for name in ("SIGKILL", "SIGSTOP"))]
+
+
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_rank_that_is_gone_is_named(checkpoint: Callable[..., Path], tmp_path: Path, what: str) -> None:
+    """The other rank ends in time, with the rank, the step, the graph and the collective."""
+    line = end_of_rank_0(tmp_path, checkpoint("llama"), ATTENTION, what)
     assert "step 6" in line
     assert "replay decode[bs=1, tokens=1]" in line
     assert "allgather" in line
     assert "rank 1" in line
+    assert ("a planted fault" if what == "raise" else "no sign") in line
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("what", FAULTS)
+def test_a_stage_that_is_gone_is_named(checkpoint: Callable[..., Path], tmp_path: Path, what: str) -> None:
+    """The stage before it ends in time, with the rank, and with what it waits for."""
+    line = end_of_rank_0(tmp_path, checkpoint("llama"), PIPELINE, what)
+    assert "rank 1" in line
+    assert "the tokens of rank 1" in line
     assert ("a planted fault" if what == "raise" else "no sign") in line
 
 

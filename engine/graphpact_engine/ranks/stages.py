@@ -82,7 +82,9 @@ class PipelineStage:
         tokens = torch.zeros(count, dtype=torch.int64, device=self._device)
         if self.is_last:
             tokens.copy_(torch.tensor(sample(), dtype=torch.int64))
-        self._watch.doing = f"the tokens of rank {self._members[-1]}"
+            self._watch.doing = "passing tokens to the stages before"
+        else:
+            self._watch.doing = f"waiting for the tokens of rank {self._members[-1]}"
         dist.broadcast(tokens, src=self._members[-1], group=self._group)
         listed: list[int] = tokens.tolist()
         return listed

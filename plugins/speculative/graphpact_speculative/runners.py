@@ -43,7 +43,8 @@ class _HiddenStatesRunner(DecodeRunner):
             name: torch.zeros(shape.num_tokens, *row, dtype=dtype, device=self.context.device)
             for name, (row, dtype) in self.fields().items()
         }
-        return replace(super().dummy(shape), extra=zeros)
+        batch = super().dummy(shape)
+        return replace(batch, extra={**batch.extra, **zeros})
 
 
 def _slot(name: str, row: tuple[int, ...], dtype: torch.dtype) -> GraphSlot:
