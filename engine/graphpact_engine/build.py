@@ -160,6 +160,8 @@ def build_parts(
     num_threads = choose_num_threads(config.engine.num_threads, device, weights)
     with running_on(num_threads):
         lane_set.capture()
+    if ranks is not None:  # stages compile for different times, and steps have less time than the start
+        ranks.wait_for_all()
 
     sampler = Sampler(models.generation.eos_token_ids)
     scheduler = Scheduler(

@@ -10,15 +10,17 @@ Does not: gather tokens of other ranks; `graphpact_engine.models.gathering` does
 """
 
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from graphpact.errors import ConfigError
-from graphpact_engine.models.stages import is_left_out, split_stages
+from graphpact_engine.models.stages import split_stages, stage_of
 from graphpact_engine.ranks.processes import EngineRanks
 
 _ATTENTION = re.compile(r"attn|attention")
@@ -36,11 +38,15 @@ class Sharding:
     """
 
     def __init__(self, ranks: EngineRanks, device: torch.device) -> None:
-        if not hasattr(PreTrainedModel, "maybe_distribute_model"):
+        layout = ranks.layout
+        if not (
+            hasattr(PreTrainedModel, "maybe_distribute_model")
+            and (layout.pipeline == 1 or find_spec("transformers.distributed.pipeline_parallel"))
+        ):
             raise ConfigError(
-                f"parallel.tensor = {ranks.layout.tensor}, parallel.pipeline = {ranks.layout.pipeline}: the"
-                " installed transformers does not split models",
-                hint='pip install -U "transformers>=5.20"',
+                f"parallel.tensor = {layout.tensor}, parallel.pipeline = {layout.pipeline}: transformers"
+                f" {transformers.__version__} cannot split a model this way",
+                hint='pip install -U "transformers>=5.23"',
             )
         self._ranks = ranks
         self._attention = _mesh(ranks.attention, device)
@@ -101,7 +107,8 @@ class Sharding:
         )
 
         head = _name_of(model, model.get_output_embeddings())
-        keeps_head = tied or is_left_out(model.get_output_embeddings())
+        stage = stage_of(model)
+        keeps_head = tied or not (stage is None or stage.is_last)  # other stages have no head
         embedding = _name_of(model, model.get_input_embeddings())
         plan, _, _ = model._resolve_parallel_plans(config)  # noqa: SLF001  transformers has no public one
         of_attention: dict[str, str] = {}

@@ -85,15 +85,6 @@ def stage_of(model: Any) -> StageLayers | None:
     return StageLayers(own, is_first=stage.pp_is_first_stage, is_last=stage.pp_is_last_stage)
 
 
-def is_left_out(module: Any) -> bool:
-    """Return whether a module of the model is in another stage."""
-    from transformers.distributed.pipeline_parallel import (  # noqa: PLC0415  not in older versions
-        PipelineIdentityLayer,
-    )
-
-    return isinstance(module, PipelineIdentityLayer)
-
-
 @contextmanager
 def receiving(hidden: torch.Tensor | None) -> Iterator[None]:
     """Begin the forward passes inside with the hidden states of the stage before.

@@ -191,7 +191,7 @@ class TransformersModel:
             padding = self._padding(batch, rows) if self.has_experts else None
             received = batch.extra[f"{PROXIES}{STAGE_OUTPUT}"] if self.received else None
             logits, hidden = self._in_rows(
-                rows, attention, batch.input_ids, batch.positions, received, last, padding
+                rows, attention, batch.input_ids, batch.positions, last, padding, received
             )
         except CaptureError as error:
             if _is_of_backend(error):
@@ -205,7 +205,7 @@ class TransformersModel:
         if logits is not None:
             outputs["logits"] = logits, "bs" if by_request else "tokens"
         if hidden is not None:
-            outputs[STAGE_OUTPUT] = hidden, "tokens"
+            outputs["hidden_states"] = hidden, "tokens"
         return StepOutputs(**outputs)
 
     def _padding(self, batch: ForwardBatch, rows: int) -> torch.Tensor | None:
@@ -228,7 +228,7 @@ class TransformersModel:
         if self.received:
             factors = torch.linspace(1, 2, self.width, device=input_ids.device)
             received = torch.cos((input_ids[:, None] + 1) * factors).to(self.dtype)
-        logits, hidden = self._in_rows(rows, attention, input_ids, positions, received)
+        logits, hidden = self._in_rows(rows, attention, input_ids, positions, received=received)
         return next(found for found in (logits, hidden) if found is not None)
 
     def _in_rows(
@@ -237,21 +237,21 @@ class TransformersModel:
         attention: Attention,
         input_ids: torch.Tensor,
         positions: torch.Tensor | None,
-        received: torch.Tensor | None,
         last: torch.Tensor | None = None,
         padding: torch.Tensor | None = None,
+        received: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Run a forward pass of ``rows`` rows, and return the results of the tokens, without the others."""
         count = len(input_ids)
         missing = rows - count
         if not missing:
-            return self._forward(attention, input_ids, positions, received, last, padding)
+            return self._forward(attention, input_ids, positions, last, padding, received)
         pad = torch.nn.functional.pad
         input_ids = pad(input_ids, (0, missing))
         positions = None if positions is None else pad(positions, (0, missing))
         received = None if received is None else pad(received, (0, 0, 0, missing))
         live = LiveRows(attention, count)
-        logits, hidden = self._forward(live, input_ids, positions, received, last, padding)
+        logits, hidden = self._forward(live, input_ids, positions, last, padding, received)
         if logits is not None and last is None:
             logits = logits[:count]
         return logits, None if hidden is None else hidden[:count]
@@ -261,9 +261,9 @@ class TransformersModel:
         attention: Attention,
         input_ids: torch.Tensor,
         positions: torch.Tensor | None,
-        received: torch.Tensor | None,
         last: torch.Tensor | None = None,
         padding: torch.Tensor | None = None,
+        received: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         more: dict[str, Any] = {"input_ids": input_ids[None]}
         if received is not None:  # it has no embedding; the layers get `received` itself
