@@ -10,7 +10,7 @@ import torch
 from graphpact.attention import (
     Capabilities,
 )
-from graphpact.batch import ForwardBatch, ForwardMode
+from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot
 from graphpact.plugin_calls import all_returned
 from graphpact.runners import GraphRunner, RunnerContext
@@ -37,8 +37,6 @@ def runner_context(
     """
     mode, limits = config.case.lane_mode, config.limits
     chooses = mode.is_ragged or not declares_graphs(runner)
-    # Pipeline stages have no drafts.
-    has_proxies = config.case.embeds or (config.fields and (mode.is_ragged or mode is ForwardMode.DECODE))
     return RunnerContext(
         device,
         capabilities,
@@ -55,7 +53,7 @@ def runner_context(
         layers=config.layers,
         mrope=config.case.embeds or config.fields,
         input_embeds=config.case.embeds,
-        pp_proxy_tensors={"hidden_states": HIDDEN} if has_proxies else {},
+        pp_proxy_tensors={"hidden_states": HIDDEN} if config.case.embeds else {},
     )
 
 
