@@ -5,7 +5,7 @@ PINS   ?= constraints.txt
 BIN    := $(VENV)/bin
 DISTS  := core cli kernels plugins/tape plugins/cuda_graph plugins/cpu_graph plugins/flashinfer plugins/fa3 plugins/trtllm_mla \
           plugins/speculative engine conformance museum adapters guard integrations/sglang integrations/vllm \
-          swarm benchmarks
+          swarm scaffold benchmarks
 CPP    := $(wildcard kernels/graphpact_kernels/compiled/*.cpp kernels/graphpact_kernels/compiled/*.h)
 STAMP  := $(VENV)/.installed
 QUIET  := $$(test -t 1 || echo --quiet)  # pip shows its progress on a terminal

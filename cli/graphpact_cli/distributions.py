@@ -40,6 +40,7 @@ FIRST_PARTY: dict[str, dict[str, tuple[str, ...]]] = {
     "graphpact-sglang": {"command": ("sglang",), "engine": ("sglang",)},
     "graphpact-vllm": {"command": ("vllm",), "engine": ("vllm",)},
     "graphpact-swarm": {"command": ("swarm",)},
+    "graphpact-scaffold": {"command": ("new",)},
     "graphpact-bench": {"command": ("bench",)},
 }
 """The distributions of this repository, and the plugins of each by kind."""

@@ -1,20 +1,17 @@
 """Tests of use by a third party: wheels in an environment without this repository, command and decorator.
 
 The wheels are built offline, from `examples/third_party` and the packages of this repository that it needs.
-Other dependencies are linked from the environment of the tests, except graphpact and its plugins.
 """
 
-import os
 import re
 import shlex
 import shutil
-import subprocess
-import sys
 import textwrap
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from elsewhere import Elsewhere
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples/third_party"
@@ -30,63 +27,23 @@ WRONG = (
 PYTEST = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
-@dataclass
-class Elsewhere:
-    """A virtual environment, and a folder to work in."""
-
-    venv: Path
-    work: Path
-
-    def run(self, *command: str, status: int = 0) -> str:
-        """Run a command of the environment, verify its exit status, and return its stdout."""
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTHON", "GRAPHPACT"))}
-        done = subprocess.run(
-            [str(self.venv / "bin" / command[0]), *command[1:]],
-            cwd=self.work,
-            env={**kept, "OMP_NUM_THREADS": "1", "COLUMNS": "200"},
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=600,
-        )
-        assert done.returncode == status, done.stdout + done.stderr
-        return done.stdout
-
-    def plant(self, right: str, wrong: str) -> None:
-        """Plant the bug in the installed plugin."""
-        (file,) = self.venv.glob("lib/python*/site-packages/my_attention/backend.py")
-        text = file.read_text()
-        assert text.count(right) == 1
-        file.write_text(text.replace(right, wrong))
+def plant(elsewhere: Elsewhere, right: str, wrong: str) -> None:
+    """Plant the bug in the installed plugin."""
+    (file,) = elsewhere.venv.glob("lib/python*/site-packages/my_attention/backend.py")
+    text = file.read_text()
+    assert text.count(right) == 1
+    file.write_text(text.replace(right, wrong))
 
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Elsewhere:
     """Return an environment with the wheels of graphpact and of the example, and the example's tests."""
-    root = tmp_path_factory.mktemp("elsewhere")
-    wheels, borrowed, venv, work = (root / n for n in ("wheels", "borrowed", "venv", "work"))
-    for source in (*(ROOT / folder for folder in NEEDED), EXAMPLE):
-        _run("-m", "hatchling", "build", "-t", "wheel", "-d", str(wheels), cwd=source)
-    _run("-m", "venv", "--without-pip", str(venv))
-    python = str(venv / "bin/python")
-    built = map(str, wheels.glob("*.whl"))
-    _run("-m", "pip", "--python", python, "install", "--no-deps", "--no-index", *built)
-    borrowed.mkdir()
-    for folder in (Path(entry) for entry in sys.path if entry.endswith("-packages")):
-        for installed in folder.iterdir():
-            if "graphpact" not in installed.name:
-                (borrowed / installed.name).symlink_to(installed)
-    (site,) = venv.glob("lib/python*/site-packages")
-    (site / "borrowed.pth").write_text(f"{borrowed}\n")
-    shutil.copytree(EXAMPLE / "tests", work / "tests")
-    text = (work / "tests/test_conformance.py").read_text()
-    (work / "one_lane.py").write_text(text.replace('_attention"', '_attention", lanes=["dec*"]'))
-    return Elsewhere(venv, work)
-
-
-def _run(*arguments: str, cwd: Path | None = None) -> None:
-    done = subprocess.run([sys.executable, *arguments], cwd=cwd, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    sources = [*(ROOT / folder for folder in NEEDED), EXAMPLE]
+    made = Elsewhere.make(tmp_path_factory.mktemp("elsewhere"), sources)
+    shutil.copytree(EXAMPLE / "tests", made.work / "tests")
+    text = (made.work / "tests/test_conformance.py").read_text()
+    (made.work / "one_lane.py").write_text(text.replace('_attention"', '_attention", lanes=["dec*"]'))
+    return made
 
 
 @pytest.mark.sweep
@@ -123,7 +80,7 @@ def test_the_example_keeps_the_pact_by_pytest(elsewhere: Elsewhere) -> None:
 def test_a_bug_in_the_installed_plugin_is_reported_and_reproduced(elsewhere: Elsewhere) -> None:
     """Padding rows with stale pages are reported by the command, by its reproduce line, and by pytest."""
     assert WRONG in (EXAMPLE / "README.md").read_text()  # the example's README describes this bug
-    elsewhere.plant(RIGHT, WRONG)
+    plant(elsewhere, RIGHT, WRONG)
     try:
         found = elsewhere.run("graphpact", "check", "my_attention", "--quick", "--lane", "dec*", status=1)
         finding = found[found.index("✗ GP03 stale-pad-tail") :]
@@ -144,4 +101,4 @@ def test_a_bug_in_the_installed_plugin_is_reported_and_reproduced(elsewhere: Els
         assert again[1] in failure
         assert "init_metadata_replay" in failure
     finally:
-        elsewhere.plant(WRONG, RIGHT)
+        plant(elsewhere, WRONG, RIGHT)

@@ -1,0 +1,36 @@
+"""`NewKind`: the kinds of distributions that `graphpact new` writes.
+
+Does not: hold their files; the folder ``template`` does.
+"""
+
+import enum
+
+from graphpact.plugins import Kind
+
+
+class NewKind(enum.StrEnum):
+    """What the plugin of a new distribution does."""
+
+    attention_backend = "attention-backend"
+    runner = "runner"
+    graph_driver = "graph-driver"
+    observer = "observer"
+    speculation = "speculation"
+    vllm_builder = "vllm-builder"
+    sglang_backend = "sglang-backend"
+
+    @property
+    def offers(self) -> Kind:
+        """The kind of the plugin by which graphpact finds it."""
+        return _OFFERS[self]
+
+
+_OFFERS: dict[NewKind, Kind] = {
+    NewKind.attention_backend: "attention_backend",
+    NewKind.runner: "runner",
+    NewKind.graph_driver: "graph_driver",
+    NewKind.observer: "observer",
+    NewKind.speculation: "speculation",
+    NewKind.vllm_builder: "adapter",
+    NewKind.sglang_backend: "adapter",
+}
