@@ -23,7 +23,8 @@ def build_all(commit: str, folders: Sequence[str], output: Path) -> None:
     """Build the distributions in ``folders`` of a ``commit`` of this folder's repository into ``output``.
 
     Raises:
-        CalledProcessError: git or the build of a distribution failed.
+        CalledProcessError: git failed.
+        SystemExit: The build of a distribution failed; the message is hatchling's.
     """
     epoch = _git("log", "-1", "--format=%ct", commit).decode().strip()
     with tempfile.TemporaryDirectory() as scratch:
@@ -51,7 +52,11 @@ def _hatchling(source: Path, target: str, output: Path, epoch: str) -> None:
     """Build ``target``, an sdist or a wheel, with the hatchling of this environment."""
     command = [sys.executable, "-m", "hatchling", "build", "--target", target, "--directory", f"{output}"]
     environment = os.environ | {"SOURCE_DATE_EPOCH": epoch}
-    subprocess.run(command, cwd=source, env=environment, check=True, stdout=subprocess.DEVNULL)
+    done = subprocess.run(
+        command, cwd=source, env=environment, check=False, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
+    if done.returncode:  # otherwise stderr has only the paths of what was built
+        raise SystemExit(f"hatchling cannot build the {target} of {source.name}:\n{done.stderr.decode()}")
 
 
 def _unpack(archive: Path, folder: Path) -> None:

@@ -80,7 +80,7 @@ def _is_project(file: Path) -> bool:
 if __name__ == "__main__":
     match sys.argv[1:]:
         case ["set", asked] if re.fullmatch(r"\d+\.\d+\.\d+", asked):
-            set_version(asked, dt.datetime.now(datetime.UTC).date())
+            set_version(asked, dt.datetime.now(dt.UTC).date())
         case ["check", asked]:
             if found := [*faults(asked)]:
                 raise SystemExit("\n".join(found))
