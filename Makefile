@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 QUIET  := $$(test -t 1 || echo --quiet)  # pip shows its progress on a terminal
 
 .PHONY: help demo break test test-all bench models peers sglang sglang-smoke sglang-test sglang-test-all \
-        vllm vllm-smoke vllm-test vllm-test-all check docs format clean
+        vllm vllm-smoke vllm-test vllm-test-all check docs dist format clean
 
 # Times are those of two cores. The first target makes the environment before, about five minutes and 2.5 GB, and
 # the first engine compiles kernels, a minute.
@@ -82,14 +82,25 @@ docs:                 ## build the pages and the reference as a site, build/docs
 	$(VENV)-docs/bin/python -m pip install $(QUIET) --requirement requirements-docs.txt
 	$(VENV)-docs/bin/sphinx-build -q -n -W --keep-going docs build/docs
 
+dist: $(VENV)-release/.installed ## build every distribution from the last commit into dist/, and check it; a minute
+	rm -rf dist
+	$(VENV)-release/bin/python release/build.py dist $(DISTS)
+	$(VENV)-release/bin/twine check --strict dist/*
+	$(VENV)-release/bin/check-wheel-contents dist/*.whl
+
 format: $(STAMP)      ## fix what ruff can fix
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	$(BIN)/clang-format -i $(CPP)
 
 clean:                ## forget the environment and every cache
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-sglang $(VENV)-vllm build docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-release $(VENV)-sglang $(VENV)-vllm build dist docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(VENV)-release/.installed: requirements-release.txt
+	$(PYTHON) -m venv $(VENV)-release
+	$(VENV)-release/bin/python -m pip install $(QUIET) --requirement $<
+	touch $@
 
 $(VENV)-%/.installed: integrations/make_environment.py integrations/%/requirements.txt $(DISTS:%=%/pyproject.toml)
 	$(PYTHON) integrations/make_environment.py $(VENV)-$* $*

@@ -1,0 +1,10 @@
+"""Write contract_next.json.
+
+Does not: write a released version's file; docs/versions.md says how one is made.
+"""
+
+import sys
+
+from versions.contract import main
+
+sys.exit(main())
