@@ -46,6 +46,12 @@ class Rule:
     def __str__(self) -> str:
         return f"{self.id} {self.name}"
 
+    def not_in_force(self, contract: int) -> str | None:
+        """Return why a plugin of a contract version is not held to this rule, or None if it is."""
+        if self.since <= contract:
+            return None
+        return f"the plugin has contract version {contract}; the rule is in force since {self.since}"
+
 
 _RULES = (
     Rule(

@@ -5,6 +5,7 @@ The bugs of `graphpact_museum.drivers` break most promises. The drivers here bre
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -64,7 +65,33 @@ def outcomes(lane: DriverLane, options: Options = FULL) -> dict[str | None, Outc
     return {result.rule: result.outcome for result in examine_driver_lane(lane, options)}
 
 
+def test_a_driver_of_an_earlier_contract_is_not_held_to_a_later_rule(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A rule since version 2 is not checked of a driver of version 1, and the reason has both versions."""
+    monkeypatch.setitem(RULES, "GP14", replace(RULES["GP14"], since=2))
+    lane = DriverLane(KeepsWorking, is_strict=False)
+    for contract, expected in ((1, Outcome.UNSUPPORTED), (2, Outcome.FAIL)):
+        works: list[str] = []
+        results = examine_driver_lane(lane, FULL, works.append, contract=contract)
+        found = {result.rule: result for result in results}
+        assert found["GP14"].outcome is expected
+        assert any("released" in work for work in works) is (contract == 2)
+    (old,) = examine_driver_lane(lane, Options(only=frozenset({"GP14"})), contract=1)
+    assert old.reason == "the plugin has contract version 1; the rule is in force since 2"
+
+
 # -- the checks --------------------------------------------------------------------------------------
+
+
+class KeepsWorking(TapeDriver):
+    """A driver that replays released graphs."""
+
+    def capture(self, fn: Callable[[], Any], *, warmup: int = 1) -> Graph:
+        """Return a graph that does not release."""
+        graph = super().capture(fn, warmup=warmup)
+        graph.release = lambda: None  # type: ignore[method-assign]
+        return graph
 
 
 class NoName(TapeDriver):

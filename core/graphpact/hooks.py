@@ -7,7 +7,8 @@
 If no observer wraps a hook, it resolves to the bound method of its implementation and costs one call.
 Otherwise it resolves to pluggy's caller, which runs the wrappers around the implementation.
 
-Does not: know which hooks a step calls, or in which order; `graphpact.lane` does.
+Does not: know which hooks a step calls, or in which order (`graphpact.lane` does), or warn of deprecated ones
+(`graphpact.plugin_checks` does).
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -67,10 +68,20 @@ class Hooks:
 
 
 class _Manager(pluggy.PluginManager):
-    """A manager that does not look for hooks among special methods, which are half of a class."""
+    """A manager that does not look for hooks among special methods, which are half of a class.
+
+    It does not warn of deprecated hooks and arguments. The check of a plugin's class does, once; there is a
+    manager for each lane.
+    """
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
         return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+
+    def parse_hookspec_opts(self, module_or_class: Any, name: str) -> pluggy.HookspecOpts | None:
+        options = super().parse_hookspec_opts(module_or_class, name)
+        if options is not None:
+            options = {**options, "warn_on_impl": None, "warn_on_impl_args": None}
+        return options
 
 
 def _is_wrapper(implementation: pluggy.HookImpl) -> bool:

@@ -1,5 +1,7 @@
 """Checks of a plugin's class before it is instantiated: base class, hooks, and arguments.
 
+A class that implements a deprecated hook, or takes a deprecated argument of a hook, passes with a warning.
+
 Does not: find or import plugins; `graphpact.plugins` does.
 """
 
@@ -26,6 +28,7 @@ _BASES: dict[str, type[Any]] = {
     "engine": EngineOffer,
 }
 """The base class of each kind of plugin that has one."""
+_CORE = __name__.partition(".")[0]
 
 
 def class_fault(cls: Any, kind: str, name: str) -> str | None:
@@ -115,12 +118,16 @@ def _argument_fault(cls: type[Any], kind: str) -> str | None:
 class _Unbuilt:
     """The methods of a class, bound to the class, so that pluggy does not see ``self``.
 
-    The class itself does not work: pluggy strips ``self`` only from functions defined in a class body.
+    The class itself does not work: pluggy strips ``self`` only from functions defined in a class body. What
+    the class inherits from the core is left out: the core follows the specification, and a deprecated hook
+    of a base class is no concern of the plugin's author.
     """
 
     def __init__(self, cls: type[Any]) -> None:
         for name in dir(cls):
             method = inspect.getattr_static(cls, name)
+            if str(getattr(method, "__module__", None)).partition(".")[0] == _CORE:
+                continue
             if isinstance(method, staticmethod | classmethod):
                 vars(self)[name] = getattr(cls, name)
             elif inspect.isfunction(method):

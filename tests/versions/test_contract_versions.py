@@ -81,7 +81,7 @@ CHANGES: dict[str, tuple[str, str, str, str | None]] = {
         "speculation.py",
         "def extend(self, step: ExtendStep)",
         "def extend(self, step: ExtendStep, more: int = 0)",
-        "SpeculationAlgorithm.extend takes abstractmethod (self, step, more=0): plugins override it without that",
+        "SpeculationAlgorithm.extend takes abstractmethod (self, step, more=0): plugins override",
     ),
     "a method is demanded": (
         "speculation.py",

@@ -18,6 +18,7 @@ from fnmatch import fnmatchcase
 import torch
 
 from graphpact.graphs import GraphDriver
+from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance.drivers import promises, strictness
 from graphpact_conformance.drivers.acts import ACTS
@@ -102,7 +103,14 @@ def examine_driver(
     has_run = False
     lanes = lanes_of_driver(driver, options)
     for lane in lanes[first::parts]:
-        for result in examine_driver_lane(lane, options, listener.begins, skip=skip, names=target.names):
+        for result in examine_driver_lane(
+            lane,
+            options,
+            listener.begins,
+            skip=skip,
+            names=target.names,
+            contract=int(info.contract or CONTRACT_VERSION),
+        ):
             has_run |= result.outcome.ran
             listener.found(result)
     return PluginResults(
@@ -130,6 +138,7 @@ def examine_driver_lane(
     *,
     skip: Collection[str] = (),
     names: str = "",
+    contract: int = CONTRACT_VERSION,
 ) -> Iterator[Result]:
     """Run the checks of one lane, and yield a result for each rule.
 
@@ -139,6 +148,7 @@ def examine_driver_lane(
         begins: Called with the name of each piece of work before it runs.
         skip: Names of work to leave out.
         names: Names of the driver for the command line.
+        contract: The contract version for which the driver was written. Later rules are not checked.
     """
     missing = _unavailable(lane, begins, skip)
     done: dict[str | None, list[_Done]] = {}
@@ -146,14 +156,18 @@ def examine_driver_lane(
         work = f"{lane} :: {check.name}"
         if work in skip:
             continue
-        reason = missing or lane.cannot_run(check)
+        later = RULES[check.rule].not_in_force(contract) if check.rule else None
+        reason = later or missing or lane.cannot_run(check)
         if reason is None:
             begins(work)
         done.setdefault(check.rule, []).append(_run(check, lane, options, reason))
     for rule in (None, *RULES):
         if rule in done:
             only = [] if rule is None else [rule]
-            yield _result(rule, lane, done[rule], reproduce_line(names, only, str(lane), options))
+            result = _result(rule, lane, done[rule], reproduce_line(names, only, str(lane), options))
+            if rule is not None and (why := RULES[rule].not_in_force(contract)):
+                result = result.model_copy(update={"outcome": Outcome.UNSUPPORTED, "reason": why})
+            yield result
 
 
 @dataclass(frozen=True, slots=True)

@@ -247,8 +247,8 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Itera
         ]
         if not mine:
             continue
-        if rule is not None and RULES[rule].since > plan.contract:
-            yield _not_in_force(RULES[rule], plan, mine)
+        if rule is not None and (why := RULES[rule].not_in_force(plan.contract)):
+            yield _not_in_force(RULES[rule], plan, mine, why)
             continue
         findings = [f for d in mine for f in d.findings if f.rule == rule]
         findings = sorted({f.model_dump_json(): f for f in findings}.values(), key=by_evidence)
@@ -313,14 +313,14 @@ def _without_graphs(
         )
 
 
-def _not_in_force(rule: Rule, plan: PlannedLane, done: Sequence[Done]) -> Result:
+def _not_in_force(rule: Rule, plan: PlannedLane, done: Sequence[Done], why: str) -> Result:
     return Result(
         rule=rule.id,
         check=", ".join(d.experiment.name for d in done),
         lane=str(plan),
         outcome=Outcome.UNSUPPORTED,
         level=rule.level,
-        reason=f"the plugin has contract version {plan.contract}; the rule is in force since {rule.since}",
+        reason=why,
     )
 
 
