@@ -211,6 +211,34 @@ class Claim(_Model):
         return self.shown == ("fail" if self.is_made else "pass")
 
 
+class TierRuleResult(_Model):
+    """What a plugin states of one rule of the tiers, and whether it holds."""
+
+    rule: Text = Field(description="Name of the rule, such as gpu-run.")
+    tier: Literal["bronze", "silver", "gold"] = Field(description="Its tier.")
+    status: Literal["done", "exempt", "to do"] = Field(description="What graphpact.toml says of it.")
+    text: Text | None = Field(default=None, description="The reason of an exemption, or the file of a proof.")
+    wrong: Text | None = Field(default=None, description="Why what is stated as done is not.")
+    open_because: Text | None = Field(default=None, description="Why this run could not judge it.")
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is exempt, or done and not found wrong."""
+        return self.status != "to do" and self.wrong is None
+
+
+class TierVerdict(_Model):
+    """The tier of a plugin, by its ``graphpact.toml`` and this run."""
+
+    tier: Literal["bronze", "silver", "gold"] | None = Field(description="The tier; null below bronze.")
+    rules: list[TierRuleResult] = Field(description="Every rule that concerns the plugin.")
+
+    @property
+    def open_rules(self) -> list[TierRuleResult]:
+        """The rules that this run could not judge, of the tier and those below."""
+        return [rule for rule in self.rules if rule.open_because is not None]
+
+
 class PluginResults(_Model):
     """All results of one plugin, alone or with a partner."""
 
@@ -232,6 +260,13 @@ class PluginResults(_Model):
     drawn: dict[str, list[Text]] = Field(
         default_factory=dict,
         description="The values that the lanes had, by dimension, and the experiments that ran.",
+    )
+    traits: list[Text] = Field(
+        default_factory=list,
+        description="Facts of its class that the rules of the tiers ask for; of backends.",
+    )
+    tier: TierVerdict | None = Field(
+        default=None, description="Its tier; null if its package has no graphpact.toml that names it."
     )
     results: list[Result] = Field(default_factory=list, description="Its results, lane by lane.")
 

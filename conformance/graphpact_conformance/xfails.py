@@ -95,6 +95,10 @@ class Xfails:
         entries = (e for file, info in files.items() for e in _read(file, info, catalog))
         return cls(entry for entry in entries if (entry.kind, entry.name) in asked)
 
+    def entries_of(self, plugin: PluginResults) -> list[Xfail]:
+        """Return the entries of one plugin."""
+        return [entry for entry in self._entries if (entry.kind, entry.name) == (plugin.kind, plugin.name)]
+
     def expect(self, target: Target, result: Result) -> Result:
         """Return ``result``, as an xfail if it is a listed failure."""
         if result.outcome is not Outcome.FAIL:

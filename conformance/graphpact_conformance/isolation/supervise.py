@@ -34,6 +34,7 @@ from graphpact_conformance.isolation.target_task import (
 from graphpact_conformance.merge import merged
 from graphpact_conformance.results import Environment, PluginResults, Report
 from graphpact_conformance.targets import TIMEOUT, TIMEOUT_VARIABLE, Options, Target
+from graphpact_conformance.tiers import judge_tiers
 from graphpact_conformance.xfails import Xfails
 
 _MOST_WORKERS = 8
@@ -105,7 +106,7 @@ def check_plugins(
             part.stop(f"the run was stopped by {stopped.name}")
 
     found = [merged([part.results() for part in target]) for target in examinations]
-    plugins = xfails.judge(found, options)
+    plugins = judge_tiers(xfails.judge(found, options), catalog, xfails, options)
     _tell_changes(resolved.targets, found, plugins, on_result)
     report = Report(
         environment=_environment(options, resolved),
