@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from graphpact_conformance.rules import RULES, Evidence, Level
+from graphpact_conformance.rule import Level
+from graphpact_conformance.rules import EVERY_RULE, Evidence
 
 SCHEMA_VERSION = 1
 
@@ -100,7 +101,7 @@ def _as_read_back(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known(rule: str) -> str:
-    if rule not in RULES:
+    if rule not in EVERY_RULE:
         raise ValueError(f"unknown rule {rule!r} in this version")
     return rule
 
@@ -162,7 +163,8 @@ class Result(_Model):
     )
     findings: list[Finding] = Field(default_factory=list, description="The evidence of a failure.")
     examples: int = Field(
-        default=0, description="Number of drawn sequences of batches; for a driver, of checks."
+        default=0,
+        description="Number of drawn sequences of batches; of requirements of a contract, of checks.",
     )
     seconds: float = Field(default=0.0, description="Wall time; ignored in comparisons.")
 
@@ -180,12 +182,12 @@ class Result(_Model):
     def breaks_rule(self) -> bool:
         """Whether it is a broken MUST rule, known or not."""
         is_broken = self.outcome in (Outcome.FAIL, Outcome.XFAIL)
-        return is_broken and self.rule is not None and RULES[self.rule].level == "MUST"
+        return is_broken and self.rule is not None and EVERY_RULE[self.rule].level == "MUST"
 
     @property
     def counts_against(self) -> bool:
         """Whether it is a MUST that failed, and is no known failure."""
-        level = RULES[self.rule].level if self.rule else self.level
+        level = EVERY_RULE[self.rule].level if self.rule else self.level
         return self.outcome in (Outcome.FAIL, Outcome.XPASS) and level == "MUST"
 
 
@@ -214,7 +216,7 @@ class Claim(_Model):
 class PluginResults(_Model):
     """All results of one plugin, alone or with a partner."""
 
-    kind: Text = Field(description="attention_backend, runner or graph_driver.")
+    kind: Text = Field(description="The kind of the plugin, such as attention_backend or runner.")
     name: Text = Field(description="Its entry-point name.")
     distribution: Text = Field(description="The distribution that offers it.")
     version: Text = Field(description="The version of that distribution.")
