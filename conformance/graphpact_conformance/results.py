@@ -15,7 +15,8 @@ from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchema
 
-from graphpact_conformance.rules import RULES, Evidence, Level
+from graphpact_conformance.rule import Level
+from graphpact_conformance.rules import EVERY_RULE, Evidence
 
 SCHEMA_VERSION = 1
 
@@ -100,7 +101,7 @@ def _as_read_back(options: dict[str, Any]) -> dict[str, Any]:
 
 
 def _known(rule: str) -> str:
-    if rule not in RULES:
+    if rule not in EVERY_RULE:
         raise ValueError(f"unknown rule {rule!r} in this version")
     return rule
 
@@ -112,6 +113,7 @@ Options: TypeAlias = Annotated[
     # the default of pydantic 2.11 and later
     WithJsonSchema({"additionalProperties": True, "type": "object"}),
 ]
+TierName: TypeAlias = Literal["bronze", "silver", "gold"]
 RuleId: TypeAlias = Annotated[str, AfterValidator(_known)]
 
 
@@ -162,7 +164,8 @@ class Result(_Model):
     )
     findings: list[Finding] = Field(default_factory=list, description="The evidence of a failure.")
     examples: int = Field(
-        default=0, description="Number of drawn sequences of batches; for a driver, of checks."
+        default=0,
+        description="Number of drawn sequences of batches; of requirements of a contract, of checks.",
     )
     seconds: float = Field(default=0.0, description="Wall time; ignored in comparisons.")
 
@@ -180,12 +183,12 @@ class Result(_Model):
     def breaks_rule(self) -> bool:
         """Whether it is a broken MUST rule, known or not."""
         is_broken = self.outcome in (Outcome.FAIL, Outcome.XFAIL)
-        return is_broken and self.rule is not None and RULES[self.rule].level == "MUST"
+        return is_broken and self.rule is not None and EVERY_RULE[self.rule].level == "MUST"
 
     @property
     def counts_against(self) -> bool:
         """Whether it is a MUST that failed, and is no known failure."""
-        level = RULES[self.rule].level if self.rule else self.level
+        level = EVERY_RULE[self.rule].level if self.rule else self.level
         return self.outcome in (Outcome.FAIL, Outcome.XPASS) and level == "MUST"
 
 
@@ -215,7 +218,7 @@ class TierRuleResult(_Model):
     """What a plugin states of one rule of the tiers, and whether it holds."""
 
     rule: Text = Field(description="Name of the rule, such as gpu-run.")
-    tier: Literal["bronze", "silver", "gold"] = Field(description="Its tier.")
+    tier: TierName = Field(description="Its tier.")
     status: Literal["done", "exempt", "to do"] = Field(description="What graphpact.toml says of it.")
     text: Text | None = Field(default=None, description="The reason of an exemption, or the file of a proof.")
     wrong: Text | None = Field(default=None, description="Why what is stated as done is not.")
@@ -230,7 +233,7 @@ class TierRuleResult(_Model):
 class TierVerdict(_Model):
     """The tier of a plugin, by its ``graphpact.toml`` and this run."""
 
-    tier: Literal["bronze", "silver", "gold"] | None = Field(description="The tier; null below bronze.")
+    tier: TierName | None = Field(description="The tier; null below bronze.")
     rules: list[TierRuleResult] = Field(description="Every rule that concerns the plugin.")
 
     @property
@@ -242,7 +245,7 @@ class TierVerdict(_Model):
 class PluginResults(_Model):
     """All results of one plugin, alone or with a partner."""
 
-    kind: Text = Field(description="attention_backend, runner or graph_driver.")
+    kind: Text = Field(description="The kind of the plugin, such as attention_backend or runner.")
     name: Text = Field(description="Its entry-point name.")
     distribution: Text = Field(description="The distribution that offers it.")
     version: Text = Field(description="The version of that distribution.")

@@ -1,4 +1,4 @@
-"""The rules of capture/replay alignment: one for each class of real bug.
+"""The rules of capture/replay alignment: one for each class of real bug. `EVERY_RULE`, with other contracts'.
 
 A rule's requirement is one sentence. It has the same words here, in errors, in reports and in
 `graphpact explain`. Ids are never reused.
@@ -9,49 +9,16 @@ Does not: check anything (see `graphpact_conformance.experiments`), or describe 
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from graphpact.errors import UsageError, did_you_mean
-
-Level = Literal["MUST", "SHOULD"]
-Hook = Literal["populate", "prepare_replay", "init_metadata_capture", "init_metadata_replay"]
+from graphpact_conformance.contract_rules import ALGORITHM_RULES, OBSERVER_RULES
+from graphpact_conformance.rule import Hook, Rule
 
 _RUNNER: tuple[Hook, ...] = ("populate", "prepare_replay")
 _REPLAY: tuple[Hook, ...] = ("populate", "prepare_replay", "init_metadata_replay")
 _BACKEND: tuple[Hook, ...] = ("init_metadata_capture", "init_metadata_replay")
 _ALL: tuple[Hook, ...] = (*_RUNNER, *_BACKEND)
-
-
-@dataclass(frozen=True, slots=True)
-class Rule:
-    """One rule of the contract.
-
-    Args:
-        id: ``GP01`` and on.
-        name: One to three words, joined by hyphens.
-        level: ``MUST`` where conformance requires it, ``SHOULD`` elsewhere.
-        requirement: The requirement, in one sentence.
-        hooks: The hooks that it applies to.
-        since: The first contract version with this rule. Plugins for earlier versions are not checked for it.
-    """
-
-    id: str
-    name: str
-    level: Level
-    requirement: str
-    hooks: tuple[Hook, ...]
-    since: int = 1
-
-    def __str__(self) -> str:
-        return f"{self.id} {self.name}"
-
-    def not_in_force(self, contract: int) -> str | None:
-        """Return why a plugin of a contract version is not held to this rule, or None if it is."""
-        if self.since <= contract:
-            return None
-        return f"the plugin has contract version {contract}; the rule is in force since {self.since}"
-
 
 _RULES = (
     Rule(
@@ -220,7 +187,14 @@ _RULES = (
 )
 
 RULES: dict[str, Rule] = {rule.id: rule for rule in _RULES}
-"""Every rule by its id, in order."""
+"""Every rule of capture and replay by its id, in order."""
+EVERY_RULE: dict[str, Rule] = {**RULES, **ALGORITHM_RULES, **OBSERVER_RULES}
+"""These, and the rules of speculation algorithms and observers."""
+
+
+def rules_of(kind: str) -> dict[str, Rule]:
+    """Return the rules of a kind of plugins by id, in order."""
+    return {"speculation": ALGORITHM_RULES, "observer": OBSERVER_RULES}.get(kind, RULES)
 
 
 _CAUSES_FIRST = {
@@ -231,6 +205,12 @@ _CAUSES_FIRST = {
         *("GP05", "GP04", "GP07", "GP02"),
     ),
     "the effects of a step": ("GP20", "GP11", "GP13", "GP06", "GP17"),
+    "how the plugin is declared and built": ("SP02", "OB01"),
+    "what the plugin writes": ("SP07", "SP06", "SP05", "OB03", "OB04"),
+    "the calls that the plugin makes": ("SP03", "SP04", "OB06"),
+    "what the plugin keeps": ("SP08", "SP09", "OB02", "OB05", "OB07", "OB08"),
+    "the tokens of requests": ("SP10", "SP11", "SP01"),
+    "the time of a step": ("SP14", "SP13", "SP12", "OB09"),
 }
 _CONCERNS = {rule: subject for subject, rules in _CAUSES_FIRST.items() for rule in rules}
 _FLOWS = frozenset(_CAUSES_FIRST["the contents of the buffers"]) - {"GP03"}
@@ -289,17 +269,24 @@ def find_rule(text: str) -> Rule:
         UsageError: There is no such rule. The hint names the closest one.
     """
     wanted = re.sub(r"[\s_-]+", "-", text.strip().lower())
-    wanted = re.sub(r"^(gp-?)?0*(?=\d)", "", wanted)
-    for number, rule in enumerate(_RULES, 1):
-        if wanted in (str(number), rule.name, f"{number}-{rule.name}"):
+    wanted = re.sub(r"^([a-z]*)-?0*(?=\d)", r"\1", wanted)
+    for rule in EVERY_RULE.values():
+        short = f"{rule.id[:2].lower()}{int(rule.id[2:])}"
+        spellings = {short, rule.name, f"{short}-{rule.name}"}
+        if short.startswith("gp"):
+            spellings |= {short[2:], f"{short[2:]}-{rule.name}"}
+        if wanted in spellings:
             return rule
-    by_name = {rule.name: rule for rule in _RULES}
+    by_name = {rule.name: rule for rule in EVERY_RULE.values()}
     near = [name for name in by_name if len(wanted) > 2 and wanted in name]
     if not near and (nearest := did_you_mean(wanted, by_name)):
         near = [nearest]
     said = " or ".join(str(by_name[name]) for name in near)
+    ranges = " and ".join(
+        f"{first} to {last}" for first, *_, last in (RULES, ALGORITHM_RULES, OBSERVER_RULES)
+    )
     raise UsageError(
-        f"unknown rule {text!r}; the rules are GP01 to GP{len(_RULES):02}",
+        f"unknown rule {text!r}; the rules are {ranges}",
         hint=f"did you mean {said}? `graphpact check --list` lists all"
         if said
         else "`graphpact check --list` lists all",

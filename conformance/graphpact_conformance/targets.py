@@ -9,18 +9,16 @@ from dataclasses import dataclass
 from typing import Literal, Protocol
 
 from graphpact_conformance.results import Result
+from graphpact_conformance.target_kinds import PREFIXES, TargetKind
 
 Size = Literal["quick", "normal", "thorough"]
 Kernels = Literal["auto", "native", "compiled", "portable"]
 """The names of `graphpact.attention.ProviderName`: this module is imported where torch is not."""
-TargetKind = Literal["attention_backend", "runner", "graph_driver", "adapter"]
 
 TIMEOUT = 120.0
 """Seconds for one piece of work."""
 TIMEOUT_VARIABLE = "GRAPHPACT_CHECK_TIMEOUT"
 """Environment variable: timeout of one piece of work, in seconds."""
-TARGET_KINDS: tuple[TargetKind, ...] = ("attention_backend", "runner", "graph_driver")
-"""The kinds of plugins that are checked by their names; an adapter's targets have a reference too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,8 +87,8 @@ class Target:
         """Its names as arguments of ``graphpact check``."""
         if self.adapter is not None:
             return f"--adapter {self.adapter}" + ("" if self.name == self.adapter else f" {self.name}")
-        if self.kind == "graph_driver":
-            return f"driver:{self.name}"
+        if self.kind in PREFIXES:
+            return f"{PREFIXES[self.kind]}:{self.name}"
         return self.name if self.partner is None else f"{self.name} {self.partner}"
 
 

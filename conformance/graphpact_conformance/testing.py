@@ -26,7 +26,8 @@ from graphpact.plugins import PluginCatalog
 from graphpact_conformance.records.global_state import one_thread
 from graphpact_conformance.report import digest
 from graphpact_conformance.results import Outcome, PluginResults, Result
-from graphpact_conformance.rules import RULES, Rule
+from graphpact_conformance.rule import Rule
+from graphpact_conformance.rules import rules_of
 from graphpact_conformance.suite import examine, require_lanes, targets
 from graphpact_conformance.targets import Kernels, Options, Size, Target
 from graphpact_conformance.xfails import Xfails
@@ -89,7 +90,9 @@ def conformance_decorator(
     except UsageError as error:
         raise pytest.Collector.CollectError(str(error)) from error
     checks = [
-        Check(examination, target, rule) for target in examination.targets for rule in (None, *RULES.values())
+        Check(examination, target, rule)
+        for target in examination.targets
+        for rule in (None, *rules_of(target.kind).values())
     ]
     return pytest.mark.parametrize("check", [pytest.param(check, id=check.id) for check in checks])
 

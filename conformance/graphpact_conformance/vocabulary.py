@@ -31,6 +31,8 @@ _KINDS = {
     "draft_decode": "draft decode: the draft model decodes several steps in one graph",
     "draft_extend": "draft extend: the draft model reads the verified tokens of every request",
     "idle": "idle: a batch without requests, in a decode graph",
+    "chain": "chain: a speculation algorithm drafts one branch for each request",
+    "tree": "tree: a speculation algorithm drafts a tree for each request",
 }
 _FLAGS = {
     "tree": "drafts are a tree: top-k > 1",
@@ -53,6 +55,9 @@ _PARTS = {
     "long": "a long context",
     "mixed": "a third layer with other heads, scale and window, and a fourth on the first one's KV cache",
     "high": "KV slots beyond 2^31 elements",
+    r"steps(\d+)": r"drafts of \1 steps",
+    r"topk(\d+)": r"drafts with \1 branches",
+    r"tokens(\d+)": r"\1 tokens of each request are verified, with the newest one",
     r"ranks(\d+)": r"\1 ranks step together, each in a process of its own",
     "cuda": "the graphs are CUDA graphs instead of tapes",
     "inductor": "the graphs are of the driver inductor instead of the tape",

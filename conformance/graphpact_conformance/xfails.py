@@ -4,7 +4,7 @@
     rule = "GP07"                                # id or name of a rule
     reason = "the draft stride is packed anew"   # required
     lane = "draft_extend*"                       # a pattern; optional: every lane
-    plugin = "my_backend"                        # or "runner:NAME", "driver:NAME"; optional: the only one
+    plugin = "my_backend"                        # or "runner:NAME", "driver:NAME", ..; optional: the only one
     issue = "https://example.org/issues/7"       # optional
 
 The list is strict: a listed failure is an xfail, a rule that passes in all lanes of an entry is an xpass, and
@@ -29,7 +29,8 @@ from graphpact.files import read_file
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import find_rule
-from graphpact_conformance.targets import TARGET_KINDS, Options, Target
+from graphpact_conformance.target_kinds import LANE_KINDS, PREFIXES, TARGET_KINDS
+from graphpact_conformance.targets import Options, Target
 
 FILE = "xfails.toml"
 _KEYS = ("rule", "reason", "lane", "plugin", "issue")
@@ -238,10 +239,10 @@ def _entry(file: Path, number: int, table: Any, wheel: Sequence[PluginInfo]) -> 
 def _plugin(named: str | None, wheel: Sequence[PluginInfo]) -> PluginInfo:
     """Return the plugin of an entry, among those of its distribution.
 
-    Without a name it is the only backend or runner; if there is none, the only driver.
+    Without a name it is the only backend or runner; if there is none, the only plugin of another kind.
     """
-    spellings = {f"{info.kind.removeprefix('graph_')}:{info.name}": info for info in wheel}
-    lanes = [info for info in wheel if info.kind != "graph_driver"]
+    spellings = {f"{_prefix(info.kind)}:{info.name}": info for info in wheel}
+    lanes = [info for info in wheel if info.kind in LANE_KINDS]
     fit = [i for s, i in spellings.items() if named in (s, i.name, f"{i.kind}:{i.name}")]
     if named is None:
         fit = lanes or list(wheel)
@@ -252,3 +253,8 @@ def _plugin(named: str | None, wheel: Sequence[PluginInfo]) -> PluginInfo:
         "plugin is missing" if named is None else f"plugin = {named!r} is unknown or ambiguous",
         hint=f"did you mean {near!r}?" if near and not fit else f"use one of {', '.join(spellings)}",
     )
+
+
+def _prefix(kind: str) -> str:
+    """Return how names of a kind begin."""
+    return next((prefix for known, prefix in PREFIXES.items() if known == kind), kind)

@@ -19,7 +19,7 @@ from graphpact_conformance.isolation import supervise
 from graphpact_conformance.real_bugs import REAL_BUGS
 from graphpact_conformance.report import FILES
 from graphpact_conformance.results import Report
-from graphpact_conformance.rules import RULES
+from graphpact_conformance.rules import EVERY_RULE, RULES
 from graphpact_conformance.targets import Options
 
 Suite = Callable[..., dict[str, Any]]
@@ -177,7 +177,10 @@ def test_a_lane_without_graphs_lists_what_runs(suite: Suite, capsys: pytest.Capt
         (["x", "--quick", "--thorough"], "contradict"),
         (["x", "--device", "tpu"], "--device"),
         (["x", "--examples", "0"], "--examples"),
-        (["x", "--list"], "no attention backend, runner or graph driver 'x'"),
+        (
+            ["x", "--list"],
+            "no attention backend, runner, graph driver, speculation algorithm or observer 'x'",
+        ),
     ],
 )
 def test_what_cannot_be_asked_is_a_usage_error(
@@ -277,18 +280,32 @@ def test_rules_are_listed(command: list[str], capsys: pytest.CaptureFixture[str]
     """Both lists have every rule with level, requirement and hooks; ``--json`` has every field of a rule."""
     assert main(command) == 0
     lines = capsys.readouterr().out.splitlines()
-    for rule in RULES.values():
+    for rule in EVERY_RULE.values():
         (line,) = [line for line in lines if line.startswith(str(rule))]
         assert all(said in line for said in (rule.level, rule.requirement, *rule.hooks))
     assert main([*command, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
-    assert told == [{**asdict(rule), "hooks": [*rule.hooks]} for rule in RULES.values()]
+    assert told == [{**asdict(rule), "hooks": [*rule.hooks]} for rule in EVERY_RULE.values()]
 
 
 def test_a_list_can_be_of_some_rules(capsys: pytest.CaptureFixture[str]) -> None:
     """``--only`` selects the rules of the list, as it does for a check."""
     assert main(["check", "--list", "--only", "GP05", "--json"]) == 0
     assert [rule["id"] for rule in json.loads(capsys.readouterr().out)] == ["GP05"]
+
+
+@pytest.mark.parametrize("rule", EVERY_RULE.keys() - RULES.keys())
+def test_rules_of_other_contracts_are_explained_by_their_checks(
+    rule: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rule of algorithms or observers is printed with its requirement and the fix of its check."""
+    assert main(["explain", EVERY_RULE[rule].name]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert EVERY_RULE[rule].requirement in out
+    assert main(["explain", rule, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["checks"]
+    assert all(check["fix"] in out for check in told["checks"])
 
 
 @pytest.mark.parametrize("rule", RULES.values(), ids=str)

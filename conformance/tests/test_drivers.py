@@ -20,13 +20,9 @@ from graphpact.graphs import Graph, GraphDriver
 from graphpact.plugins import PluginCatalog
 from graphpact_cli import main
 from graphpact_conformance import suite
+from graphpact_conformance.contracts.examine import examine_contract, examine_contract_lane
 from graphpact_conformance.drivers import acts, promises, strictness
-from graphpact_conformance.drivers.examine import (
-    DriverLane,
-    examine_driver,
-    examine_driver_lane,
-    lanes_of_driver,
-)
+from graphpact_conformance.drivers.driver_lanes import OF_DRIVERS, DriverLane
 from graphpact_conformance.isolation import supervise
 from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.merge import merged
@@ -62,7 +58,7 @@ class Notes:
 
 def outcomes(lane: DriverLane, options: Options = FULL) -> dict[str | None, Outcome]:
     """Return the outcome of each rule in one lane."""
-    return {result.rule: result.outcome for result in examine_driver_lane(lane, options)}
+    return {result.rule: result.outcome for result in examine_contract_lane(lane, options)}
 
 
 def test_a_driver_of_an_earlier_contract_is_not_held_to_a_later_rule(
@@ -73,11 +69,11 @@ def test_a_driver_of_an_earlier_contract_is_not_held_to_a_later_rule(
     lane = DriverLane(KeepsWorking, is_strict=False)
     for contract, expected in ((1, Outcome.UNSUPPORTED), (2, Outcome.FAIL)):
         works: list[str] = []
-        results = examine_driver_lane(lane, FULL, works.append, contract=contract)
+        results = examine_contract_lane(lane, FULL, works.append, version=contract)
         found = {result.rule: result for result in results}
         assert found["GP14"].outcome is expected
         assert any("released" in work for work in works) is (contract == 2)
-    (old,) = examine_driver_lane(lane, Options(only=frozenset({"GP14"})), contract=1)
+    (old,) = examine_contract_lane(lane, Options(only=frozenset({"GP14"})), version=1)
     assert old.reason == "the plugin has contract version 1; the rule is in force since 2"
 
 
@@ -214,7 +210,7 @@ def test_a_broken_promise_is_found(name: str) -> None:
     lane = DriverLane(LOCAL[name], is_strict=False)
     options = Options(only=frozenset({promises.CHECKS[name].rule} - {None}))  # type: ignore[arg-type]
     broken = [
-        f for r in examine_driver_lane(lane, options) for f in r.findings if f.field and name in f.field
+        f for r in examine_contract_lane(lane, options) for f in r.findings if f.field and name in f.field
     ]
     assert [f.expected for f in broken] == [promises.CHECKS[name].sentence]
     assert broken[0].actual
@@ -270,7 +266,7 @@ def test_a_strict_driver_may_do_more_than_cuda_and_hide_nothing(
 def test_the_tape_keeps_every_promise() -> None:
     """The tape passes every rule of its lanes; the lane ``strict`` has the acts, and the result its names."""
     heard = Notes()
-    found = examine_driver(TAPE, FULL, heard)
+    found = examine_contract(OF_DRIVERS, TAPE, FULL, heard)
     assert (found.kind, found.name, found.drivers) == ("graph_driver", "tape", ["tape"])
     assert {result.outcome for result in heard.results} == {Outcome.PASS}
     assert [r.lane for r in heard.results] == sorted(r.lane for r in heard.results)
@@ -286,11 +282,11 @@ def test_the_parts_of_a_run_are_the_whole() -> None:
     """Two parts of a run, joined, have the results of one run, in its order."""
     options = Options(only=frozenset({"GP16", "GP08"}))
     whole = Notes()
-    examine_driver(TAPE, options, whole)
+    examine_contract(OF_DRIVERS, TAPE, options, whole)
     parts = []
     for first in (0, 1):
         heard = Notes()
-        part = examine_driver(TAPE, options, heard, part=(first, 2))
+        part = examine_contract(OF_DRIVERS, TAPE, options, heard, part=(first, 2))
         parts.append(part.model_copy(update={"results": heard.results}))
     joined = merged(parts)
     told = [(r.rule, r.check, r.lane, r.outcome) for r in joined.results]
@@ -300,16 +296,16 @@ def test_the_parts_of_a_run_are_the_whole() -> None:
 
 def test_a_driver_without_a_strict_mode_has_one_lane() -> None:
     """A driver that claims no strict mode is checked in the lane ``fast`` alone; ``--lane`` selects lanes."""
-    assert [str(lane) for lane in lanes_of_driver(InductorDriver, FULL)] == ["fast"]
-    assert [str(lane) for lane in lanes_of_driver(TapeDriver, FULL)] == ["fast", "strict"]
-    assert [str(lane) for lane in lanes_of_driver(TapeDriver, Options(lanes=("str*",)))] == ["strict"]
+    assert [str(lane) for lane in OF_DRIVERS.lanes_of(InductorDriver, FULL)] == ["fast"]
+    assert [str(lane) for lane in OF_DRIVERS.lanes_of(TapeDriver, FULL)] == ["fast", "strict"]
+    assert [str(lane) for lane in OF_DRIVERS.lanes_of(TapeDriver, Options(lanes=("str*",)))] == ["strict"]
 
 
 def test_an_unavailable_driver_is_not_run_and_says_why() -> None:
     """Where a driver cannot record, each rule is not run with its reason, and the exit code says so."""
     heard = Notes()
     with patch.object(CudaDriver, "unavailable", return_value="no device here"):
-        found = examine_driver(Target("graph_driver", "cuda"), FULL, heard)
+        found = examine_contract(OF_DRIVERS, Target("graph_driver", "cuda"), FULL, heard)
     assert {(r.outcome, r.reason) for r in heard.results} == {(Outcome.NOT_RUN, "no device here")}
     assert found.drivers == []
     assert report_of(found, heard).exit_code is ExitCode.NOTHING_RAN
@@ -383,8 +379,8 @@ def test_an_act_that_a_device_cannot_perform_is_not_run() -> None:
     """On a GPU, acts without a defined outcome are not run, and their result says why."""
     lane = DriverLane(TapeDriver, is_strict=True, device=torch.device("cuda"))
     for name, check in strictness.CHECKS.items():
-        assert (lane.cannot_run(check) is None) == acts.ACTS[name].gpu
-    assert all(lane.cannot_run(check) is None for check in promises.CHECKS.values())
+        assert (lane.leaves_out(check) is None) == acts.ACTS[name].gpu
+    assert all(lane.leaves_out(check) is None for check in promises.CHECKS.values())
 
 
 def test_pytest_has_a_test_for_each_rule_of_a_driver() -> None:

@@ -89,8 +89,12 @@ def test_a_pair_without_a_common_mode_is_no_target() -> None:
     ("name", "error", "says"),
     [
         ("mein", UnknownPluginError, "did you mean 'mine'"),
-        ("observer:mine", UsageError, "plugins of kind 'observer' cannot be checked"),
-        ("nobody", UnknownPluginError, "no attention backend, runner or graph driver"),
+        ("command:mine", UsageError, "plugins of kind 'command' cannot be checked"),
+        (
+            "nobody",
+            UnknownPluginError,
+            "no attention backend, runner, graph driver, speculation algorithm or observer",
+        ),
     ],
 )
 def test_what_cannot_be_checked_is_refused(name: str, error: type[UsageError], says: str) -> None:
@@ -102,12 +106,12 @@ def test_what_cannot_be_checked_is_refused(name: str, error: type[UsageError], s
 @pytest.mark.parametrize(
     ("kind", "hint"),
     [
-        ("observer", "only attention backends, runners and graph drivers"),
-        ("command", "only attention backends, runners and graph drivers"),
+        ("engine", "these are checked: attention backend, runner, graph driver"),
+        ("command", "these are checked: attention backend, runner, graph driver"),
     ],
 )
 def test_the_error_for_a_plugin_of_another_kind_names_the_kind(kind: Kind, hint: str) -> None:
-    """The name of an observer or a command is known; the hint says which kinds are checked.
+    """The name of an engine or a command is known; the hint says which kinds are checked.
 
     The error is the same if the kind precedes the name.
     """

@@ -191,8 +191,11 @@ def test_on_a_machine_without_the_device_all_is_skipped(
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ('"flashinfr"', "no attention backend, runner or graph driver 'flashinfr'"),
-        ('"observer:trace"', "'observer:trace': plugins of kind 'observer' cannot be checked"),
+        (
+            '"flashinfr"',
+            "no attention backend, runner, graph driver, speculation algorithm or observer 'flashinfr'",
+        ),
+        ('"command:check"', "'command:check': plugins of kind 'command' cannot be checked"),
         ("", "there is nothing to check"),
         ('"flashinfer", size="fast"', "size is 'fast'"),
         ('"flashinfer", device="gpu"', "device is 'gpu'"),

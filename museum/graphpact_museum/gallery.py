@@ -21,7 +21,8 @@ from graphpact.runners import GraphRunner
 from graphpact_cli import children
 from graphpact_cli.child import Parent
 from graphpact_cli.children import Ending, Task
-from graphpact_conformance.drivers.examine import examine_driver_lane, lanes_of_driver
+from graphpact_conformance.contracts.examine import examine_contract_lane
+from graphpact_conformance.drivers.driver_lanes import OF_DRIVERS
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.lane.reference_backend import ReferenceBackend
 from graphpact_conformance.lane.reference_runner import ReferenceRunner
@@ -114,8 +115,8 @@ def _of_driver(
     piece: Exhibit | Variant, base: type[GraphDriver], options: Options
 ) -> tuple[list[str], list[Result]]:
     """Return the names of the lanes of an exhibit or variant of a driver, and their results."""
-    lanes = [lane for lane in lanes_of_driver(piece.make(base), options) if str(lane) in piece.lanes]
-    return [str(lane) for lane in lanes], [r for lane in lanes for r in examine_driver_lane(lane, options)]
+    lanes = [lane for lane in OF_DRIVERS.lanes_of(piece.make(base), options) if str(lane) in piece.lanes]
+    return [str(lane) for lane in lanes], [r for lane in lanes for r in examine_contract_lane(lane, options)]
 
 
 @contextmanager

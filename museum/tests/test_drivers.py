@@ -3,8 +3,9 @@
 import ast
 from pathlib import Path
 
+from graphpact_conformance.contracts.examine import examine_contract_lane
 from graphpact_conformance.drivers import promises
-from graphpact_conformance.drivers.examine import DriverLane, examine_driver_lane
+from graphpact_conformance.drivers.driver_lanes import DriverLane
 from graphpact_conformance.results import Outcome
 from graphpact_conformance.targets import Options
 from graphpact_museum.collection import EXHIBITS
@@ -28,7 +29,7 @@ def test_every_promise_is_broken_by_a_planted_bug() -> None:
     for exhibit in EXHIBITS:
         if exhibit.base == "tape" and exhibit.lanes[0] == "fast":
             lane = DriverLane(exhibit.make(TapeDriver), is_strict=False)
-            (result,) = examine_driver_lane(lane, Options(only=frozenset({exhibit.rule})))
+            (result,) = examine_contract_lane(lane, Options(only=frozenset({exhibit.rule})))
             assert result.outcome is Outcome.FAIL, exhibit.name
             broken |= {str(found.field).partition(": ")[2] for found in result.findings}
     assert broken == set(promises.CHECKS)

@@ -21,7 +21,7 @@ RUNNERS = (
     "piecewise_cuda_graph",
     "eagle_draft",
     "eagle_draft_extend",
-    "frozen_kv_mtp",
+    "runner:frozen_kv_mtp",
 )
 
 
@@ -31,7 +31,8 @@ def test_our_plugins_are_conformant(backend: str, tmp_path: Path, capsys: pytest
     plugins = (backend, *RUNNERS)
     assert main(["check", *plugins, "--quick", "--report", str(tmp_path)]) == 0, capsys.readouterr()
     report = Report.model_validate_json((tmp_path / "results.json").read_text(encoding="utf-8"))
-    assert [p.label for p in report.plugins] == [*plugins, *(f"{backend} + {r}" for r in RUNNERS)]
+    runners = [runner.removeprefix("runner:") for runner in RUNNERS]
+    assert [p.label for p in report.plugins] == [backend, *runners, *(f"{backend} + {r}" for r in runners)]
     for plugin in report.plugins:
         assert plugin.is_conformant, plugin.label
         assert any("cuda" in line for line in plugin.not_shown)

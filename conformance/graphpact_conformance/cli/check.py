@@ -8,6 +8,7 @@ import contextlib
 import enum
 import json
 import sys
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -20,7 +21,9 @@ from graphpact.plugins import PluginCatalog
 from graphpact_cli.console import data, note, print_table
 from graphpact_cli.signals import stopped_by_sigterm
 from graphpact_conformance.cli.extras import need_extra
-from graphpact_conformance.rules import RULES, Rule, find_rule
+from graphpact_conformance.rule import Rule
+from graphpact_conformance.rules import EVERY_RULE, find_rule
+from graphpact_conformance.target_kinds import LANE_KINDS, PREFIXES, TARGET_KINDS
 
 if TYPE_CHECKING:
     from graphpact_conformance.cli.results import Progress
@@ -54,7 +57,7 @@ def complete_plugin(incomplete: str) -> list[str]:
 
 def complete_rule(incomplete: str) -> list[tuple[str, str]]:
     """Return the ids of rules that begin with ``incomplete``, in any case, with their names."""
-    return [(rule.id, rule.name) for rule in RULES.values() if rule.id.startswith(incomplete.upper())]
+    return [(rule.id, rule.name) for rule in EVERY_RULE.values() if rule.id.startswith(incomplete.upper())]
 
 
 def check(
@@ -63,8 +66,9 @@ def check(
         typer.Argument(
             metavar="NAME...",
             autocompletion=complete_plugin,
-            help="Backends and runners to check, alone and in pairs, and graph drivers. Use `runner:NAME` or"
-            " `driver:NAME` if another kind has the same name.",
+            help="Backends and runners to check, alone and in pairs, graph drivers, speculation algorithms"
+            " and observers. Use `runner:NAME`, `driver:NAME`, `speculation:NAME` or `observer:NAME` if"
+            " another kind has the same name.",
             show_default=False,
         ),
     ] = None,
@@ -178,7 +182,7 @@ def check(
     if adapter is not None:
         names = [f"adapter:{adapter}:{name}" for name in names or []] or [f"adapter:{adapter}"]
     if list_rules and not names:
-        print_rules(rules.values() or RULES.values(), as_json=as_json)
+        print_rules(rules.values() or EVERY_RULE.values(), as_json=as_json)
         return
     if probe and adapter is None:
         raise UsageError(
@@ -299,7 +303,7 @@ def _write(found: "Report", directory: Path | None, *, as_json: bool) -> None:
 
 
 def _print_lanes(names: Sequence[str], options: "Options", *, as_json: bool) -> None:
-    """Print the lanes of plugins, with the experiments in each; of drivers, the checks."""
+    """Print the lanes of plugins, with the experiments in each, or the requirements of a contract."""
     from graphpact_conformance import suite  # noqa: PLC0415  all that the suite needs
 
     with contextlib.redirect_stdout(sys.stderr):
@@ -336,7 +340,10 @@ def _installed_hint() -> str:
 
 def _checkable(catalog: PluginCatalog) -> list[str]:
     """Return the arguments that select what is checked: ``fa3``, ``driver:tape``, ``--adapter vllm``."""
-    lanes = [*catalog.infos("attention_backend"), *catalog.infos("runner")]
-    drivers = [f"driver:{info.name}" for info in catalog.infos("graph_driver")]
+    kinds = [(kind, PREFIXES.get(kind, kind)) for kind in TARGET_KINDS]
+    found = [(prefix, info.name) for kind, prefix in kinds for info in catalog.infos(kind)]
+    bare = Counter(name for _, name in found)
+    is_plain = {(prefix, name) for prefix, name in found if prefix in LANE_KINDS and bare[name] == 1}
+    names = [name if (prefix, name) in is_plain else f"{prefix}:{name}" for prefix, name in found]
     adapters = [f"--adapter {info.name}" for info in catalog.infos("adapter")]
-    return list(dict.fromkeys([*(info.name for info in lanes), *drivers, *adapters]))
+    return list(dict.fromkeys([*names, *adapters]))

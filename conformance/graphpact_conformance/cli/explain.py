@@ -17,7 +17,8 @@ from graphpact.errors import UsageError, did_you_mean
 from graphpact_cli.console import data
 from graphpact_conformance import vocabulary
 from graphpact_conformance.cli.check import complete_rule, print_rules
-from graphpact_conformance.rules import RULES, Rule, find_rule
+from graphpact_conformance.rule import Rule
+from graphpact_conformance.rules import EVERY_RULE, find_rule
 
 if TYPE_CHECKING:
     from graphpact_conformance.real_bugs import RealBug
@@ -44,7 +45,7 @@ def explain(
     Without a word, list all rules.
     """
     if word is None:
-        print_rules(RULES.values(), as_json=as_json)
+        print_rules(EVERY_RULE.values(), as_json=as_json)
         return
     found = _find(word.strip())
     if isinstance(found, dict):
@@ -55,6 +56,9 @@ def explain(
         return
     from graphpact_conformance.real_bugs import REAL_BUGS  # noqa: PLC0415  long texts
 
+    if found.id not in REAL_BUGS:
+        _explain_check(found, as_json=as_json)
+        return
     story = REAL_BUGS[found.id]
     if as_json:
         sys.stdout.write(json.dumps({**asdict(found), **asdict(story)}, indent=2) + "\n")
@@ -82,7 +86,7 @@ def _find(word: str) -> Rule | dict[str, str]:
         if word in known:
             return {word: known[word]}
         topics = ("batches", "lanes", "experiments", *known)
-        near = did_you_mean(word, (*topics, *(rule.name for rule in RULES.values())))
+        near = did_you_mean(word, (*topics, *(rule.name for rule in EVERY_RULE.values())))
         if near not in topics:
             raise
         raise UsageError(
@@ -91,10 +95,28 @@ def _find(word: str) -> Rule | dict[str, str]:
         ) from None
 
 
-def _print(console: Console, rule: Rule, story: "RealBug") -> None:
+def _explain_check(rule: Rule, *, as_json: bool) -> None:
+    """Show a rule of algorithms or observers, with the check that verifies it."""
+    from graphpact_conformance.suite.contract_kinds import checks_of_rule  # noqa: PLC0415  torch
+
+    checks = [{"check": each.name, "at": each.at, "fix": each.fix} for each in checks_of_rule(rule.id)]
+    if as_json:
+        sys.stdout.write(json.dumps({**asdict(rule), "checks": checks}, indent=2) + "\n")
+        return
+    _print_rule(data(), rule)
+    for each in checks:
+        data().print(Text("\nFix", "bold cyan"))
+        _paragraph(data(), f"{each['at']}: {each['fix']}")
+
+
+def _print_rule(console: Console, rule: Rule) -> None:
     about = f"  {rule.level}, since contract {rule.since}; {', '.join(rule.hooks)}"
     console.print(Text.assemble((str(rule), "bold"), (about, "dim")), soft_wrap=True)
     _paragraph(console, rule.requirement, "italic")
+
+
+def _print(console: Console, rule: Rule, story: "RealBug") -> None:
+    _print_rule(console, rule)
     for heading, text in (
         ("A real bug", story.story),
         ("Detection", story.detection),

@@ -17,8 +17,9 @@ import torch
 from graphpact.errors import CaptureError
 from graphpact.graphs import DeclaredMemory
 from graphpact.plugin_calls import describe_error
+from graphpact_conformance.contracts.requirement import Requirement, expect_equal, require
 from graphpact_conformance.drivers.acts import ACTS, ActMemory, lines_of_act
-from graphpact_conformance.drivers.requirement import Make, Requirement, expect_equal, require
+from graphpact_conformance.drivers.driver_requirement import DriverRequirement, Make
 
 ActOutcome: TypeAlias = Literal["refused", "same", "shows", "hidden"]
 """The outcome of an act: an error, the results of CUDA, results that differ from eager, or a hidden fault."""
@@ -146,7 +147,7 @@ def _judge(name: str, make: Make) -> None:
     require_capture(memory)
 
 
-def _check(name: str) -> Requirement:
+def _check(name: str) -> DriverRequirement:
     row = ROWS[name]
     required, fix = _REQUIRED[cuda_verdict(row)]
     return Requirement(
@@ -159,5 +160,5 @@ def _check(name: str) -> Requirement:
     )
 
 
-CHECKS: dict[str, Requirement] = {name: _check(name) for name in ACTS}
+CHECKS: dict[str, DriverRequirement] = {name: _check(name) for name in ACTS}
 """A check for each act, by name."""

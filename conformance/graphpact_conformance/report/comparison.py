@@ -12,7 +12,7 @@ from typing import Literal, TypeAlias
 
 from graphpact_conformance.report.digest import GENERAL
 from graphpact_conformance.results import WORST_FIRST, Outcome, Report, worst
-from graphpact_conformance.rules import RULES
+from graphpact_conformance.rules import EVERY_RULE
 
 What: TypeAlias = Literal["worse", "appeared", "vanished", "better"]
 WHATS: tuple[What, ...] = ("worse", "appeared", "vanished", "better")
@@ -93,7 +93,7 @@ def compare(before: Report, after: Report) -> Comparison:
             unchanged += was == now
             continue
         _, plugin, rule, question, lane = key
-        label = str(RULES[rule]) if rule else f"{GENERAL}: {question}"
+        label = str(EVERY_RULE[rule]) if rule else f"{GENERAL}: {question}"
         groups.setdefault((what, was, now, plugin, label), []).append(lane)
     changes = [
         OutcomeChange(what, plugin, label, was, now, tuple(lanes))

@@ -18,7 +18,8 @@ from graphpact_conformance.results import (
     Result,
     worst,
 )
-from graphpact_conformance.rules import RULES, Evidence, Rule, causes_first, concern_of
+from graphpact_conformance.rule import Rule
+from graphpact_conformance.rules import EVERY_RULE, Evidence, causes_first, concern_of
 
 MOST_SHOWN = 3
 """Number of failures of one rule that are shown in full; others are folded or counted."""
@@ -128,7 +129,9 @@ class Row:
 
 def rows(plugin: PluginResults) -> list[Row]:
     """Return a row for each rule with results, by id; general checks come first."""
-    found = [(rule, tuple(plugin.of_rule(rule.id if rule else None))) for rule in (None, *RULES.values())]
+    found = [
+        (rule, tuple(plugin.of_rule(rule.id if rule else None))) for rule in (None, *EVERY_RULE.values())
+    ]
     return [Row(rule, results) for rule, results in found if results]
 
 

@@ -2,6 +2,7 @@
 
     names     the targets that names of plugins stand for
     adapter   adapters, which check another engine's code, and how they are found by name
+    contract_kinds  the kinds that are checked by the requirements of a contract
     plan      the lanes of a target, the experiments in each, and the parts of a run
     run       the experiments of one lane, and a result for each rule
     target    the whole run for one target, in this process

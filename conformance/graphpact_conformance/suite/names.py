@@ -9,15 +9,12 @@ from graphpact.errors import UnknownPluginError, UsageError, did_you_mean
 from graphpact.plugins import KINDS, PluginCatalog
 from graphpact_conformance.draws.cases import declares_graphs
 from graphpact_conformance.suite.adapter import adapter_of
-from graphpact_conformance.targets import (
-    TARGET_KINDS,
-    Target,
-    TargetKind,
-)
+from graphpact_conformance.target_kinds import PREFIXES, TARGET_KINDS, TargetKind
+from graphpact_conformance.targets import Target
 
 
 def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
-    """Return the backends, runners and drivers with the given names, and every pair of backend and runner.
+    """Return the plugins with the given names, and every pair of backend and runner.
 
     Args:
         names: Names of plugins, ``name`` or ``kind:name``; ``driver`` is short for ``graph_driver``. Code of
@@ -25,7 +22,7 @@ def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
         catalog: The installed plugins.
 
     Raises:
-        UnknownPluginError: No backend, no runner and no driver has that name.
+        UnknownPluginError: No plugin of a kind that is checked has that name.
         PluginError: The plugin is rejected, or two distributions offer it.
     """
     found: list[Target] = []
@@ -45,7 +42,7 @@ def targets(names: Sequence[str], catalog: PluginCatalog) -> list[Target]:
         for r in runners
         if _can_pair(catalog, b.name, r.name)
     ]
-    others = [t for t in found if t.kind in ("graph_driver", "adapter")]
+    others = [t for t in found if t.kind in PREFIXES or t.kind == "adapter"]
     return [*backends, *runners, *pairs, *others]
 
 
@@ -82,8 +79,7 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
     there = [info for kind in TARGET_KINDS for info in catalog.infos(kind)]
     near = did_you_mean(name, [info.name for info in there])
     raise UnknownPluginError(
-        f"no attention backend, runner or graph driver {name!r}; installed: "
-        + (", ".join(str(info) for info in there) or "none"),
+        f"no {_KINDS_IN_WORDS} {name!r}; installed: " + (", ".join(str(info) for info in there) or "none"),
         hint=f"did you mean {near!r}?" if near else "`graphpact plugins` lists what is installed",
     )
 
@@ -92,15 +88,20 @@ _A_PLUGIN: dict[TargetKind, str] = {
     "attention_backend": "an attention backend",
     "runner": "a runner",
     "graph_driver": "a graph driver",
+    "speculation": "a speculation algorithm",
+    "observer": "an observer",
     "adapter": "an adapter",
 }
+_NOUNS = [_A_PLUGIN[kind].partition(" ")[2] for kind in TARGET_KINDS]
+_KINDS_IN_WORDS = f"{', '.join(_NOUNS[:-1])} or {_NOUNS[-1]}"
 
 
 def _cannot_check(name: str, kind: str) -> UsageError:
     """Return the error for a plugin of a kind that the suite does not check."""
-    hint = "only attention backends, runners and graph drivers are checked: give the name of one"
+    hint = f"these are checked: {_KINDS_IN_WORDS}; give the name of one"
     if kind not in KINDS:
-        hint = "write KIND:NAME, with the kind attention_backend, runner or driver"
+        kinds = [PREFIXES.get(each, each) for each in TARGET_KINDS]
+        hint = f"write KIND:NAME, with the kind {', '.join(kinds[:-1])} or {kinds[-1]}"
     return UsageError(f"{name!r}: plugins of kind {kind!r} cannot be checked", hint=hint)
 
 

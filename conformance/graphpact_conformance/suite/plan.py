@@ -26,7 +26,6 @@ from graphpact_conformance.draws.chosen_batches import corner
 from graphpact_conformance.draws.fields import MROPE
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.scenario import read
-from graphpact_conformance.drivers.examine import lanes_of_driver
 from graphpact_conformance.experiments import EXPERIMENTS, Experiment
 from graphpact_conformance.experiments.experiment import LaneKind, PlannedLane
 from graphpact_conformance.experiments.real_ranks import ClassSource, RankProcesses, RealRanks
@@ -38,12 +37,9 @@ from graphpact_conformance.lane.runners import planned_shapes, runner_context
 from graphpact_conformance.lane.tested_code import KITS
 from graphpact_conformance.records.raised import NeedsValueError
 from graphpact_conformance.suite.adapter import adapter_of
-from graphpact_conformance.targets import (
-    Options,
-    Size,
-    Target,
-    TargetKind,
-)
+from graphpact_conformance.suite.contract_kinds import CONTRACTS
+from graphpact_conformance.target_kinds import TargetKind
+from graphpact_conformance.targets import Options, Size, Target
 
 
 def lanes_of(target: Target, options: Options, catalog: PluginCatalog) -> list[PlannedLane]:
@@ -187,12 +183,12 @@ def is_asked(plan: PlannedLane, options: Options) -> bool:
 
 
 def checks_by_lane(target: Target, options: Options, catalog: PluginCatalog) -> dict[str, list[str]]:
-    """Return the names of the experiments of each lane of a plugin; of a driver, those of its checks."""
-    if target.kind == "graph_driver":
-        driver = catalog.select("graph_driver", target.name)
+    """Return the names of the experiments of each lane of a plugin, or of its requirements."""
+    if target.kind in CONTRACTS:
+        plugin = catalog.select(target.kind, target.name)
         return {
             str(lane): [check.name for check in lane.checks(options)]
-            for lane in lanes_of_driver(driver, options)
+            for lane in CONTRACTS[target.kind].lanes_of(plugin, options)
         }
     return {
         str(plan): [e.name for e in experiments_of(plan, options) if captures or not e.needs_graphs]

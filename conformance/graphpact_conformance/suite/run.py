@@ -22,7 +22,8 @@ from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.records.global_state import seeded
 from graphpact_conformance.records.raised import CannotCaptureError, causes, message_of, need_of
 from graphpact_conformance.results import Finding, Outcome, Result
-from graphpact_conformance.rules import RULES, Evidence, Rule
+from graphpact_conformance.rule import Rule
+from graphpact_conformance.rules import RULES, Evidence
 from graphpact_conformance.shrink import Steps, shrunk
 from graphpact_conformance.suite.plan import choices_of, experiments_of, is_wanted
 from graphpact_conformance.targets import (

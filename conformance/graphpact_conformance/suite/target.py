@@ -2,7 +2,7 @@
 
 `graphpact_conformance.isolation` runs each plugin in its own process, so that a crash does not end the suite.
 
-Does not: check graph drivers (see `graphpact_conformance.drivers`), or write reports.
+Does not: check requirements of a contract (see `graphpact_conformance.contracts`), or write reports.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -18,11 +18,11 @@ from graphpact.errors import ConfigError
 from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.claims import claims_of, undeclared
+from graphpact_conformance.contracts.examine import examine_contract
 from graphpact_conformance.draws import coverage
 from graphpact_conformance.draws.cases import CASES, EMBEDS, SEGMENTS, Case
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.scenario import read
-from graphpact_conformance.drivers.examine import examine_driver
 from graphpact_conformance.experiments import EXPERIMENTS, OF_OUTPUTS
 from graphpact_conformance.experiments.experiment import PlannedLane
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
@@ -30,6 +30,7 @@ from graphpact_conformance.lane.reference_backend import ReferenceBackend
 from graphpact_conformance.merge import hints_of, of_claims
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.suite.adapter import Needs, adapter_of
+from graphpact_conformance.suite.contract_kinds import CONTRACTS
 from graphpact_conformance.suite.plan import in_parts, lanes_of
 from graphpact_conformance.suite.run import examine_lane
 from graphpact_conformance.targets import (
@@ -54,7 +55,7 @@ def examine(
 ) -> PluginResults:
     """Check a plugin against every rule in every lane, and pass each result to the listener.
 
-    A graph driver is checked by `graphpact_conformance.drivers.examine`.
+    Plugins with a contract of requirements are checked by `graphpact_conformance.contracts.examine`.
 
     Args:
         target: The plugin.
@@ -69,8 +70,8 @@ def examine(
     Raises:
         PluginError: The plugin cannot be loaded.
     """
-    if target.kind == "graph_driver":
-        return examine_driver(target, options, listener, skip=skip, part=part)
+    if target.kind in CONTRACTS:
+        return examine_contract(CONTRACTS[target.kind], target, options, listener, skip=skip, part=part)
     catalog = PluginCatalog.scan()
     info = _info(catalog, target)
     if target.kind == "adapter":

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from importlib_metadata import Distribution, distribution
+from importlib_metadata import distribution
 from packaging.requirements import InvalidRequirement, Requirement
 
 from graphpact.errors import UsageError
@@ -50,7 +50,7 @@ class Evidence:
     file: Path | None
 
     @property
-    def metadata(self) -> Distribution:
+    def metadata(self) -> Any:
         """The metadata of its distribution."""
         return distribution(self.info.distribution)
 

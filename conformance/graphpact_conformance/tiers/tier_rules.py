@@ -5,16 +5,13 @@ A plugin has a tier if each rule of it, and of the tiers below, is done or exemp
 Does not: verify a rule; `graphpact_conformance.tiers.proofs` does.
 """
 
-import enum
 from dataclasses import dataclass
+from typing import get_args
 
+from graphpact_conformance.results import TierName
 
-class Tier(enum.StrEnum):
-    """The tiers, from the lowest."""
-
-    bronze = "bronze"
-    silver = "silver"
-    gold = "gold"
+TIERS: tuple[TierName, ...] = get_args(TierName)
+"""The tiers, from the lowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +29,7 @@ class TierRule:
     """
 
     name: str
-    tier: Tier
+    tier: TierName
     sentence: str
     why: str
     kinds: frozenset[str] = frozenset()
@@ -52,69 +49,69 @@ TIER_RULES: dict[str, TierRule] = {
     for rule in (
         TierRule(
             "declared",
-            Tier.bronze,
-            "Its distribution declares the version of the contract, and bounds each graphpact that it requires.",
+            "bronze",
+            "Its distribution declares the version of the contract, and bounds the graphpact that it requires.",
             "A later core can then refuse it with the reason, and pip does not install one that it was not"
             " written for.",
             exempt=False,
         ),
         TierRule(
             "licensed",
-            Tier.bronze,
+            "bronze",
             "Its distribution has a licence and a README.",
             "Without a licence its users may not use it.",
             exempt=False,
         ),
         TierRule(
             "conformant",
-            Tier.bronze,
+            "bronze",
             "No MUST fails in a whole run of the suite, and something passes.",
             "This is what graphpact is for.",
             exempt=False,
         ),
         TierRule(
             "documented",
-            Tier.silver,
-            "Its README names it, and every public module, class and function of its package has a docstring.",
+            "silver",
+            "Its README names it, and the public modules, classes and functions of its package have docstrings.",
             "Users choose it by its name, and read what it needs.",
         ),
         TierRule(
             "known-failures",
-            Tier.silver,
+            "silver",
             "Each entry of xfails.toml names an issue; without entries it is done.",
             "A known failure that nobody works on is a failure.",
         ),
         TierRule(
             "proven",
-            Tier.silver,
+            "silver",
             "Each capability that it declares has a lane of the run in which nothing failed.",
             "An engine selects it by what it declares.",
             _BACKENDS,
         ),
         TierRule(
             "one-body",
-            Tier.silver,
+            "silver",
             "Captures and replays fill metadata by one body; for two bodies, the exemption says why.",
             "Two bodies can disagree, and every engine has had bugs of this kind.",
             _BACKENDS,
         ),
         TierRule(
             "plan-invariants",
-            Tier.silver,
-            "What holds of its plan in every step is declared in `plan_invariants`; without a plan it is done.",
+            "silver",
+            "What holds of its plan in every step is declared in `plan_invariants`, if it has a plan.",
             "A kernel's plan is opaque: no comparison of tensors shows that it belongs to this step.",
             _BACKENDS,
         ),
         TierRule(
             "gpu-run",
-            Tier.gold,
+            "gold",
             "A report of the suite on a GPU is in its package, without a failure, for this contract.",
             "A CPU runs other kernels, and no side streams.",
             takes="results.json of `graphpact check NAME --device cuda --report DIR`",
         ),
         TierRule(
             "recordings",
-            Tier.gold,
+            "gold",
             "A recording of an engine's steps is in its package, as an input of its tests.",
             "Drawn batches do not have the lengths and the order of real ones.",
             _IN_STEPS,
@@ -122,7 +119,7 @@ TIER_RULES: dict[str, TierRule] = {
         ),
         TierRule(
             "guarded",
-            Tier.gold,
+            "gold",
             "A report of an engine that served with it under the guard is in its package: replays, no fault.",
             "The suite drives hooks. Only an engine shows that it calls them as the suite does.",
             _IN_STEPS,

@@ -8,11 +8,19 @@ from pathlib import Path
 
 from graphpact.errors import GraphpactError, UsageError
 from graphpact.plugins import PluginCatalog, PluginInfo
-from graphpact_conformance.results import Finding, Outcome, PluginResults, Result, TierRuleResult, TierVerdict
+from graphpact_conformance.results import (
+    Finding,
+    Outcome,
+    PluginResults,
+    Result,
+    TierName,
+    TierRuleResult,
+    TierVerdict,
+)
 from graphpact_conformance.targets import Options
 from graphpact_conformance.tiers.proofs import PROOFS, Evidence, NotJudgedError
 from graphpact_conformance.tiers.statements import FILE, Statement, read_statements
-from graphpact_conformance.tiers.tier_rules import TIER_RULES, Tier
+from graphpact_conformance.tiers.tier_rules import TIER_RULES, TIERS
 from graphpact_conformance.xfails import Xfails, plugin_home
 
 
@@ -68,7 +76,7 @@ def _result(
             wrong = str(error)
     return TierRuleResult(
         rule=rule.name,
-        tier=rule.tier.value,
+        tier=rule.tier,
         status=statement.status,
         text=statement.text,
         wrong=wrong,
@@ -76,13 +84,13 @@ def _result(
     )
 
 
-def tier_of(rules: Sequence[TierRuleResult]) -> str | None:
+def tier_of(rules: Sequence[TierRuleResult]) -> TierName | None:
     """Return the highest tier whose rules, and those below, hold; what a run could not judge counts."""
-    reached = None
-    for tier in Tier:
+    reached: TierName | None = None
+    for tier in TIERS:
         if not all(rule.holds for rule in rules if rule.tier == tier):
             break
-        reached = tier.value
+        reached = tier
     return reached
 
 

@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 
 from graphpact.errors import CaptureError, ReplayError
 from graphpact.graphs import DeclaredMemory, Graph, Stream
-from graphpact_conformance.drivers.requirement import Make
+from graphpact_conformance.drivers.driver_requirement import Make
 
 
 class ActMemory:

@@ -13,6 +13,7 @@ from dataclasses import replace
 import torch
 
 from graphpact.errors import GraphpactError
+from graphpact_conformance.contracts.requirement import expect_equal
 from graphpact_conformance.drivers.acts.act import (
     Act,
     ActMemory,
@@ -23,7 +24,6 @@ from graphpact_conformance.drivers.acts.act import (
     registering_in,
     replay_results,
 )
-from graphpact_conformance.drivers.requirement import expect_equal
 
 ACTS: dict[str, Act] = {}
 """The acts by name, in order."""

@@ -14,6 +14,7 @@ The checks run regions directly on a driver, without lanes, plugins or models.
 Does not: check which acts a strict mode refuses (see `acts`), or check backends and runners.
 """
 
+from graphpact_conformance.drivers.driver_requirement import DriverRequirement
 from graphpact_conformance.drivers.promises import (
     capture,
     eager_calls,
@@ -23,9 +24,8 @@ from graphpact_conformance.drivers.promises import (
     streams,
     tasks,
 )
-from graphpact_conformance.drivers.requirement import Requirement
 
-CHECKS: dict[str, Requirement] = {
+CHECKS: dict[str, DriverRequirement] = {
     name: check
     for module in (
         capture,

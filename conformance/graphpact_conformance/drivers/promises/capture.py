@@ -8,10 +8,11 @@ import torch
 
 from graphpact.errors import CaptureError
 from graphpact.graphs import GraphDriver
+from graphpact_conformance.contracts.requirement import expect_equal, expect_error, require
+from graphpact_conformance.drivers.driver_requirement import DriverRequirement
 from graphpact_conformance.drivers.promises.promise import promise_decorator
-from graphpact_conformance.drivers.requirement import Requirement, expect_equal, expect_error, require
 
-CHECKS: dict[str, Requirement] = {}
+CHECKS: dict[str, DriverRequirement] = {}
 """The promises by name, in order."""
 promise = promise_decorator(CHECKS)
 

@@ -4,13 +4,14 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from graphpact.graphs import GraphDriver
-from graphpact_conformance.drivers.requirement import Requirement
+from graphpact_conformance.contracts.requirement import Requirement
+from graphpact_conformance.drivers.driver_requirement import DriverRequirement
 
 Check: TypeAlias = Callable[[GraphDriver], None]
 
 
 def promise_decorator(
-    checks: dict[str, Requirement],
+    checks: dict[str, DriverRequirement],
 ) -> Callable[[str | None, str, str], Callable[[Check], Check]]:
     """Return a decorator that adds a function to ``checks``; its docstring is the promise.
 

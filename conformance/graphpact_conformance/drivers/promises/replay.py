@@ -5,10 +5,11 @@ from functools import partial
 import torch
 
 from graphpact.graphs import DeclaredMemory, GraphDriver
+from graphpact_conformance.contracts.requirement import expect_equal
+from graphpact_conformance.drivers.driver_requirement import DriverRequirement
 from graphpact_conformance.drivers.promises.promise import promise_decorator
-from graphpact_conformance.drivers.requirement import Requirement, expect_equal
 
-CHECKS: dict[str, Requirement] = {}
+CHECKS: dict[str, DriverRequirement] = {}
 """The promises by name, in order."""
 promise = promise_decorator(CHECKS)
 

@@ -1,37 +1,37 @@
-"""`Requirement`: one requirement on a graph driver, with the function that verifies it.
+"""`Requirement`: one requirement on a plugin, with the function that verifies it.
 
-The promises of the driver contract and the acts of strict drivers are requirements.
+The subject of a requirement is what its function uses: a function that makes a driver, an algorithm or an
+observer with its surroundings.
 
-Does not: define checks (see `promises` and `acts`), or run them for a plugin (see `examine`).
+Does not: define requirements, or run them for a plugin; see `graphpact_conformance.contracts.examine`.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Generic, TypeVar
 
 import torch
 
-from graphpact.graphs import GraphDriver
 from graphpact.plugin_calls import describe_error
 
 __tracebackhide__ = True
 
-Make: TypeAlias = Callable[[], GraphDriver]
-"""Returns a new driver."""
+Subject = TypeVar("Subject")
+Perform = Callable[[Subject], object]
 
 
 @dataclass(frozen=True, slots=True)
-class Requirement:
-    """One requirement on a driver, with the function that verifies it.
+class Requirement(Generic[Subject]):
+    """One requirement on a plugin, with the function that verifies it.
 
     Args:
         name: Its unique name.
         sentence: The requirement, in one sentence.
-        rule: Id of the rule that a driver breaks if it does not meet the requirement. None if no rule covers
+        rule: Id of the rule that a plugin breaks if it does not meet the requirement. None if no rule covers
             it.
-        at: The part of the driver's interface that it is about, such as ``Graph.replay``.
-        fix: The fix for a driver that does not meet it.
-        perform: Uses a new driver, and raises an error if the driver does not meet the requirement.
+        at: The part of the plugin's interface that it is about, such as ``Graph.replay``.
+        fix: The fix for a plugin that does not meet it.
+        perform: Uses a new subject, and raises an error if the plugin does not meet the requirement.
     """
 
     name: str
@@ -39,26 +39,26 @@ class Requirement:
     rule: str | None
     at: str
     fix: str
-    perform: Callable[[Make], None]
+    perform: Perform[Subject]
 
-    def __call__(self, make: Make) -> None:
-        """Verify the requirement on a new driver.
+    def __call__(self, subject: Subject) -> None:
+        """Verify the requirement on a new subject.
 
         Raises:
-            AssertionError: The driver does not meet it, or raises an error. The message is the requirement
+            AssertionError: The plugin does not meet it, or raises an error. The message is the requirement
                 in the first line, and the evidence below.
         """
         try:
             with torch.inference_mode():  # as lanes do for their steps
-                self.perform(make)
+                self.perform(subject)
         except Exception as error:
             what = str(error) if isinstance(error, AssertionError) else describe_error(error)
             raise AssertionError(f"{self.sentence}\n{what}") from error
 
-    def breach(self, make: Make) -> str | None:
-        """Return the evidence that a new driver does not meet the requirement, or None if it does."""
+    def breach(self, subject: Subject) -> str | None:
+        """Return the evidence that a plugin does not meet the requirement, or None if it does."""
         try:
-            self(make)
+            self(subject)
         except AssertionError as error:
             return str(error).partition("\n")[2]
         return None
