@@ -27,7 +27,7 @@ from graphpact_conformance.isolation import supervise
 from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.merge import merged
 from graphpact_conformance.results import Environment, ExitCode, Outcome, PluginResults, Report, Result
-from graphpact_conformance.rules import RULES
+from graphpact_conformance.rules import EVERY_RULE, RULES
 from graphpact_conformance.targets import Options, Target
 from graphpact_conformance.xfails import Xfails
 from graphpact_cpu_graph.inductor import InductorDriver
@@ -65,7 +65,7 @@ def test_a_driver_of_an_earlier_contract_is_not_held_to_a_later_rule(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A rule since version 2 is not checked of a driver of version 1, and the reason has both versions."""
-    monkeypatch.setitem(RULES, "GP14", replace(RULES["GP14"], since=2))
+    monkeypatch.setitem(EVERY_RULE, "GP14", replace(RULES["GP14"], since=2))
     lane = DriverLane(KeepsWorking, is_strict=False)
     for contract, expected in ((1, Outcome.UNSUPPORTED), (2, Outcome.FAIL)):
         works: list[str] = []

@@ -50,7 +50,7 @@ TIER_RULES: dict[str, TierRule] = {
         TierRule(
             "declared",
             "bronze",
-            "Its distribution declares the version of the contract, and bounds the graphpact that it requires.",
+            "Its distribution declares the contract version, and bounds the graphpact that it requires.",
             "A later core can then refuse it with the reason, and pip does not install one that it was not"
             " written for.",
             exempt=False,
@@ -72,7 +72,7 @@ TIER_RULES: dict[str, TierRule] = {
         TierRule(
             "documented",
             "silver",
-            "Its README names it, and the public modules, classes and functions of its package have docstrings.",
+            "Its README names it, and public modules, classes and functions of its package have docstrings.",
             "Users choose it by its name, and read what it needs.",
         ),
         TierRule(
