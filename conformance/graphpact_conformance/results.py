@@ -17,6 +17,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, WithJsonSchem
 
 from graphpact_conformance.rule import Level
 from graphpact_conformance.rules import EVERY_RULE, Evidence
+from graphpact_conformance.tier_rules import TierName
 
 SCHEMA_VERSION = 1
 
@@ -113,7 +114,6 @@ Options: TypeAlias = Annotated[
     # the default of pydantic 2.11 and later
     WithJsonSchema({"additionalProperties": True, "type": "object"}),
 ]
-TierName: TypeAlias = Literal["bronze", "silver", "gold"]
 RuleId: TypeAlias = Annotated[str, AfterValidator(_known)]
 
 
@@ -222,7 +222,7 @@ class TierRuleResult(_Model):
     status: Literal["done", "exempt", "to do"] = Field(description="What graphpact.toml says of it.")
     text: Text | None = Field(default=None, description="The reason of an exemption, or the file of a proof.")
     wrong: Text | None = Field(default=None, description="Why what is stated as done is not.")
-    open_because: Text | None = Field(default=None, description="Why this run could not judge it.")
+    unjudged: bool = Field(default=False, description="Whether only a whole run could judge it.")
 
     @property
     def holds(self) -> bool:
@@ -237,9 +237,9 @@ class TierVerdict(_Model):
     rules: list[TierRuleResult] = Field(description="Every rule that concerns the plugin.")
 
     @property
-    def open_rules(self) -> list[TierRuleResult]:
-        """The rules that this run could not judge, of the tier and those below."""
-        return [rule for rule in self.rules if rule.open_because is not None]
+    def unjudged(self) -> list[TierRuleResult]:
+        """The rules that only a whole run could judge."""
+        return [rule for rule in self.rules if rule.unjudged]
 
 
 class PluginResults(_Model):

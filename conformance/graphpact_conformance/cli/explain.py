@@ -19,6 +19,7 @@ from graphpact_conformance import vocabulary
 from graphpact_conformance.cli.check import complete_rule, print_rules
 from graphpact_conformance.rule import Rule
 from graphpact_conformance.rules import EVERY_RULE, find_rule
+from graphpact_conformance.tier_rules import TIER_RULES
 
 if TYPE_CHECKING:
     from graphpact_conformance.real_bugs import RealBug
@@ -31,8 +32,8 @@ def explain(
         str | None,
         typer.Argument(
             metavar="WORD",
-            help="The id or name of a rule, such as GP03; `batches`, `lanes` or `experiments`; or the name of"
-            " a lane or of an experiment in a report.",
+            help="The id or name of a rule, such as GP03; `batches`, `lanes`, `experiments` or `tiers`; or"
+            " the name of a lane, of an experiment or of a rule of the tiers.",
             show_default=False,
             autocompletion=complete_rule,
         ),
@@ -75,6 +76,9 @@ def _find(word: str) -> Rule | dict[str, str]:
     given, word = word, word.lower()
     if word in ("batches", "lanes"):
         return {word: vocabulary.BATCHES if word == "batches" else vocabulary.LANES}
+    if word == "tiers" or word in TIER_RULES:
+        rules = TIER_RULES.values() if word == "tiers" else [TIER_RULES[word]]
+        return {f"{rule.name} ({rule.tier})": rule.text for rule in rules}
     if (parts := vocabulary.parts_of_lane(word)) is not None:
         return {part: text or "not known to this version" for part, text in parts}
     try:
@@ -85,7 +89,7 @@ def _find(word: str) -> Rule | dict[str, str]:
             return known
         if word in known:
             return {word: known[word]}
-        topics = ("batches", "lanes", "experiments", *known)
+        topics = ("batches", "lanes", "experiments", "tiers", *TIER_RULES, *known)
         near = did_you_mean(word, (*topics, *(rule.name for rule in EVERY_RULE.values())))
         if near not in topics:
             raise

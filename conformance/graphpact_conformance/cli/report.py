@@ -11,6 +11,7 @@ from typing import Annotated
 
 import typer
 
+from graphpact.errors import UsageError
 from graphpact.files import write_file
 from graphpact_cli.console import data, note
 from graphpact_conformance.cli.extras import need_extra
@@ -32,6 +33,10 @@ def report(
         Path | None,
         typer.Option("--html", metavar="FILE", help="Also write it as one HTML page."),
     ] = None,
+    badge: Annotated[
+        Path | None,
+        typer.Option("--badge", metavar="FILE", help="Write a picture of its verdict, as SVG for a README."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Show a saved report, or the differences of a later one: better, worse, appeared, vanished.
@@ -41,10 +46,14 @@ def report(
     from graphpact_conformance import report as made  # noqa: PLC0415  pydantic
     from graphpact_conformance.cli import results  # noqa: PLC0415  pydantic
 
-    if html is not None:
+    if html is not None or badge is not None:
         need_extra("conformance", "jinja2")
+    if badge is not None and other is not None:
+        raise UsageError("--badge shows one report, and there are two", hint="leave B.json out")
     first = made.load_report(file)
     if other is None:
+        if badge is not None:
+            _write(badge, made.to_badge(first))
         if html is not None:
             _write(html, made.to_html(first))
         if as_json:

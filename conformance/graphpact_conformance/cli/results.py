@@ -25,6 +25,7 @@ from graphpact_conformance.report.digest import (
     rows,
     say,
     summary,
+    tier_text,
     to_fix,
     unchecked,
     verdict,
@@ -100,6 +101,8 @@ def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool, most
             _print_under(console, _BLANK if last else _BAR, Text(clean(text)))
     colour = "bold green" if is_good(plugin, strict=strict) else "bold red"
     console.print(Text(_line(verdict(plugin, strict=strict)), colour), soft_wrap=True)
+    if tier := tier_text(plugin):
+        console.print(Text(_line(tier), "bold"), soft_wrap=True)
     if why := why_first(broken):
         console.print(Text(f"begin with {broken[0].label}: {why}"), soft_wrap=True)
 

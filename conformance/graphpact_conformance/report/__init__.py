@@ -13,7 +13,7 @@ from graphpact_conformance.report.comparison import Comparison, OutcomeChange, c
 from graphpact_conformance.report.digest import Row, evidence, rows, summary, verdict
 from graphpact_conformance.report.files import FILES, load_report, make_directory, save
 from graphpact_conformance.report.junit import to_junit
-from graphpact_conformance.report.page import comparison_to_html, to_html
+from graphpact_conformance.report.page import comparison_to_html, to_badge, to_html
 
 __all__ = [
     "FILES",
@@ -28,6 +28,7 @@ __all__ = [
     "rows",
     "save",
     "summary",
+    "to_badge",
     "to_html",
     "to_junit",
     "verdict",

@@ -20,6 +20,7 @@ from graphpact_conformance.results import (
 )
 from graphpact_conformance.rule import Rule
 from graphpact_conformance.rules import EVERY_RULE, Evidence, causes_first, concern_of
+from graphpact_conformance.tier_rules import TIERS
 
 MOST_SHOWN = 3
 """Number of failures of one rule that are shown in full; others are folded or counted."""
@@ -32,7 +33,8 @@ GENERAL = "general"
 
 _GENERAL_REQUIREMENT = (
     "The plugin can be found and loaded, its eager outputs are right, a driver keeps the promises without a"
-    " rule, it does not crash or hang, it prints nothing, and its list of known failures is correct."
+    " rule, it does not crash or hang, it prints nothing, its list of known failures is correct, and so is what"
+    " it states of the tiers."
 )
 
 GLYPHS = {
@@ -260,6 +262,35 @@ def verdict(plugin: PluginResults, *, strict: bool = False) -> str:
         needs.append("what this machine could not show")
     claim = f"; a full claim would also need {'; '.join(needs)}" if needs else ""
     return f"conformant {shown}{claim}"
+
+
+def tier_text(plugin: PluginResults) -> str | None:
+    """Return the tier of a plugin, and what the next one needs; None if it states none."""
+    if plugin.tier is None:
+        return None
+    reached = plugin.tier.tier
+    missing = [rule for rule in plugin.tier.rules if not rule.holds]
+    following = next((tier for tier in TIERS if any(rule.tier == tier for rule in missing)), None)
+    needs = [rule.rule for rule in missing if rule.tier == following]
+    text = f"tier {reached}" if reached else "no tier"
+    if following is not None:
+        text += f"; {following} needs {', '.join(needs)}"
+    unjudged = [rule.rule for rule in plugin.tier.unjudged]
+    return text + (f"; not judged by a part of the suite: {', '.join(unjudged)}" if unjudged else "")
+
+
+_COLOURS = {None: "#4c1", "bronze": "#a1662f", "silver": "#6e7b85", "gold": "#b58900"}
+"""Colours of the badge of a conformant plugin, by tier."""
+
+
+def badge(report: Report) -> tuple[str, str]:
+    """Return the text and the colour of a badge: the verdict of a run, and the lowest tier of its plugins."""
+    if report.exit_code is not ExitCode.CONFORMANT:
+        return VERDICTS[report.exit_code].partition(":")[0], "#c33"
+    stated = [plugin.tier for plugin in report.plugins if plugin.tier is not None]
+    tiers = [None if verdict.unjudged else verdict.tier for verdict in stated]
+    tier = None if None in tiers else min(tiers, key=lambda each: TIERS.index(each or "bronze"), default=None)
+    return f"conformant, {tier}" if tier else "conformant", _COLOURS[tier]
 
 
 def is_good(plugin: PluginResults, *, strict: bool = False) -> bool:

@@ -52,6 +52,15 @@ def comparison_to_html(comparison: Comparison, before: str, after: str) -> str:
     return _draw("comparison.html.jinja", comparison=comparison, before=before, after=after, whats=WHATS)
 
 
+def to_badge(report: Report) -> str:
+    """Return a picture of the verdict for a README, in SVG: conformant or not, and the lowest tier.
+
+    It has no time and no version of graphpact, so it changes only with the verdict.
+    """
+    said, colour = digest.badge(report)
+    return _draw("badge.svg.jinja", said=said, colour=colour)
+
+
 def _draw(template: str, **names: Any) -> str:
     return _environment().get_template(template).render(**names)
 
@@ -77,6 +86,7 @@ def _environment() -> "Environment":
         glyphs=digest.GLYPHS,
         outcomes=WORST_FIRST,
         verdict=digest.verdict,
+        tier_text=digest.tier_text,
         standing=digest.standing,
         why_first=digest.why_first,
         unchecked=digest.unchecked,

@@ -8,7 +8,7 @@
 Does not: run the suite; the rules read the results of the run.
 """
 
-from graphpact_conformance.tiers.tier_rules import TIER_RULES, TIERS, TierRule
+from graphpact_conformance.tier_rules import TIER_RULES, TierRule
 from graphpact_conformance.tiers.verdict import judge_tiers
 
-__all__ = ["TIERS", "TIER_RULES", "TierRule", "judge_tiers"]
+__all__ = ["TIER_RULES", "TierRule", "judge_tiers"]

@@ -1,6 +1,6 @@
 """`read_statements`: what ``graphpact.toml`` in a plugin's package says of the rules of the tiers.
 
-    [my_backend]                               # the plugin; "runner:my_name" if two kinds have the name
+    [my_backend]                               # the plugin; ["runner:NAME"] if two kinds have the name
     declared = "done"
     plan-invariants = { exempt = "its kernel has no plan" }
     gpu-run = { done = "evidence/h200.json" }  # a file beside this one
@@ -17,7 +17,7 @@ from typing import Any, Literal
 
 from graphpact.errors import UsageError, did_you_mean
 from graphpact.files import read_file
-from graphpact_conformance.tiers.tier_rules import TIER_RULES, TierRule
+from graphpact_conformance.tier_rules import TIER_RULES, TierRule
 
 FILE = "graphpact.toml"
 Status = Literal["done", "exempt", "to do"]

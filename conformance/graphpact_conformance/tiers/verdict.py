@@ -6,21 +6,20 @@ Does not: judge pairs; a tier is that of one plugin.
 from collections.abc import Sequence
 from pathlib import Path
 
-from graphpact.errors import GraphpactError, UsageError
+from graphpact.errors import GraphpactError
 from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.results import (
     Finding,
     Outcome,
     PluginResults,
     Result,
-    TierName,
     TierRuleResult,
     TierVerdict,
 )
 from graphpact_conformance.targets import Options
+from graphpact_conformance.tier_rules import TIER_RULES, TIERS, TierName
 from graphpact_conformance.tiers.proofs import PROOFS, Evidence, NotJudgedError
 from graphpact_conformance.tiers.statements import FILE, Statement, read_statements
-from graphpact_conformance.tiers.tier_rules import TIER_RULES, TIERS
 from graphpact_conformance.xfails import Xfails, plugin_home
 
 
@@ -63,24 +62,22 @@ def _judged(plugin: PluginResults, catalog: PluginCatalog, known: Xfails, *, who
 def _result(
     statement: Statement, plugin: PluginResults, info: PluginInfo, home: Path, known: Xfails, *, whole: bool
 ) -> TierRuleResult:
-    rule, wrong, open_because = statement.rule, None, None
+    rule, wrong, unjudged = statement.rule, None, False
     if statement.status == "done":
         file = Path(statement.text) if statement.text is not None else None
         try:
             wrong = PROOFS[rule.name](Evidence(info, home, plugin, known, whole, file))
-        except NotJudgedError as reason:
-            open_because = str(reason)
-        except UsageError as error:
-            wrong = error.message
+        except NotJudgedError:
+            unjudged = True
         except GraphpactError as error:
-            wrong = str(error)
+            wrong = error.message
     return TierRuleResult(
         rule=rule.name,
         tier=rule.tier,
         status=statement.status,
         text=statement.text,
         wrong=wrong,
-        open_because=open_because,
+        unjudged=unjudged,
     )
 
 
@@ -88,7 +85,8 @@ def tier_of(rules: Sequence[TierRuleResult]) -> TierName | None:
     """Return the highest tier whose rules, and those below, hold; what a run could not judge counts."""
     reached: TierName | None = None
     for tier in TIERS:
-        if not all(rule.holds for rule in rules if rule.tier == tier):
+        its_own = [rule.holds for rule in rules if rule.tier == tier]
+        if not its_own or not all(its_own):
             break
         reached = tier
     return reached

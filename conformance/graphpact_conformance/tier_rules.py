@@ -1,17 +1,17 @@
 """`TIER_RULES`: the rules of the tiers bronze, silver and gold.
 
-A plugin has a tier if each rule of it, and of the tiers below, is done or exempt with a reason.
+A plugin has a tier if each rule of it, and of the tiers below, is done or exempt with a reason. No rule of
+gold concerns observers and speculation algorithms, which reach silver.
 
 Does not: verify a rule; `graphpact_conformance.tiers.proofs` does.
 """
 
 from dataclasses import dataclass
-from typing import get_args
+from typing import Literal, TypeAlias, get_args
 
-from graphpact_conformance.results import TierName
-
+TierName: TypeAlias = Literal["bronze", "silver", "gold"]
 TIERS: tuple[TierName, ...] = get_args(TierName)
-"""The tiers, from the lowest."""
+"""The tiers of plugins, from the lowest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +36,19 @@ class TierRule:
     takes: str | None = None
     exempt: bool = True
 
+    @property
+    def text(self) -> str:
+        """The requirement, its reason, and the file that proves it."""
+        proof = f" Its proof is a file: {self.takes}." if self.takes else ""
+        return f"{self.sentence} {self.why}{proof}"
+
     def concerns(self, kind: str) -> bool:
         """Whether plugins of a kind have to state it."""
         return not self.kinds or kind in self.kinds
 
 
 _BACKENDS = frozenset({"attention_backend"})
+_ON_DEVICES = frozenset({"attention_backend", "runner", "graph_driver"})
 _IN_STEPS = frozenset({"attention_backend", "runner", "adapter"})
 
 TIER_RULES: dict[str, TierRule] = {
@@ -107,6 +114,7 @@ TIER_RULES: dict[str, TierRule] = {
             "gold",
             "A report of the suite on a GPU is in its package, without a failure, for this contract.",
             "A CPU runs other kernels, and no side streams.",
+            _ON_DEVICES,
             takes="results.json of `graphpact check NAME --device cuda --report DIR`",
         ),
         TierRule(
