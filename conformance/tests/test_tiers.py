@@ -214,8 +214,8 @@ def test_more_of_a_rule_is_read_than_its_first_case(package: Path) -> None:
     (package / "_private.py").write_text("class Kernel:\n    pass\n")
     (package / "deep.py").write_text('"""Deep."""\ndef _hidden():\n    pass\n')
     assert wrong() == {}
-    setter = '"""Deep."""\nclass A:\n    """A."""\n    @run.setter\n    def run(self, value):\n        pass\n'
-    (package / "deep.py").write_text(setter)
+    setter = "    @run.setter\n    def run(self, value):\n        pass\n"
+    (package / "deep.py").write_text('"""A."""\nclass A:\n    """A."""\n' + setter)
     assert wrong() == {}
     (package / "deep.py").write_text('class A:\n    """A."""\n    def run(self):\n        pass\n')
     assert wrong()["documented"] == "deep.py and 1 more has no docstring"
@@ -236,7 +236,7 @@ def report_of(device: str, *plugins: PluginResults) -> str:
 
 
 def test_a_proof_in_a_file_is_read(package: Path) -> None:
-    """A report of a GPU, a recording, and a report of a guarded engine prove what is stated; others do not."""
+    """Reports of a GPU and of a guarded engine, and a recording, prove what is stated; others do not."""
     (package / "graphpact.toml").write_text(table(gpu_run={"done": "gpu.json"}))
     assert "gpu.json cannot be read" in wrong()["gpu-run"]
     for text, says in (

@@ -33,8 +33,8 @@ GENERAL = "general"
 
 _GENERAL_REQUIREMENT = (
     "The plugin can be found and loaded, its eager outputs are right, a driver keeps the promises without a"
-    " rule, it does not crash or hang, it prints nothing, its list of known failures is correct, and so is what"
-    " it states of the tiers."
+    " rule, it does not crash or hang, it prints nothing, its list of known failures is correct, and what it"
+    " states of the tiers holds."
 )
 
 GLYPHS = {
