@@ -3,11 +3,11 @@
 The schemas are those of ``results.json`` and of `graphpact bench --json`. The parts are the acts of
 ``docs/graphs.md``, the rules of ``docs/conformance.md``, and on every page what stands between
 ``<!-- include WHAT -->`` and ``<!-- /include -->``: source code, the modules of a package, the contracts of
-imports, the slots of lanes (see `INCLUDES`). Run it after a change of the configuration, of
-``graph_acts.toml``, of `graphpact_conformance.results`, of `graphpact_bench.report`, of the rules and their
-stories, of the step, of modules, of the slots of drafts, or of the import contracts; with ``--museum``, which
-takes minutes, after a change of the museum or of the suite's experiments, for ``docs/museum.md`` and
-``build/museum.md``. Tests hold the pages to what this script would write.
+imports, the slots of lanes, the rules of algorithms and observers (see `INCLUDES`). Run it after a change of
+the configuration, of ``graph_acts.toml``, of `graphpact_conformance.results`, of `graphpact_bench.report`, of
+the rules and their stories, of the step, of modules, of the slots of drafts, or of the import contracts; with
+``--museum``, which takes minutes, after a change of the museum or of the suite's experiments, for
+``docs/museum.md`` and ``build/museum.md``. Tests hold the pages to what this script would write.
 
 Does not: build a site, or write the reference of names: `make docs` reads that from the source.
 """
@@ -31,7 +31,8 @@ from graphpact_bench.report import BenchReport
 from graphpact_conformance.drivers.strictness import ROWS
 from graphpact_conformance.real_bugs import REAL_BUGS
 from graphpact_conformance.results import Finding, Report
-from graphpact_conformance.rules import RULES, Rule, causes_first
+from graphpact_conformance.rule import Rule
+from graphpact_conformance.rules import RULES, causes_first, rules_of
 from graphpact_engine.config import config_keys
 from graphpact_guard.settings import WORDS
 
@@ -192,6 +193,14 @@ def _draft_lanes(algorithm: str, *lanes: str) -> str:
     return draft_lanes.tables(algorithm, *lanes)
 
 
+def _rules_of(kind: str) -> str:
+    """Return a table of the rules of speculation algorithms, or of observers."""
+    rows = ["| rule | level | what holds |", "|---|---|---|"]
+    return (
+        "\n".join(rows + [f"| {r} | {r.level} | {r.requirement} |" for r in rules_of(kind).values()]) + "\n"
+    )
+
+
 def _guard_words(_: str) -> str:
     """Return a table of the words of ``GRAPHPACT``."""
     rows = ["| word | asks to |", "|---|---|"]
@@ -205,6 +214,7 @@ INCLUDES: Mapping[str, Callable[..., str]] = {
     "contracts": _contracts,
     "draft_lanes": _draft_lanes,
     "guard": _guard_words,
+    "rules_of": _rules_of,
 }
 """The functions that make the text of ``<!-- include KIND ARGUMENTS -->``, by kind."""
 

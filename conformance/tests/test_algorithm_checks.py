@@ -9,8 +9,9 @@ import pytest
 import torch
 from recipes.prompt_lookup import PromptLookup
 
-from graphpact import ForwardBatch, ForwardMode
+from graphpact import ForwardBatch, ForwardMode, StepOutputs
 from graphpact.attention import DraftLimits
+from graphpact.errors import ConfigError
 from graphpact.plugins import PluginCatalog
 from graphpact.speculation import (
     HIDDEN_STATES,
@@ -18,6 +19,7 @@ from graphpact.speculation import (
     ExtendStep,
     LaneRole,
     SpeculationAlgorithm,
+    SpeculationContext,
     Verified,
 )
 from graphpact_conformance.algorithms.algorithm_lanes import OF_ALGORITHMS, AlgorithmLane
@@ -32,7 +34,52 @@ from graphpact_speculative import Eagle, FrozenKvMtp
 CHAIN, TREE = DraftLimits(3, 1, 4), DraftLimits(3, 2, 6)
 ONCE = Options(examples=1)
 VERIFY = LaneRole(ForwardMode.TARGET_VERIFY, "target", "cuda_graph")
-RIGHT = (Eagle, FrozenKvMtp, PromptLookup)
+
+
+class SmallModel(SpeculationAlgorithm):
+    """A small language model drafts by plain decode steps, without hidden states and without a state.
+
+    It reads the last draft too, so that its keys are complete if all drafts are accepted.
+    """
+
+    lanes: ClassVar[Mapping[str, LaneRole]] = {
+        "draft_prefill": LaneRole(ForwardMode.EXTEND, "draft", "eager"),
+        "draft": LaneRole(ForwardMode.DECODE, "draft", "cuda_graph"),
+        "verify": VERIFY,
+    }
+
+    def __init__(self, context: SpeculationContext) -> None:
+        super().__init__(context)
+        if context.draft.topk > 1:
+            raise ConfigError(f"speculative.topk = {context.draft.topk}, but it drafts chains")
+
+    def state(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return no state."""
+        return {}
+
+    def extend(self, step: ExtendStep) -> None:
+        """Let the small model read the tokens."""
+        step.run("draft_prefill", step.batch)
+
+    def decode(self, step: DecodeStep) -> None:
+        """Decode the drafts, and read the last one."""
+        tokens = [step.token_ids]
+        for ahead in range(self.context.draft.num_draft_tokens):
+            batch = ForwardBatch(
+                forward_mode=ForwardMode.DECODE,
+                batch_size=len(step.token_ids),
+                input_ids=tokens[-1],
+                positions=step.seq_lens + ahead,
+                out_cache_loc=step.cache_loc[:, ahead],
+                req_pool_indices=step.req_pool_indices,
+                seq_lens=step.seq_lens + ahead + 1,
+                seq_lens_cpu=step.seq_lens_cpu + ahead + 1,
+            )
+            tokens.append(step.run("draft", batch).logits.argmax(dim=1))
+        step.verify(torch.stack(tokens[1:-1], dim=1), None)
+
+
+RIGHT = (Eagle, FrozenKvMtp, PromptLookup, SmallModel)
 
 
 def results(
@@ -55,12 +102,12 @@ def outcomes(algorithm: type[SpeculationAlgorithm], draft: DraftLimits, *rules: 
 @pytest.mark.parametrize("draft", [CHAIN, TREE], ids=str)
 @pytest.mark.parametrize("algorithm", RIGHT)
 def test_right_algorithms_pass(algorithm: type[SpeculationAlgorithm], draft: DraftLimits) -> None:
-    """Ours and the recipe pass every rule; what does not concern them is unsupported, with the reason."""
+    """Ours, the recipe and a small model pass every rule; what does not concern one is unsupported."""
     found = results(algorithm, draft)
     assert list(found) == list(ALGORITHM_RULES)
     unsupported = {rule: r.reason for rule, r in found.items() if r.outcome is Outcome.UNSUPPORTED}
-    if algorithm is PromptLookup and draft.topk > 1:
-        assert {*unsupported.values()} == {"speculative.topk = 2, but prompt lookup drafts chains"}
+    if algorithm in (PromptLookup, SmallModel) and draft.topk > 1:
+        assert all("speculative.topk = 2" in str(reason) for reason in unsupported.values())
         assert len(unsupported) == len(found)
         return
     assert [*unsupported] == (["SP12"] if algorithm is PromptLookup else [])
@@ -565,6 +612,36 @@ class CopiesFromTheHost(PromptLookup):
         super().decode(replace(step, verify=lambda *_: step.verify(drafts, None)))
 
 
+class ShiftsDraftsInPlace(Eagle):
+    """It changes the outputs of its draft lane in place."""
+
+    def decode(self, step: DecodeStep) -> None:
+        """Decode with changed outputs."""
+
+        def run(lane: str, batch: ForwardBatch) -> StepOutputs:
+            outputs = step.run(lane, batch)
+            if lane == "draft":
+                outputs["draft_tokens"].add_(1).remainder_(VOCAB)
+            return outputs
+
+        super().decode(replace(step, run=run))
+
+
+class LeavesAGapInItsKeys(SmallModel):
+    """It does not read the last draft, whose key is missing if all drafts are accepted."""
+
+    def decode(self, step: DecodeStep) -> None:
+        """Decode without the last pass."""
+        passes = itertools.count(1)
+
+        def run(lane: str, batch: ForwardBatch) -> StepOutputs:
+            if next(passes) < self.context.draft.num_draft_tokens:
+                return step.run(lane, batch)
+            return StepOutputs(logits=(torch.zeros(batch.batch_size, VOCAB), "bs"))
+
+        super().decode(replace(step, run=run))
+
+
 PLANTED: list[tuple[str, type[SpeculationAlgorithm], DraftLimits]] = [
     ("SP01", SwapsTokens, CHAIN),
     ("SP01", ShortensLengths, CHAIN),
@@ -590,6 +667,7 @@ PLANTED: list[tuple[str, type[SpeculationAlgorithm], DraftLimits]] = [
     ("SP07", SwapsTokens, CHAIN),
     ("SP07", ScalesHiddenStates, TREE),
     ("SP07", MovesLengthsOn, CHAIN),
+    ("SP07", ShiftsDraftsInPlace, TREE),
     ("SP07", WritesPrompts, CHAIN),
     ("SP08", KeepsTheLastDraft, CHAIN),
     ("SP08", CountsInTheClass, CHAIN),
@@ -603,6 +681,7 @@ PLANTED: list[tuple[str, type[SpeculationAlgorithm], DraftLimits]] = [
     ("SP12", ShiftsHiddenStates, CHAIN),
     ("SP12", KeepsKeysOfDrafts, CHAIN),
     ("SP12", ForgetsTheAccepted, TREE),
+    ("SP12", LeavesAGapInItsKeys, CHAIN),
     ("SP13", TakesTheLastDraft, CHAIN),
     ("SP13", ForgetsLaterChunks, CHAIN),
     ("SP14", ReadsCounts, CHAIN),

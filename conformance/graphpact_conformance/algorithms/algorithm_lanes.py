@@ -3,7 +3,8 @@
 Does not: define requirements; see `graphpact_conformance.algorithms.drafting`.
 """
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from graphpact.attention import DraftLimits
 from graphpact.errors import ConfigError
@@ -18,13 +19,31 @@ from graphpact_conformance.results import Outcome
 from graphpact_conformance.targets import Options, Size
 
 _QUICK = (DraftLimits(3, 1, 4), DraftLimits(3, 2, 6))
-_NORMAL = (DraftLimits(1, 1, 2), *_QUICK, DraftLimits(2, 3, 5))
+_NORMAL = (*_QUICK, DraftLimits(1, 1, 2))
 _DRAFTS: dict[Size, tuple[DraftLimits, ...]] = {
     "quick": _QUICK,
     "normal": _NORMAL,
-    "thorough": (*_NORMAL, DraftLimits(4, 1, 3), DraftLimits(6, 1, 7), DraftLimits(4, 4, 12)),
+    "thorough": (
+        *_NORMAL,
+        DraftLimits(2, 3, 5),
+        DraftLimits(4, 1, 3),
+        DraftLimits(6, 1, 7),
+        DraftLimits(4, 4, 12),
+    ),
 }
-"""The sizes of drafts, by the size of a run."""
+"""The sizes of drafts, by the size of a run, the plain one first."""
+
+
+def installed_runners() -> dict[str, type[GraphRunner]]:
+    """Return the classes of the installed runners by name; those that cannot be loaded are left out."""
+    catalog = PluginCatalog.scan()
+    found = {}
+    for info in catalog.infos("runner"):
+        try:
+            found[info.name] = catalog.select("runner", info.name)
+        except Exception:  # noqa: BLE001, S112  a requirement says which runner of a lane is missing
+            continue
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +53,16 @@ class AlgorithmLane(ContractLane[DraftedDecoding]):
     Args:
         algorithm: The class of the algorithm.
         draft: Steps, branches and verified tokens.
+        is_plain: Whether it has as many random models as the run has examples; others have half.
+        runners: The classes of runners by name; those that are installed by default.
     """
 
     algorithm: type[SpeculationAlgorithm]
     draft: DraftLimits
+    is_plain: bool = True
+    runners: Mapping[str, type[GraphRunner]] = field(
+        default_factory=installed_runners, repr=False, compare=False
+    )
 
     def __str__(self) -> str:
         kind = "chain" if self.draft.topk == 1 else f"tree-topk{self.draft.topk}"
@@ -49,7 +74,8 @@ class AlgorithmLane(ContractLane[DraftedDecoding]):
 
     def subject(self, options: Options) -> DraftedDecoding:
         """Return engines for one requirement."""
-        return DraftedDecoding(self._setup(options.seed), options.examples)
+        examples = options.examples if self.is_plain else max(options.examples // 2, 1)
+        return DraftedDecoding(self._setup(options.seed), examples)
 
     def unavailable(self) -> Unchecked | None:
         """Return why the algorithm or a runner of its lanes refuses this size; None if none does."""
@@ -68,23 +94,13 @@ class AlgorithmLane(ContractLane[DraftedDecoding]):
         return None
 
     def _setup(self, seed: int) -> DecodingSetup:
-        return DecodingSetup(self.algorithm, _runners(), self.draft, seed=seed)
-
-
-def _runners() -> dict[str, type[GraphRunner]]:
-    """Return the classes of the installed runners by name; those that cannot be loaded are left out."""
-    catalog = PluginCatalog.scan()
-    found = {}
-    for info in catalog.infos("runner"):
-        try:
-            found[info.name] = catalog.select("runner", info.name)
-        except Exception:  # noqa: BLE001, S112  a requirement says which runner of a lane is missing
-            continue
-    return found
+        return DecodingSetup(self.algorithm, self.runners, self.draft, seed=seed)
 
 
 def _lanes(algorithm: type[SpeculationAlgorithm], options: Options) -> list[AlgorithmLane]:
-    return [AlgorithmLane(algorithm, draft) for draft in _DRAFTS[options.size]]
+    runners = installed_runners()
+    drafts = _DRAFTS[options.size]
+    return [AlgorithmLane(algorithm, draft, draft is drafts[0], runners) for draft in drafts]
 
 
 def _not_shown(_: type[SpeculationAlgorithm]) -> list[str]:

@@ -78,10 +78,12 @@ class Contract(NamedTuple):
     Args:
         lanes: Returns all lanes of a plugin's class in a run.
         not_shown: Returns the parts that no lane exercises, each with the reason.
+        drivers: Returns the graph drivers that a run exercises, given the name of the plugin.
     """
 
     lanes: Callable[[Any, Options], Sequence[ContractLane[Any]]]
     not_shown: Callable[[Any], list[str]]
+    drivers: Callable[[str], list[str]] = lambda _: []
 
     def lanes_of(self, plugin: Any, options: Options) -> list[ContractLane[Any]]:
         """Return the lanes of a plugin's class that a run asks for."""
@@ -137,7 +139,7 @@ def examine_contract(
         distribution=info.distribution,
         version=info.version,
         contract=info.contract,
-        drivers=[target.name] if has_run and target.kind == "graph_driver" else [],
+        drivers=contract.drivers(target.name) if has_run else [],
         device=options.device,
         not_shown=contract.not_shown(plugin),
     )

@@ -88,5 +88,5 @@ def _not_shown(driver: type[GraphDriver]) -> list[str]:
     return [f"{len(rows)} acts: they need the CUDA runtime"] if driver.has_strict_mode else []
 
 
-OF_DRIVERS = Contract(_lanes, _not_shown)
+OF_DRIVERS = Contract(_lanes, _not_shown, lambda name: [name])
 """The contract of graph drivers. `size` and `examples` of a run have no effect: drivers get no batches."""

@@ -98,18 +98,11 @@ class ObservedLanes:
             parts["replays"] = {"": (step.replays, step.eager_runs)}
             parts["fields of the batch that the step changed"] = {"": step.changed_fields}
             found.append((kind, problem.words, parts))
-        self.ahead(rig)
+        run_ahead(rig, self.problems[0])
         for shape in rig.planned:
             rig.capture(shape)
         self.phases(rig.lane.hooks, watch)
         return found
-
-    @torch.inference_mode()
-    def ahead(self, rig: Rig) -> dict[str, torch.Tensor]:
-        """Prepare a step, and launch it later; return copies of its outputs."""
-        rig.load(self.problems[0])
-        prepared = rig.lane.prepare(rig.batch_of(self.problems[0]))
-        return _copied(rig.lane.launch(prepared))
 
     def phases(self, hooks: Hooks, watch: StateWatch | None = None) -> None:
         """Run each phase of an engine, with the observers of a lane.
@@ -153,10 +146,6 @@ def _observes_phases(plugin: object) -> bool:
     return method is not None and hasattr(method, "graphpact_impl")
 
 
-def _copied(outputs: StepOutputs) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in outputs.items()}
-
-
 def first_difference_of(with_it: Sequence[Any], without: Sequence[Any]) -> str | None:
     """Return in words where two results of `ObservedLanes.every_kind` differ; None if they do not."""
     for (kind, words, parts), (_, _, others) in zip(with_it, without, strict=True):
@@ -182,3 +171,10 @@ def run_batch(rig: Rig, problem: Problem) -> tuple[ForwardBatch, StepOutputs]:
     rig.load(problem)
     batch = rig.batch_of(problem)
     return batch, rig.run(batch)
+
+
+@torch.inference_mode()
+def run_ahead(rig: Rig, problem: Problem) -> StepOutputs:
+    """Prepare a step, as an engine does while another runs, then launch it; return its outputs, uncopied."""
+    rig.load(problem)
+    return rig.lane.launch(rig.lane.prepare(rig.batch_of(problem)))

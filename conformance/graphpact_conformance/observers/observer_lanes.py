@@ -69,5 +69,5 @@ def _not_shown(_: type[Any]) -> list[str]:
     ]
 
 
-OF_OBSERVERS = Contract(_lanes, _not_shown)
+OF_OBSERVERS = Contract(_lanes, _not_shown, lambda _: ["tape"])
 """The contract of observers."""

@@ -6,6 +6,8 @@ Does not: choose lanes; see `graphpact_conformance.observers.observer_lanes`.
 import gc
 import weakref
 from collections.abc import Callable
+from contextlib import AbstractContextManager
+from itertools import product
 from typing import Any
 
 import torch
@@ -18,7 +20,7 @@ from graphpact_conformance.contracts.host_reads import host_reads_refused
 from graphpact_conformance.contracts.requirement import Requirement, require
 from graphpact_conformance.contracts.rule_checks import rule_check_decorator
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.observers.observed import ObservedLanes, first_difference_of, run_batch
+from graphpact_conformance.observers.observed import ObservedLanes, first_difference_of, run_ahead, run_batch
 from graphpact_conformance.observers.probes import HOOKS, HookLog
 from graphpact_conformance.records.global_state import Call, StateWatch
 
@@ -52,6 +54,16 @@ def _changes_no_setting(lanes: ObservedLanes) -> None:
     watch = StateWatch()
     with watch.during(Call("the constructor")):
         observer = lanes.build()
+    running: list[AbstractContextManager[None]] = []
+
+    def enters() -> None:
+        running.append(watch.during(Call("code of the observer")))
+        running[-1].__enter__()
+
+    def leaves() -> None:
+        running.pop().__exit__(None, None, None)
+
+    lanes.log.enters, lanes.log.leaves = enters, leaves
     lanes.every_kind(lanes.rig(observer, watch=watch), watch)
     changes = [
         f"{change.call.where}: {', '.join(change.names)}: {change.before} became {change.after}"
@@ -155,17 +167,19 @@ def _keeps_lanes_apart(lanes: ObservedLanes) -> None:
         outputs = a.lane.launch(in_a), b.lane.launch(in_b)
     for each, expected in zip(outputs, alone, strict=True):
         _require_equal("a step that interleaves with one of another lane", each, expected)
-    for hook in ("launch", "populate", "run_step"):
+    for hook, at_end, is_ahead in product(("run_step", "populate", "launch"), (False, True), (False, True)):
         nested: list[StepOutputs] = []
 
-        def inside(name: str, hook: str = hook, nested: list[StepOutputs] = nested) -> None:
+        def inside(
+            name: str, hook: str = hook, nested: list[StepOutputs] = nested, *, is_ahead: bool = is_ahead
+        ) -> None:
             if name == hook and not nested:
-                nested.append(run_batch(b, second)[1])
+                nested.append(run_ahead(b, second) if is_ahead else run_batch(b, second)[1])
 
-        logs[0].plan = inside
+        setattr(logs[0], "after" if at_end else "plan", inside)
         _require_equal(f"a step around another in {hook}", run_batch(a, first)[1], alone[0])
         _require_equal(f"a step inside {hook} of another lane", nested[0], alone[1])
-        logs[0].plan = lambda _: None
+        _quiet(logs[0])
     for log in logs:
         _require_same(log)
 
