@@ -94,8 +94,8 @@ class ForwardBatch:
         can_run_graph: Whether every rank of this step can replay a graph. If not, all run eagerly.
         global_num_tokens_for_logprob_gpu: The same for tokens with requested log probabilities.
         ngram_embedding_info: An object with ``column_starts`` and ``req_lens``, both ``[bs]`` int32.
-        extra: Fields that a plugin defines, by dotted names such as ``eagle.hidden_states``. As for all other
-            fields, a lane with graphs refuses one that has no slot.
+        extra: Fields that not every batch has, by dotted names: the owner, then the field, such as
+            ``eagle.hidden_states``. As for all other fields, a lane with graphs refuses one that has no slot.
     """
 
     forward_mode: ForwardMode

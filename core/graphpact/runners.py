@@ -190,7 +190,11 @@ class GraphRunner(HookMethods, abc.ABC):
         return EagerReason.NO_GRAPHS if self._sizes is None else self._sizes.fit(batch)
 
     def slots(self) -> Sequence[GraphSlot]:
-        """Return the slots of the static inputs, one for each field of a batch."""
+        """Return the slots of the static inputs, one for each field of a batch.
+
+        A runner that cannot take a field that its context announces returns no slot for it. The lane then
+        refuses batches with this field, by an error that names it.
+        """
         context, draft = self.context, self.context.limits.draft
         return input_slots(
             context.mode,

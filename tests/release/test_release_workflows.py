@@ -1,6 +1,8 @@
 """Tests of the files that a forge reads: workflows, and forms of issues."""
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,6 @@ import yaml
 
 ROOT = Path(__file__).parents[2]
 WORKFLOWS = sorted(ROOT.glob(".github/workflows/*.yml"))
-FORMS = sorted(ROOT.glob(".github/ISSUE_TEMPLATE/*.yml"))
 TARGETS = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
 
 
@@ -105,19 +106,30 @@ def test_make_builds_every_distribution() -> None:
     assert sorted(listed.split()) == sorted(map(str, folders))
 
 
-@pytest.mark.parametrize("file", FORMS, ids=lambda file: file.stem)
-def test_forms_are_what_a_forge_accepts(file: Path) -> None:
-    """A form has a name, a description, and fields with ids of their own; commands in it exist."""
-    form = parsed(file)
-    if file.stem == "config":
-        assert form.keys() <= {"blank_issues_enabled", "contact_links"}
-        return
-    assert form.keys() <= {"name", "description", "title", "labels", "body"}
-    assert form["name"]
-    assert form["description"]
-    fields = [each for each in form["body"] if each["type"] != "markdown"]
-    assert {each["type"] for each in fields} <= {"input", "textarea", "dropdown", "checkboxes"}
-    assert all(each["attributes"]["label"] for each in fields)
-    assert len({each["id"] for each in fields}) == len(fields) > 1
-    assert all(each["attributes"]["options"] for each in fields if each["type"] == "dropdown")
-    assert any(each.get("validations", {}).get("required") for each in fields)
+@pytest.mark.parametrize(
+    ("schema", "files"),
+    [
+        ("github-workflows", ".github/workflows/*.yml"),
+        ("github-issue-forms", ".github/ISSUE_TEMPLATE/[0-9]*.yml"),
+        ("github-issue-config", ".github/ISSUE_TEMPLATE/config.yml"),
+        ("dependabot", ".github/dependabot.yml"),
+    ],
+)
+def test_files_are_what_a_forge_accepts(schema: str, files: str) -> None:
+    """Every workflow, form and setting fits the forge's schema."""
+    found = sorted(map(str, ROOT.glob(files)))
+    assert found
+    command = [sys.executable, "-m", "check_jsonschema", "--builtin-schema", f"vendor.{schema}", *found]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_reports_of_bugs_have_their_versions() -> None:
+    """The forms of both kinds of bugs require the command to reproduce it, and the line of versions."""
+    forms = [parsed(file) for file in sorted(ROOT.glob(".github/ISSUE_TEMPLATE/[12]*.yml"))]
+    assert len(forms) == 2
+    for form in forms:
+        fields = {each["id"]: each for each in form["body"]}
+        for name in ("reproduce", "provenance"):
+            assert fields[name]["validations"] == {"required": True}
+        assert "graphpact doctor --provenance" in fields["provenance"]["attributes"]["description"]
