@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from sglang_backends import PagedBackend
 from vllm_builders import PagedBuilder
 
+import graphpact
 from graphpact.batch import ForwardMode
 from graphpact_adapters.sglang import Backends
 from graphpact_adapters.vllm import Builders
@@ -207,3 +208,15 @@ def test_a_probe_needs_an_adapter(capsys: pytest.CaptureFixture[str]) -> None:
     """Without an adapter the option is refused, because the contract gives plugins everything."""
     assert main(["check", "eagle_draft", "--probe"]) == 2
     assert "--adapter" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("name", "probed"), [("Needy", True), ("Right", False)])
+def test_a_test_of_code_that_was_not_checked_fails(module: str, name: str, probed: bool) -> None:
+    """In pytest a builder of which nothing could be checked fails with the names; no green run hides it."""
+    mark = graphpact.conformance(f"{module}:{name}", adapter="vllm", lanes="decode-page16-gqa-float32")
+    checks = {parameter.id: parameter.values[0] for parameter in mark.args[1]}
+    if probed:
+        with pytest.raises(AssertionError, match=r"nothing of .*Needy was checked: needs vllm_config\.alpha"):
+            checks["answers"]()
+    else:
+        checks["answers"]()
