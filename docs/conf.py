@@ -1,17 +1,17 @@
 """The settings of `make docs`: Sphinx builds a site of these pages, in the theme furo.
 
-The pages are plain Markdown without directives, because forges show them unprocessed. Only `index.md` is
-written for the site. The reference of all public names, `docs/reference`, is written from the source by
-sphinx-autodoc2 while the site is built; git ignores it.
+The pages are plain Markdown without directives, because forges show them unprocessed. Only the
+index pages are written for the site. The reference of public names, `docs/reference/api`, is written from the
+source by sphinx-autodoc2 while the site is built; git ignores it.
 
-Does not: import the code; `reference.py` does, for the generated parts of the pages.
+Does not: import the code; `tools/reference.py` does, for the generated parts of the pages.
 """
 
 import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, f"{DOCS}")  # for `docstrings`
+sys.path.insert(0, f"{DOCS}/tools")  # for `docstrings`
 
 project = "graphpact"
 author = "the graphpact authors"
@@ -30,7 +30,7 @@ autodoc2_packages = [
     for folder in sorted(_PACKAGES)
     if (folder.parent / "pyproject.toml").exists()
 ]
-autodoc2_output_dir = "reference"
+autodoc2_output_dir = "reference/api"
 autodoc2_render_plugin = "docstrings.Renderer"
 autodoc2_hidden_objects = ["private", "dunder", "inherited"]
 autodoc2_skip_module_regexes = [r".*\._.*"]
