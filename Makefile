@@ -76,11 +76,11 @@ check: $(STAMP)       ## lint, format, types, imports, docstrings; some minutes
 	$(BIN)/lint-imports
 	$(BIN)/interrogate -q .
 
-docs:                 ## build the pages and the reference as a site, build/docs/index.html; makes a separate environment, then five minutes
+docs:                 ## build the pages and the reference of names as a site, build/docs/index.html; makes a separate environment, then a minute
 	@echo "making $(VENV)-docs: pip installs sphinx and its extensions, about a minute" >&2
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/python -m pip install $(QUIET) --requirement requirements-docs.txt
-	$(VENV)-docs/bin/sphinx-build -q -n -W --keep-going docs build/docs
+	$(VENV)-docs/bin/sphinx-build -q -n -W --keep-going -j auto docs build/docs
 
 screenshots: $(STAMP)  ## run the commands of the pictures in docs/pictures, and write these; two minutes
 	$(BIN)/python docs/tools/screenshots.py
