@@ -2,7 +2,7 @@
 
 The blocks ``bash`` of a page are one script, which runs in a copy of the repository's examples. Its
 `graphpact` has more options, so that a command does less (`LESS`); its `pip` makes a distribution known without
-a build. Blocks of Python and TOML have tests in `test_recipes`, those of other engines in `integrations`.
+building it. Blocks of Python and TOML have tests in `test_recipes`, those of other engines in `integrations`.
 """
 
 import os
