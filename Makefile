@@ -11,7 +11,7 @@ STAMP  := $(VENV)/.installed
 QUIET  := $$(test -t 1 || echo --quiet)  # pip shows its progress on a terminal
 
 .PHONY: help demo break test test-all bench models peers sglang sglang-smoke sglang-test sglang-test-all \
-        vllm vllm-smoke vllm-test vllm-test-all check docs dist format clean
+        vllm vllm-smoke vllm-test vllm-test-all check docs screenshots dist format clean
 
 # Times are those of two cores. The first target makes the environment before, about five minutes and 2.5 GB, and
 # the first engine compiles kernels, a minute.
@@ -40,10 +40,10 @@ bench: $(STAMP)       ## measure, as ratios inside one process; tens of minutes
 	$(BIN)/graphpact bench all
 
 models: export OMP_NUM_THREADS ?= 1
-models: $(STAMP)      ## hold every architecture of transformers against transformers, and write docs/models.md; tens of minutes
-	PYTHONPATH=docs $(BIN)/python -m model_sweep
+models: $(STAMP)      ## hold every architecture of transformers against transformers, and write docs/reference/models.md; tens of minutes
+	PYTHONPATH=docs/tools $(BIN)/python -m model_sweep
 
-peers: $(STAMP)       ## check builders of released engines, and write docs/peers.md and build/peers.md; downloads wheels, then a quarter of an hour
+peers: $(STAMP)       ## check builders of released engines, and write docs/reference/peers.md and build/peers.md; downloads wheels, then a quarter of an hour
 	PYTHONPATH=tests $(BIN)/python -m peers --results build/peers.json --page
 
 sglang: $(VENV)-sglang/.installed ## make .venv-sglang, in which SGLang runs on a CPU; a minute and 2.5 GB
@@ -76,11 +76,14 @@ check: $(STAMP)       ## lint, format, types, imports, docstrings; some minutes
 	$(BIN)/lint-imports
 	$(BIN)/interrogate -q .
 
-docs:                 ## build the pages and the reference as a site, build/docs/index.html; makes a separate environment, then five minutes
+docs:                 ## build the pages and the reference of names as a site, build/docs/index.html; makes a separate environment, then a minute
 	@echo "making $(VENV)-docs: pip installs sphinx and its extensions, about a minute" >&2
 	$(PYTHON) -m venv $(VENV)-docs
 	$(VENV)-docs/bin/python -m pip install $(QUIET) --requirement requirements-docs.txt
-	$(VENV)-docs/bin/sphinx-build -q -n -W --keep-going docs build/docs
+	$(VENV)-docs/bin/sphinx-build -q -n -W --keep-going -j auto docs build/docs
+
+screenshots: $(STAMP)  ## run the commands of the pictures in docs/pictures, and write these; two minutes
+	$(BIN)/python docs/tools/screenshots.py
 
 dist: $(VENV)-release/.installed ## build every distribution from the last commit into dist/, and check it; a minute
 	rm -rf dist
@@ -94,7 +97,7 @@ format: $(STAMP)      ## fix what ruff can fix
 	$(BIN)/clang-format -i $(CPP)
 
 clean:                ## forget the environment and every cache
-	rm -rf $(VENV) $(VENV)-docs $(VENV)-release $(VENV)-sglang $(VENV)-vllm build dist docs/reference .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-docs $(VENV)-release $(VENV)-sglang $(VENV)-vllm build dist docs/reference/api .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(VENV)-release/.installed: requirements-release.txt

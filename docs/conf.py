@@ -1,45 +1,67 @@
 """The settings of `make docs`: Sphinx builds a site of these pages, in the theme furo.
 
-The pages are plain Markdown without directives, because forges show them unprocessed. Only `index.md` is
-written for the site. The reference of all public names, `docs/reference`, is written from the source by
-sphinx-autodoc2 while the site is built; git ignores it.
+The pages are plain Markdown without directives, because forges show them unprocessed. Only the index pages
+are written for the site. The reference of names, `docs/reference/api`, is written from the source by
+sphinx-autodoc2 while the site is built; git ignores it. It has the modules that plugins and engines import,
+`PUBLIC`; the others are read in the source.
 
-Does not: import the code; `reference.py` does, for the generated parts of the pages.
+Does not: import the code; `tools/reference.py` does, for the generated parts of the pages.
 """
 
 import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-sys.path.insert(0, f"{DOCS}")  # for `docstrings`
+sys.path.insert(0, f"{DOCS}/tools")  # for `docstrings`
 
 project = "graphpact"
 author = "the graphpact authors"
 extensions = ["myst_parser", "autodoc2"]
+exclude_patterns = ["tools"]
 html_theme = "furo"
 html_title = "graphpact"
 myst_heading_anchors = 4  # link targets of headings, equal to those of forges
 
-_PACKAGES = [
-    file.parent
-    for at in ("*/*", "plugins/*/*", "integrations/*/*")
-    for file in DOCS.parent.glob(f"{at}/__init__.py")
-]
-autodoc2_packages = [
-    {"path": f"../{folder.relative_to(DOCS.parent)}", "auto_mode": True}
-    for folder in sorted(_PACKAGES)
-    if (folder.parent / "pyproject.toml").exists()
-]
-autodoc2_output_dir = "reference"
+PUBLIC = {
+    "core/graphpact": (),
+    "kernels/graphpact_kernels": (),
+    "plugins/tape/graphpact_tape": (
+        *("tape", "recorder", "strict", "strict_observer", "host_guard", "host_tensors", "nodes", "poison"),
+        *("trace", "tasks"),
+    ),
+    "engine/graphpact_engine": (
+        *("engine", "request", "deltas", "prompts", "config", "errors", "metrics", "timeline", "phases"),
+        *("logs", "verify", "memory", "saved_pacts"),
+    ),
+    "conformance/graphpact_conformance": (
+        *("rules", "real_bugs", "results", "targets", "testing", "suite", "lane", "driver_contract"),
+    ),
+    "adapters/graphpact_adapters": (*("vllm", "sglang", "kernel_reads", "recurrent", "tasks", "stand_ins"),),
+    "guard/graphpact_guard": (),
+}
+"""The packages of the reference, and the modules of each that are in it; without names all of them."""
+
+autodoc2_packages = [{"path": f"../{path}", "auto_mode": True} for path in PUBLIC]
+autodoc2_output_dir = "reference/api"
 autodoc2_render_plugin = "docstrings.Renderer"
 autodoc2_hidden_objects = ["private", "dunder", "inherited"]
-autodoc2_skip_module_regexes = [r".*\._.*"]
+autodoc2_skip_module_regexes = [
+    r".*\._.*",
+    *(
+        rf"{Path(path).name}\.(?!(?:{'|'.join(modules)})(?:\.|$)).*"
+        for path, modules in PUBLIC.items()
+        if modules
+    ),
+]
 autodoc2_docstring_parser_regexes = [(".*", "docstrings")]
+# Not in the tree of the sections: furo writes that tree into every page, which took most of the time.
 autodoc2_index_template = """\
-Reference
-=========
+:orphan:
 
-Every public name, by distribution, read from the source.
+Names
+=====
+
+The public names that plugins and engines import, by package, read from the source.
 
 .. toctree::
    :titlesonly:

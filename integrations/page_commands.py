@@ -21,7 +21,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def blocks(page: Path, language: str = "") -> list[str]:
+def blocks(page: Path, language: str = "bash") -> list[str]:
     """Return the blocks of a page in a language."""
     text = page.read_text(encoding="utf-8").replace("\\\n", "")
     found = re.findall(r"^```(\w*)\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

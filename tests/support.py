@@ -43,9 +43,9 @@ RECORDING_DRIVERS: dict[str, Callable[[], GraphDriver]] = {
 """Makes each driver that records with a `graphpact_tape.recorder.Recorder`."""
 
 
-def load_reference(name: str = "reference") -> ModuleType:
-    """Import a script that writes reference pages, and return it as a module."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/{name}.py")
+def load_reference(script: str = "tools/reference") -> ModuleType:
+    """Import a script of `docs`, by default the one that writes reference pages, as a module."""
+    spec = importlib.util.spec_from_file_location(Path(script).name, ROOT / f"docs/{script}.py")
     assert spec is not None
     assert spec.loader is not None
     reference = importlib.util.module_from_spec(spec)

@@ -7,10 +7,14 @@ import tomllib
 from pathlib import Path
 
 import pytest
+from command_line import WRITER
+from pages import API
 
+from graphpact import hookspecs
 from graphpact.attention import AttentionBackend
 from graphpact.lane import Lane
 from graphpact.plugins import GROUPS
+from graphpact_conformance.real_bugs import REAL_BUGS
 from graphpact_conformance.rules import RULES
 from graphpact_engine.config import RESERVED_VARIABLES, config_keys
 from support import load_reference
@@ -20,17 +24,29 @@ DRIVERS = ROOT / "conformance/graphpact_conformance/drivers"
 
 
 def test_the_configuration_page_is_what_the_code_would_write() -> None:
-    """docs/configuration.md is up to date: `python docs/reference.py` would change nothing."""
-    page = (ROOT / "docs/configuration.md").read_text(encoding="utf-8")
+    """The page has every key: `python docs/tools/reference.py` would change nothing."""
+    page = (ROOT / "docs/reference/configuration.md").read_text(encoding="utf-8")
     assert page == load_reference().configuration()
     assert all(f"`{key.name.rpartition('.')[2]}`" in page for key in config_keys())
-    assert all(f"`{variable}`" in page for variable in RESERVED_VARIABLES)
 
 
-def test_the_acts_on_the_graphs_page_are_those_of_the_table() -> None:
-    """docs/graphs.md has every row of graph_acts.toml: `python docs/reference.py` would change nothing."""
-    page = (ROOT / "docs/graphs.md").read_text(encoding="utf-8")
-    assert page == load_reference().graphs(page)
+def test_every_variable_of_the_code_is_on_the_page_of_variables() -> None:
+    """The page lists exactly the variables that the code reads, and every name of a variable is on it."""
+    page = (ROOT / "docs/reference/environment.md").read_text(encoding="utf-8")
+    listed = set(re.findall(r"^\| `(GRAPHPACT\w*)` \|", page, re.MULTILINE))
+    folders = [path.parent for path in ROOT.glob("**/pyproject.toml") if path.parent != ROOT]
+    sources = [s for f in folders if ".venv" not in f"{f}" for s in f.glob("graphpact*/**/*.py")]
+    sources.append(ROOT / "tests/peers/wheels.py")
+    read = "_VARIABLE|FILE_VARIABLE|environ|env"
+    code = "".join(path.read_text(encoding="utf-8") for path in sources)
+    named = {name for line in code.splitlines() for name in re.findall(r'"(GRAPHPACT\w*)"', line)
+             if re.search(read, line)}  # fmt: skip
+    assert listed == {*named, *RESERVED_VARIABLES}
+
+
+def test_the_acts_on_their_page_are_those_of_the_table() -> None:
+    """The page has every row of graph_acts.toml, in cells."""
+    page = (ROOT / "docs/reference/graph-acts.md").read_text(encoding="utf-8")
     rows = tomllib.loads((DRIVERS / "graph_acts.toml").read_text(encoding="utf-8"))["act"]
     assert len({row["id"] for row in rows}) == len(rows)
     assert page.count("\n| ") > len(rows)
@@ -39,17 +55,29 @@ def test_the_acts_on_the_graphs_page_are_those_of_the_table() -> None:
         assert f"\n| {row['act']} | " in page
 
 
-def test_the_rules_on_the_conformance_page_are_those_of_the_code() -> None:
-    """docs/conformance.md has every rule and its story: `python docs/reference.py` would change nothing."""
-    page = (ROOT / "docs/conformance.md").read_text(encoding="utf-8")
-    assert page == load_reference().conformance(page)
+def test_the_rules_on_their_page_are_those_of_the_code() -> None:
+    """The page of rules has every rule, and the gallery the story and the exhibits of every rule."""
+    page = (ROOT / "docs/reference/rules.md").read_text(encoding="utf-8")
     assert not any("|" in rule.requirement for rule in RULES.values())  # it would end its cell
     assert all(f"\n| {rule} | " in page for rule in RULES.values())
+    gallery = [path.read_text(encoding="utf-8") for path in (ROOT / "docs/explanation/bugs").glob("*.md")]
+    for rule in RULES.values():
+        (story,) = (text for text in gallery if f"\n## {rule}\n" in text)
+        assert REAL_BUGS[rule.id].url in story
+    assert sum(text.count("| exhibit | what is planted") for text in gallery) == len(RULES)
+
+
+def test_every_hook_is_on_the_page_of_hooks() -> None:
+    """The page of hooks has the signature of each hook of the contract."""
+    page = (ROOT / "docs/reference/hooks.md").read_text(encoding="utf-8")
+    hooks = [name for name, value in vars(hookspecs).items() if hasattr(value, "graphpact_spec")]
+    assert len(hooks) == 8
+    assert [name for name in hooks if f"\ndef {name}(" not in page] == []
 
 
 def test_the_picture_of_the_step_has_its_calls_and_both_ways_to_fill_metadata() -> None:
-    """docs/step.svg names every call of the step in order, and the metadata of the hook and of the graph."""
-    svg = (ROOT / "docs/step.svg").read_text(encoding="utf-8")
+    """The picture names every call of the step in order, and the metadata of the hook and of the graph."""
+    svg = (ROOT / "docs/pictures/step.svg").read_text(encoding="utf-8")
     drawn = " ".join(re.sub("<[^>]*>", " ", svg).split()).replace(" _replay", "_replay")
     calls = re.findall(
         r"self\._?(fit|populate|prepare_replay|init_metadata_replay)\(|(pact\.check|graph\.replay)\(",
@@ -66,38 +94,45 @@ def test_the_picture_of_the_step_has_its_calls_and_both_ways_to_fill_metadata() 
     assert "metadata_in_graph" in drawn
 
 
-def test_every_kind_of_plugin_is_on_the_page_of_plugins() -> None:
-    """docs/plugins.md has the group of each kind and their number; each kind has a section or a page."""
-    page = (ROOT / "docs/plugins.md").read_text(encoding="utf-8")
-    rows = re.findall(r"^\| ([\w ]+) \| `(graphpact\.\w+)` \|", page, re.MULTILINE)
-    assert {group for _, group in rows} == set(GROUPS)
+def test_every_kind_of_plugin_is_on_the_page_of_entry_points() -> None:
+    """The page has the group of each kind and their number; each kind has a page or a section of one."""
+    page = (ROOT / "docs/reference/entry-points.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| \[([\w ]+)\]\(([^)]*)\) \| `(graphpact\.\w+)` \|", page, re.MULTILINE)
+    assert {group for *_, group in rows} == set(GROUPS)
     numbers = ("no", "one", "two", "three", "four", "five", "six", "seven", "eight")
     assert f"There are {numbers[len(rows)]} kinds:" in page
-    pages = "".join(each.read_text(encoding="utf-8") for each in ROOT.glob("docs/plugins*.md"))
-    for kind, _ in rows:
-        assert re.search(rf"^##? An? {kind}$", pages, re.MULTILINE), kind
+    assert len({target for _, target, _ in rows}) == len(rows)
 
 
 def test_links_in_the_texts_lead_somewhere() -> None:
-    """Every relative link of the README and the docs leads to an existing file, and to a heading of it."""
+    """Every relative link of every page leads to an existing file, and to a heading of it."""
     for text in load_reference().PAGES:
-        links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", text.read_text(encoding="utf-8"))
+        links = re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]+))?\)", _prose(text))
         for target, anchor in links:
             file = text.parent / target if target else text
+            if API in file.resolve().parents:  # only the site has it
+                continue
             assert file.exists(), f"{text.name}: {target}"
             assert not anchor or anchor in _anchors(file), f"{text.name}: {target}#{anchor}"
 
 
+def _prose(page: Path) -> str:
+    """Return the text of a page without its blocks of code."""
+    return re.sub(r"^```.*?^```$", "", page.read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+
+
 def _anchors(page: Path) -> set[str]:
     """Return the anchors that forges and the site give to the headings of a page."""
-    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", _prose(page), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading).lower().replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", load_reference().PAGES, ids=lambda page: f"{page.relative_to(ROOT)}")
 def test_included_parts_are_what_the_code_would_write(page: Path) -> None:
-    """The included parts of a page are up to date: `python docs/reference.py` would change nothing."""
+    """The included parts of a page are up to date: `python docs/tools/reference.py` would change nothing."""
     text = page.read_text(encoding="utf-8")
+    if "<!-- include help " in text and f"{WRITER}." not in text:
+        pytest.skip(f"another typer than {WRITER} wrote the help of commands")
     assert text == load_reference().included(text)
     assert len(re.findall("<!-- include ", text)) == text.count("<!-- /include -->")
 
@@ -111,46 +146,84 @@ def test_a_written_part_of_a_page_fits_a_screen() -> None:
     lengths = {}
     for page in load_reference().PAGES:
         text = page.read_text(encoding="utf-8")
-        parts = re.findall(
-            r"<!-- (?!include (?:file|source) |report )\w.*? -->\n(.*?)<!-- /", text, re.DOTALL
-        )
+        code = "include (?:file|source|part|help|hooks) |report "
+        parts = re.findall(rf"<!-- (?!{code})\w.*? -->\n(.*?)<!-- /", text, re.DOTALL)
         for at, part in enumerate(parts):
             lengths[page.name, at] = max(table.count("\n") for table in re.split(r"\n#+ ", part))
     assert len(lengths) > 15
     assert {where: length for where, length in lengths.items() if length > SCREEN} == {}
     for page in ("museum", "models"):
-        lines = (ROOT / f"docs/{page}.md").read_text(encoding="utf-8").splitlines()
+        lines = (ROOT / f"docs/reference/{page}.md").read_text(encoding="utf-8").splitlines()
         assert sum(line.startswith("|") for line in lines) <= SCREEN, page
 
 
-def test_every_page_is_in_the_index_of_the_site() -> None:
-    """docs/index.md lists every page of docs, so that `make docs` builds and links it."""
+LONGEST, LONGEST_README = 400, 150
+"""Lines of a page, and of the README."""
+
+
+def test_a_page_is_short() -> None:
+    """No page has more than 400 lines, written parts included, and the README at most 150."""
+    pages = [page for page in load_reference().PAGES if page.name != "CHANGELOG.md"]
+    lengths = {page: len(page.read_text(encoding="utf-8").splitlines()) for page in pages}
+    assert len(lengths) > 80
+    assert {page: length for page, length in lengths.items() if length > LONGEST} == {}
+    assert lengths[ROOT / "README.md"] <= LONGEST_README
+
+
+SECTIONS = ("tutorial", "how-to", "reference", "explanation", "explanation/bugs")
+
+
+@pytest.mark.parametrize("section", SECTIONS)
+def test_an_index_has_each_page_of_its_section(section: str) -> None:
+    """The index has each page twice: in a list of the site, and as a link with a sentence or in a table."""
+    folder = ROOT / "docs" / section
+    index = (folder / "index.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^([\w/-]+)$", index, re.MULTILINE)
+    pages = {page.stem for page in folder.glob("*.md")} - {"index"}
+    below = {f"{page.parent.name}/index" for page in folder.glob("*/index.md")}
+    assert len(listed) == len(set(listed))
+    assert set(listed) == pages | below
+    linked = set(re.findall(r"^- \[[^]]+\]\(([\w/.-]+)\): .+\.$", index, re.MULTILINE))
+    table = set(re.findall(r"^\| .*?\[[^]]+\]\(([\w/.-]+)\) \|", index, re.MULTILINE))
+    assert {f"{page}.md" for page in pages | below} <= linked | table
+
+
+def test_the_landing_page_leads_to_each_section() -> None:
+    """`docs/index.md` lists the sections; every page is in one, and is a page of the site."""
     index = (ROOT / "docs/index.md").read_text(encoding="utf-8")
-    listed = set(re.findall(r"^([\w/-]+)$", index, re.MULTILINE))
-    pages = {page.stem for page in ROOT.glob("docs/*.md")} - {"index"}
-    assert listed == {*pages, "reference/index"}
+    listed = re.findall(r"^([\w/-]+)$", index, re.MULTILINE)
+    assert [f"{section}/index" for section in SECTIONS[:4]] == listed
+    docs = ROOT / "docs"
+    folders = {f"{p.parent.relative_to(docs)}" for p in load_reference().PAGES if docs in p.parents}
+    assert folders == {".", *SECTIONS}
 
 
-def test_the_architecture_page_has_the_step_every_distribution_and_every_contract() -> None:
-    """The page shows the lane's own code, names each distribution's folder, and includes each contract."""
-    page = (ROOT / "docs/architecture.md").read_text(encoding="utf-8")
+ARCHITECTURE = ("architecture", "step", "folders-core", "folders-engine", "changes")
+
+
+def test_the_pages_of_architecture_have_the_step_every_distribution_and_every_contract() -> None:
+    """The pages show the lane's own code, name each distribution's folder, and include each contract."""
+    pages = [(ROOT / f"docs/explanation/{name}.md").read_text(encoding="utf-8") for name in ARCHITECTURE]
+    page = "".join(pages)
     for method in (Lane.prepare, Lane.launch):
         assert textwrap.dedent(inspect.getsource(method)).strip() in page
     folders = [f.parent.relative_to(ROOT) for f in ROOT.glob("*/**/pyproject.toml")]
     folders = [f for f in folders if f.parts[0] not in ("examples", "tests") and f.parts[0][0] != "."]
     assert len(folders) >= 10
+    distributions = (ROOT / "docs/reference/distributions.md").read_text(encoding="utf-8")
     assert [f"{f}" for f in folders if f"| `{f}/` |" not in page] == []
+    assert [f"{f}" for f in folders if f"| `{f}/` |" not in distributions] == []
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     contracts = {c["id"]: c for c in settings["tool"]["importlinter"]["contracts"]}
     assert [each for each in contracts if f"`{each}`: " not in page] == []
-    picture = (ROOT / "docs/architecture.svg").read_text(encoding="utf-8")
+    picture = (ROOT / "docs/pictures/architecture.svg").read_text(encoding="utf-8")
     written_in_it = " ".join(re.sub("<[^>]*>", " ", picture).split())
     assert ", ".join(reversed(contracts["core-layers"]["layers"])) in written_in_it
 
 
 def test_the_glossary_is_sorted_and_each_word_is_where_it_says() -> None:
     """Words are sorted and unique; each path in the last column exists, and its file has the names there."""
-    page = (ROOT / "docs/glossary.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/glossary.md").read_text(encoding="utf-8")
     rows = [line.strip("| ").split(" | ") for line in page.splitlines() if line.startswith("| ")][1:]
     words = [row[0].strip("`").lower() for row in rows]
     assert len(words) > 100

@@ -1,4 +1,4 @@
-"""Tests of the sweep over transformers' architectures, and that docs/models.md has its results."""
+"""Tests of the sweep over transformers' architectures, and that docs/reference/models.md has its results."""
 
 import warnings
 from collections.abc import Callable, Iterator
@@ -35,7 +35,7 @@ SAMPLE = (
 written = PAGE.read_text(encoding="utf-8")
 of_this_version = pytest.mark.skipif(
     not is_of_this_version(written),
-    reason=f"docs/models.md was written with another version than {transformers.__version__}",
+    reason=f"docs/reference/models.md was written with another version than {transformers.__version__}",
 )
 
 

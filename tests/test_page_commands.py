@@ -7,11 +7,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-
-from support import load_reference
+from pages import PAGES, blocks_of
 
 ROOT = Path(__file__).parents[1]
-PAGES: list[Path] = load_reference().PAGES
 PROGRAMS = ("graphpact", "make", "pip", "python", "pytest", "cd")
 WRITES = {"--record", "--trace", "--metrics", "--report", "--json", "save", ">"}
 """Options whose argument is a file that the command writes; the word ``record:FILE`` has one too."""
@@ -20,15 +18,14 @@ _FILE = re.compile(r"[\w./-]+\.(toml|txt|jsonl?|py|md|prom|svg|html)|[\w.-]+(/[\
 _BUILDER = re.compile(r"(\w+):\w+")
 
 
-def _blocks(page: Path, *languages: str) -> Iterator[str]:
-    """Yield the blocks of code of a page in some languages."""
-    fences = re.findall(r"^```(\w*)\n(.*?)^```", page.read_text("utf-8"), re.MULTILINE | re.DOTALL)
-    yield from (text for language, text in fences if language in languages)
+def _blocks(page: Path, language: str) -> Iterator[str]:
+    """Yield the blocks of a page in a language."""
+    yield from (block.text for block in blocks_of(page) if block.language == language)
 
 
 def _commands(page: Path) -> Iterator[list[str]]:
     """Yield the words of each command of a page, with preceding settings, but without program output."""
-    for block in _blocks(page, "", "bash"):
+    for block in _blocks(page, "bash"):
         lines = block.replace("\\\n", " ")
         lines = re.sub(r"-c '[^']*'", "-c ''", lines)  # a program of several lines
         for line in lines.splitlines():
@@ -42,7 +39,7 @@ class _Reader:
 
     def __init__(self, page: Path) -> None:
         self.folder = page.parent if page.parent.parent == ROOT / "examples" else ROOT
-        self.written: set[str] = set()
+        self.written = {block.file for block in blocks_of(page)}
         self.variables: dict[str, str] = {}
 
     def missing(self, words: Sequence[str]) -> Iterator[tuple[str, bool]]:
@@ -95,7 +92,7 @@ def test_a_file_that_is_not_there_is_found(tmp_path: Path) -> None:
     """The reader reports commands whose files do not exist."""
     page = tmp_path / "page.md"
     page.write_text(
-        "```\ngraphpact generate --config engine.toml --file $FILE > out.txt\nDIR=no/folder\n```\n"
+        "```bash\ngraphpact generate --config engine.toml --file $FILE > out.txt\nDIR=no/folder\n```\n"
     )
     assert _files(page) == {"engine.toml": True, "no/folder": True}
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 import torch
+from pages import PAGES, blocks_of
 
 import graphpact
 import graphpact.attention
@@ -56,7 +57,6 @@ from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_guard import Settings
 from graphpact_tape.tape import TapeDriver
-from support import load_reference
 
 ROOT = Path(__file__).parents[1]
 RECIPES = sorted(f"recipes.{path.stem}" for path in (ROOT / "examples/recipes").glob("*.py"))
@@ -142,7 +142,7 @@ def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names(lacks:
     options = Options(size="quick", examples=1, lanes=("decode-page16-gqa-float32",), shrink=False)
     (plan,) = planned_lanes(ReferenceBackend, OwnList, options, kind="runner")
     failed = {r.rule for r in examine_lane(plan, options) if r.outcome is Outcome.FAIL}
-    page = (ROOT / "docs/plugins-runner.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/runner.md").read_text(encoding="utf-8")
     (named,) = re.findall(rf"breaks ([GP\d, and]+) where it lacks {lacks}", page.replace("\n", " "))
     assert failed == set(re.findall(r"GP\d\d", named))
 
@@ -151,7 +151,7 @@ def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names(lacks:
 def test_every_recipe_is_on_a_page(name: str) -> None:
     """A page of the documentation includes each recipe whole."""
     include = f"<!-- include file examples/{name.replace('.', '/')}.py -->"
-    assert any(include in page.read_text(encoding="utf-8") for page in load_reference().PAGES)
+    assert any(include in page.read_text(encoding="utf-8") for page in PAGES)
 
 
 # -- recipes that the suite cannot check -----------------------------------------------------------
@@ -406,15 +406,14 @@ def test_an_algorithm_reads_no_tensor_on_the_host(name: str, topk: int) -> None:
 
 
 def _blocks(language: str) -> list[Any]:
-    """Return every block of ``language`` in the pages that is not included from code."""
-    found = []
-    for page in load_reference().PAGES:
-        text = page.read_text(encoding="utf-8")
-        text = re.sub(r"<!-- include .*?<!-- /include -->", "", text, flags=re.DOTALL)
-        name = page.relative_to(ROOT)
-        blocks = re.findall(rf"^```{language}\n(.*?)^```", text, flags=re.DOTALL | re.MULTILINE)
-        found += [pytest.param(f"{name}", code, id=f"{name}-{at}") for at, code in enumerate(blocks)]
-    return found
+    """Return every block of ``language`` in the pages that a test of this module has to run."""
+    return [
+        pytest.param(f"{page.relative_to(ROOT)}", block.text, id=f"{page.relative_to(ROOT)}-{block.line}")
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language == language and block.not_run is None and block.run_by is None
+        if language == "toml" or block.file is None
+    ]
 
 
 def _names_of(page: str) -> dict[str, Any]:
@@ -422,7 +421,7 @@ def _names_of(page: str) -> dict[str, Any]:
     names: dict[str, Any] = {name: getattr(graphpact, name) for name in graphpact.__all__}
     names |= vars(graphpact.attention)
     names |= {"graphpact": graphpact, "torch": torch, "dataclass": dataclasses.dataclass}
-    if page == "docs/graphs.md":
+    if page == "docs/reference/graph-acts.md":
         names |= {
             "DeclaredMemory": DeclaredMemory,
             "driver": TapeDriver(torch.device("cpu"), strict=True),
@@ -433,33 +432,33 @@ def _names_of(page: str) -> dict[str, Any]:
             "answers": [],
             "TimedDriver": importlib.import_module("recipes.driver").TimedDriver,
         }
-    elif page == "docs/npu.md":
+    elif page == "docs/how-to/npu-backend.md":
         strict = TapeDriver(torch.device("cpu"), strict=True)
         names |= {"driver": strict, "x": torch.ones(2), "out": torch.zeros(2)}
         strict.declare(DeclaredMemory(refreshed=[names["x"], names["out"]]))
-    elif page == "docs/registry.md":
+    elif page == "docs/explanation/registry.md":
         names["registry"] = CudaGraphBufferRegistry(device=torch.device("cpu"), max_bs=4, max_num_tokens=4)
-    elif page == "docs/generation.md":
+    elif page == "docs/how-to/generation.md":
         model = shutil.copytree(ROOT / "examples/models/tiny-llama", Path("templated"))
         (model / "chat_template.jinja").write_text("{{ messages[0]['content'] }} ")
         config = EngineConfig.load(None, env={}, overrides=[f'model.path="{model}"'])
         names |= {"engine": Engine(config), "SamplingParams": SamplingParams}
-    elif page == "docs/observability.md":
+    elif page == "docs/how-to/observability.md":
         config = EngineConfig.load(Path("examples/engine.toml"), env={})
         names |= {"Engine": Engine, "config": config, "prompts": ["If "]}
-    elif page == "docs/plugins-runner.md":
+    elif page == "docs/how-to/runner.md":
         names |= {"logits": torch.zeros(2, 5), "hidden": torch.zeros(3, 4)}
     return names
 
 
 BACKEND = PluginInfo("attention_backend", "my_backend", "my-attention", "1", "my:Backend", "1")
-"""The plugin that docs/conformance.md describes."""
+"""The plugin that the pages of conformance describe."""
 
 ELSEWHERE = {"examples/third_party/README.md": "tests/conformance/test_third_party.py"}
 """Pages whose blocks are not programs, each with the test that contains their text."""
 
 
-RUN = ("docs/graphs.md", "docs/sglang.md", "docs/vllm.md")
+RUN = ("docs/reference/graph-acts.md", "docs/how-to/sglang-backend.md", "docs/how-to/vllm-backend.md")
 """Pages whose tests also run: those of a driver, a builder, and a backend of another engine."""
 
 
@@ -483,12 +482,12 @@ def test_every_block_of_python_runs(
     exec(code.replace("my_backend", "flashinfer"), names)  # noqa: S102  our own page
     if "answers.append" in code:
         assert [a.tolist() for a in names["answers"]] == [[2.0 * n + 1] * 4 for n in range(3)]
-    if page == "docs/npu.md":
+    if page == "docs/how-to/npu-backend.md":
         assert names["first"] == [3, 4]
         says = "task 0 of decode[bs=2] (npu_page.scale.default)"
         assert str(names["refused"]).startswith(says)
         assert "was not updated before this replay and keeps lengths=[3, 4]" in str(names["refused"])
-    if page == "docs/generation.md":
+    if page == "docs/how-to/generation.md":
         assert names["request"].output_token_ids
         assert not names["engine"].scheduler.has_work
         names["engine"].close()
@@ -506,13 +505,13 @@ def test_every_block_of_toml_is_valid(page: str, code: str, tmp_path: Path) -> N
     (tmp_path / "guard.toml").write_text(code)
     if set(table) == {"tool"}:
         assert "xfails.toml" in table["tool"]["setuptools"]["package-data"]["acme_attention"]
-    elif set(table) == {"project"}:
+    elif "project" in table:
         groups = table["project"]["entry-points"]
         assert set(groups) <= {CONTRACT_GROUP, *GROUPS}
     elif set(table) == {"xfail"}:
         for entry in table["xfail"]:
             assert _entry(Path("xfails.toml"), 1, entry, [BACKEND]).name == "my_backend"
-    elif page == "docs/sglang-guard.md":
+    elif page == "docs/how-to/sglang-guard.md":
         assert Settings.from_environment({"GRAPHPACT_CONFIG": str(tmp_path / "guard.toml")}).ignore
     else:
         EngineConfig.model_validate({"model": {"path": "a"}} | table)

@@ -180,8 +180,8 @@ def test_the_command_alone_lists_plugins_and_knows_who_has_the_others(
 def test_a_builder_of_vllm_has_its_first_report_within_three_commands(
     environment: Callable[..., Path], tmp_path: Path
 ) -> None:
-    """The commands of docs/vllm.md work from the wheels: installation, a report, and an explained rule."""
-    page = (ROOT / "docs/vllm.md").read_text(encoding="utf-8")
+    """The commands of the page work from the wheels: installation, a report, and an explained rule."""
+    page = (ROOT / "docs/how-to/vllm-backend.md").read_text(encoding="utf-8")
     block, *_ = re.findall(r"^```bash\n(.*?)^```", page, flags=re.DOTALL | re.MULTILINE)
     install, change, check, explain = (shlex.split(line) for line in block.splitlines())
     assert install[:2] == ["pip", "install"]

@@ -85,7 +85,7 @@ def test_a_row_has_a_value_for_every_column(table: Table) -> None:
 
 
 def test_the_schema_is_what_the_code_would_write() -> None:
-    """report.schema.json is up to date: `python docs/reference.py` would change nothing."""
+    """report.schema.json is up to date: `python docs/tools/reference.py` would change nothing."""
     assert SCHEMA.read_text(encoding="utf-8") == BenchReport.schema_text()
 
 

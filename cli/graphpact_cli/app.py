@@ -146,14 +146,20 @@ def _show_versions(*, wanted: bool) -> None:
     raise typer.Exit
 
 
-def run_command(arguments: Sequence[str]) -> int:
-    """Run one command and return its exit status, or raise what it raised."""
+def application() -> Any:
+    """Return the command ``graphpact``, a group that finds its commands when they are asked for."""
     _catalog.cache_clear()
     app = typer.Typer(name="graphpact", cls=_Group, help=_main.__doc__, no_args_is_help=True, **_OPTIONS)
     app.callback()(_main)
+    return typer.main.get_command(app)
+
+
+def run_command(arguments: Sequence[str]) -> int:
+    """Run one command and return its exit status, or raise what it raised."""
+    app = application()
     error: BaseException | None = None
     try:
-        typer.main.get_command(app)(args=list(arguments), prog_name="graphpact")
+        app(args=list(arguments), prog_name="graphpact")
     except _Passing as passing:
         error = passing.__cause__
     except OSError as unprinted:  # stderr is full, and typer refuses the command line

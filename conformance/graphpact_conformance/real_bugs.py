@@ -1,7 +1,7 @@
 """One real bug for each rule: the bug, its detection by the suite, the fix.
 
-`graphpact explain GP03` and ``docs/conformance.md`` show these texts. Each bug has a public thread. Where the
-thread reports no symptom, the text says so.
+`graphpact explain GP03` and ``docs/explanation/bugs`` show these texts. Each bug has a public thread. Where
+the thread reports no symptom, the text says so.
 
 Does not: define rules (see `graphpact_conformance.rules`), or contain code with bugs
 (see `graphpact_museum`).

@@ -14,7 +14,7 @@ from graphpact_conformance.draws.coverage import joined
 from graphpact_conformance.results import Outcome, Result
 from graphpact_conformance.targets import Options, Size, Target
 
-PAGE = Path(__file__).parents[2] / "docs/conformance.md"
+PAGE = Path(__file__).parents[2] / "docs/explanation/conformance.md"
 SIZES: tuple[Size, ...] = ("quick", "normal", "thorough")
 BACKEND = Target("attention_backend", "flashinfer")
 
@@ -54,7 +54,7 @@ def told(size: Size) -> dict[str, int]:
 @pytest.mark.sweep
 @pytest.mark.parametrize("size", SIZES)
 def test_the_table_of_dimensions_is_counted_from_a_run(size: Size) -> None:
-    """docs/conformance.md says how many lanes, and how many values of each dimension, a run really has."""
+    """The page says how many lanes, and how many values of each dimension, a run really has."""
     assert told(size) == counted(size)
 
 

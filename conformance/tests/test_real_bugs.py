@@ -66,8 +66,8 @@ def test_what_is_to_be_changed_exists(story: RealBug) -> None:
 
 
 def test_the_page_tells_every_rule_and_its_thread() -> None:
-    """docs/conformance.md has one row per rule, with the requirement and the thread of its story."""
-    page = (ROOT / "docs/conformance.md").read_text(encoding="utf-8")
+    """docs/reference/rules.md has one row per rule, with the requirement and the thread of its story."""
+    page = (ROOT / "docs/reference/rules.md").read_text(encoding="utf-8")
     for rule in RULES.values():
         (row,) = (line for line in page.splitlines() if line.startswith(f"| {rule} |"))
         assert f"| {rule.requirement} |" in row

@@ -148,7 +148,7 @@ def test_timeless_leaves_out_times_and_nothing_else() -> None:
 
 
 def test_the_schema_is_what_the_models_give() -> None:
-    """results.schema.json is up to date: `python docs/reference.py` would change nothing."""
+    """results.schema.json is up to date: `python docs/tools/reference.py` would change nothing."""
     text = (ROOT / "conformance/graphpact_conformance/results.schema.json").read_text(encoding="utf-8")
     assert text == load_reference().results_schema()
     schema = json.loads(text)

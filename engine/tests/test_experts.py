@@ -320,7 +320,7 @@ _WRITTEN = PAGE.read_text(encoding="utf-8")
 SERVED = [case for case, line in rows(_WRITTEN).items() if " | equal | " in line]
 
 
-@pytest.mark.skipif(not is_of_this_version(_WRITTEN), reason="docs/models.md is of another transformers")
+@pytest.mark.skipif(not is_of_this_version(_WRITTEN), reason="the page is of another transformers")
 @pytest.mark.parametrize(
     "case",
     [pytest.param(c, marks=[] if c in {*MIXTURES, "llama", "jetmoe"} else pytest.mark.sweep) for c in SERVED],

@@ -1,8 +1,7 @@
 """`PromptLookup`: drafts without a draft model, looked up in the text of the request itself.
 
 A draft repeats the tokens that followed the last earlier occurrence of the newest two tokens. All work is on
-the
-device and has fixed shapes: the host reads no length, no token and no number of accepted drafts.
+the device and has fixed shapes: the host reads no length, no token and no number of accepted drafts.
 
 Does not: draft well for text that does not repeat itself.
 """

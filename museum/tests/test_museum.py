@@ -109,12 +109,12 @@ def test_every_exhibit_names_a_public_thread() -> None:
 
 
 def test_the_page_is_what_the_museum_shows() -> None:
-    """docs/museum.md is what `docs/reference.py --museum` writes if all visits are right.
+    """docs/reference/museum.md is what `docs/tools/reference.py --museum` writes if all visits are right.
 
     The line about exhibits that break several rules follows from whole visits, and is not compared.
     """
     right = [{**describe(Visit(piece)), "is_right": True} for piece in (*EXHIBITS, *VARIANTS)]
-    page = (ROOT / "docs/museum.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/reference/museum.md").read_text(encoding="utf-8")
     assert _without_several(page) == _without_several(load_reference().museum(right))
 
 

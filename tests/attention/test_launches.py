@@ -1,4 +1,4 @@
-"""Count the device operations before a replay; docs/attention.md has the table."""
+"""Count the device operations before a replay; docs/explanation/attention.md has the table."""
 
 import dataclasses
 from pathlib import Path
@@ -18,7 +18,7 @@ from graphpact_flashinfer import FlashInferBackend
 from graphpact_trtllm_mla import TRTLLMMLABackend
 from support import leaves
 
-PAGE = Path(__file__).parents[2] / "docs/attention.md"
+PAGE = Path(__file__).parents[2] / "docs/explanation/attention.md"
 BACKENDS: dict[str, type[AttentionBackend]] = {
     "flashinfer": FlashInferBackend,
     "fa3": FA3Backend,
@@ -75,7 +75,7 @@ def _device_memory(registry: CudaGraphBufferRegistry) -> list[torch.Tensor]:
 
 
 def test_the_page_says_how_many_launches_a_replay_hook_makes() -> None:
-    """docs/attention.md has the counts; if the graph fills the metadata, hooks only copy plans."""
+    """The page has the counts; if the graph fills the metadata, hooks only copy plans."""
     columns = [(name, in_graph) for name in BACKENDS for in_graph in (True, False)]
     rows = [
         "| mode | " + " | ".join(f"{n}, {'in the graph' if g else 'by the hook'}" for n, g in columns) + " |",

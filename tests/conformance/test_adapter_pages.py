@@ -1,4 +1,4 @@
-"""docs/vllm.md and docs/sglang.md: their plugins pass, and each report is that of the described change."""
+"""The pages about backends of vLLM and SGLang: their plugins pass, and each report is that of its change."""
 
 import importlib
 import re
@@ -19,8 +19,9 @@ MODULES = {
 
 
 def page_of(adapter: str) -> str:
-    """Return the text of an adapter's page."""
-    return (ROOT / f"docs/{adapter}.md").read_text(encoding="utf-8")
+    """Return the text of an adapter's pages."""
+    pages = sorted((ROOT / "docs/how-to").glob(f"{adapter}-*.md"))
+    return "".join(page.read_text(encoding="utf-8") for page in pages)
 
 
 @pytest.fixture(autouse=True)

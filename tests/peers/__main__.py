@@ -27,7 +27,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--engine", choices=[*ENGINES], help="only builders of this engine")
     parser.add_argument("--size", choices=("quick", "normal", "thorough"), default="quick")
     parser.add_argument("--results", type=Path, metavar="FILE", help="write the verdicts as JSON")
-    parser.add_argument("--page", action="store_true", help="write docs/peers.md and build/peers.md")
+    parser.add_argument("--page", action="store_true", help="write the page of peers and build/peers.md")
     asked = parser.parse_args(arguments)
     try:
         engines = [ENGINES[asked.engine]] if asked.engine else [*ENGINES.values()]

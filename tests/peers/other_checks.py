@@ -16,7 +16,7 @@ from peers.job import Known, Row
 from peers.wheels import TRITON, unpack
 
 PART = "other wheels"
-"""The part of ``docs/peers.md`` that lists these builders."""
+"""The part of ``docs/reference/peers.md`` that lists these builders."""
 _SEQ_LENS = Known(
     "GP19",
     "seq_lens",

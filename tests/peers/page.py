@@ -1,4 +1,4 @@
-"""The parts of ``docs/peers.md`` that a run writes, and ``build/peers.md`` with each finding.
+"""The parts of ``docs/reference/peers.md`` that a run writes, and ``build/peers.md`` with each finding.
 
 A part is the table of an engine's builders, or of other wheels. A run of one part leaves the others. The
 findings, each with its reason, are too many for the page.
@@ -13,10 +13,10 @@ from graphpact_conformance.results import Finding
 from peers.job import Verdict, cut
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs/peers.md"
+PAGE = ROOT / "docs/reference/peers.md"
 FINDINGS = ROOT / "build/peers.md"
 BEGIN, END = "<!-- a run writes this: {} -->\n", "<!-- /a run writes this: {} -->\n"
-_TITLE = "# Findings in released builders\n\nWritten by `make peers`; `docs/peers.md` has all builders.\n"
+_TITLE = "# Findings in released builders\n\nWritten by `make peers`; the page of peers has all builders.\n"
 _SAID = {True: "yes", False: "**no**", None: "unknown"}
 
 

@@ -177,5 +177,5 @@ def read_vllm_metadata(metadata: Any, slot_mapping: torch.Tensor) -> Reads:
     lacks = "; ".join(f"{name} needs {', '.join(fields)}" for name, fields in missing.items())
     raise ConfigError(
         f"no reader for {kind.__module__}.{kind.__qualname__}: {lacks}",
-        hint="write a reader for its kernel: Builders(make, read=...); docs/vllm.md contains one",
+        hint="write a reader for its kernel: Builders(make, read=...); docs/how-to/vllm-readers.md has one",
     )

@@ -14,8 +14,8 @@ from page_commands import blocks, commands, get, parts, run, serving
 from graphpact.recording import read_recording
 from graphpact_guard import Settings
 
-LAPTOP = ROOT / "docs/sglang-laptop.md"
-GUARD = ROOT / "docs/sglang-guard.md"
+LAPTOP = ROOT / "docs/how-to/sglang-laptop.md"
+GUARD = ROOT / "docs/how-to/sglang-guard.md"
 OURS = ".venv-sglang/bin/graphpact"
 
 

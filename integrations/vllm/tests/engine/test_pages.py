@@ -8,9 +8,9 @@ import pytest
 from engines import MODEL, ROOT
 from page_commands import commands, get, parts, run, serving
 
-LAPTOP = ROOT / "docs/vllm-laptop.md"
-GUARD = ROOT / "docs/vllm-guard.md"
-MANY = ROOT / "docs/vllm-many-machines.md"
+LAPTOP = ROOT / "docs/how-to/vllm-laptop.md"
+GUARD = ROOT / "docs/how-to/vllm-guard.md"
+MANY = ROOT / "docs/how-to/vllm-many-machines.md"
 RUNS = commands(LAPTOP, ".venv-vllm/bin/graphpact vllm run")
 
 
