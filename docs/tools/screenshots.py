@@ -3,8 +3,8 @@
     python docs/tools/screenshots.py [NAME...]
 
 The commands run in a folder of their own with a link to `examples`. Two plugins are made known there: `acme`,
-which is that of the page about a first backend, and `my_attention`, with a planted bug. A test holds the pages to
-`PICTURES`; the numbers in a picture are those of its last run.
+which is that of the lesson about a first backend, and `my_attention`, with a planted bug. A test holds the
+pages to `PICTURES`; the numbers in a picture are those of its last run.
 
 Does not: judge the output; the same commands on the pages are tests.
 """
