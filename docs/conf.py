@@ -8,8 +8,10 @@ sphinx-autodoc2 while the site is built; git ignores it. It has the modules that
 Does not: import the code; `tools/reference.py` does, for the generated parts of the pages.
 """
 
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 DOCS = Path(__file__).parent
 sys.path.insert(0, f"{DOCS}/tools")  # for `docstrings`
@@ -73,10 +75,29 @@ The public names that plugins and engines import, by package, read from the sour
 # Signatures link only to types in the reference. Other types and re-exported names have no target.
 nitpick_ignore_regex = [("py:.*", ".*")]
 suppress_warnings = [
-    # Links to files of the repository that are not pages; tests/test_docs.py checks that they exist.
-    "myst.xref_missing",
     # Types named without their module in a signature, where several attributes have the same name.
     "ref.python",
     # Functions called `_`, which register implementations.
     "autodoc2.dup_item",
 ]
+
+_REPOSITORY = "https://github.com/graphpact/graphpact/blob/main"
+_LINK = re.compile(r"\]\((\.\./[^)#]+)(#[^)]+)?\)")
+
+
+def setup(app: Any) -> None:
+    """Have links to files of the repository lead there. The build checks the others, and tests check all."""
+    app.connect("source-read", _link_to_repository)
+
+
+def _link_to_repository(app: Any, name: str, source: list[str]) -> None:
+    """Replace links that leave the folder of the pages."""
+    folder = Path(app.env.doc2path(name)).parent
+
+    def replaced(link: re.Match[str]) -> str:
+        target = (folder / link[1]).resolve()
+        if DOCS in target.parents:
+            return link[0]
+        return f"]({_REPOSITORY}/{target.relative_to(DOCS.parent)}{link[2] or ''})"
+
+    source[0] = _LINK.sub(replaced, source[0])

@@ -1,5 +1,6 @@
 """Tests that the documentation agrees with the code."""
 
+import html
 import inspect
 import re
 import textwrap
@@ -9,11 +10,12 @@ from pathlib import Path
 import pytest
 from command_line import WRITER
 from pages import API
+from screenshots import FOLDER, PICTURES
 
 from graphpact import hookspecs
 from graphpact.attention import AttentionBackend
 from graphpact.lane import Lane
-from graphpact.plugins import GROUPS
+from graphpact.plugins import GROUPS, PluginCatalog
 from graphpact_conformance.real_bugs import REAL_BUGS
 from graphpact_conformance.rules import RULES
 from graphpact_engine.config import RESERVED_VARIABLES, config_keys
@@ -248,3 +250,18 @@ def test_the_folders_and_files_that_the_pages_name_are_there() -> None:
             pattern = path.rstrip("/").replace("NAME", "*")
             there = any(ROOT.glob(pattern)) or any(page.parent.glob(pattern))
             assert there, f"{page.relative_to(ROOT)}: {path}"
+
+
+def test_pictures_of_commands_are_small_used_and_of_this_version() -> None:
+    """Each picture has its command, is on a page, is small, and contains no path of a machine."""
+    pages = "".join(page.read_text(encoding="utf-8") for page in load_reference().PAGES)
+    commands = {info.name for info in PluginCatalog.scan(env={}).infos("command")}
+    for name, picture in PICTURES.items():
+        file = FOLDER / f"{name}.svg"
+        svg = html.unescape(file.read_text(encoding="utf-8")).replace("\xa0", " ")
+        assert f"pictures/{name}.svg)" in pages, name
+        assert f"$ {picture.command}" in re.sub("<[^>]*>", "", svg), name
+        assert picture.command.split()[1] in commands, name
+        assert file.stat().st_size < 30_000, name
+        assert not re.search(r"/(?:home|tmp|root|Users)/|url\(.?http", svg), name
+    assert {path.stem for path in FOLDER.glob("*.svg")} == {*PICTURES, "step", "architecture"}

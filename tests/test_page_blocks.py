@@ -1,8 +1,9 @@
 """Tests that every block of code on the pages is run, or says why it is not.
 
-The blocks ``bash`` of a page are one script, which runs in a copy of the repository's examples. Its
-`graphpact` has more options, so that a command does less (`LESS`); its `pip` makes a distribution known without
-building it. Blocks of Python and TOML have tests in `test_recipes`, those of other engines in `integrations`.
+The blocks ``bash`` of a page are one script, which runs in a copy of the examples of the repository. Its
+`graphpact` has more options, so that a command does less (`LESS`); its `pip` makes a distribution known
+without a build. Blocks of Python and TOML have tests in `test_recipes`, and those of other engines in
+`integrations`.
 """
 
 import os
@@ -27,7 +28,7 @@ LESS = {
 INSTALLED = {
     "my_backend": "flashinfer",
     "my_runner": "cuda_graph",
-    "my_driver": "tape",
+    "driver:my_driver": "driver:tape",
     "driver:timed": "driver:tape",
 }
 """Plugins of the pages that nobody has, and plugins of the same kind."""
@@ -149,16 +150,11 @@ _GRAPHPACT = f"""
 import os, sys
 less, installed = {LESS!r}, {INSTALLED!r}
 words = [installed.get(word, word) for word in sys.argv[1:]]
-if words and "--list" not in words and "--probe" not in words:
-    more = less.get(words[0], ())
-    if "--only" in words or "--ranks" in words:
-        more = [word for word in more if word not in ("--only", "GP12")]
-    at = words.index("--") if "--" in words else len(words)
-    words[at:at] = more
-    if words[:2] == ["check", "driver:tape"]:
-        words = [word for word in words if word not in ("--only", "GP12")]
+more = list(less.get(words[0], ())) if not {{"--list", "--probe"}} & {{*words}} else []
+if {{"--only", "--ranks", "driver:tape"}} & {{*words}}:
+    more = [word for word in more if word not in ("--only", "GP12")]
 program = os.path.join(os.path.dirname(sys.executable), "graphpact")
-os.execv(program, [program, *words])
+os.execv(program, [program, *words, *more])
 """
 _PIP = """
 import os, pathlib, sys

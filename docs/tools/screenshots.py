@@ -3,8 +3,8 @@
     python docs/tools/screenshots.py [NAME...]
 
 The commands run in a folder of their own with a link to `examples`. Two plugins are made known there: `acme`,
-which is `examples/recipes/backend.py`, and `my_attention`, with a planted bug. A test holds the pages to
-`PICTURES`; the numbers in a picture are those of its last run.
+which is that of the lesson about a first backend, and `my_attention`, with a planted bug. A test holds the
+pages to `PICTURES`; the numbers in a picture are those of its last run.
 
 Does not: judge the output; the same commands on the pages are tests.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import site_folder
-from pages import DOCS, ROOT
+from pages import DOCS, ROOT, blocks_of
 from rich.console import Console
 from rich.terminal_theme import MONOKAI
 from rich.text import Text
@@ -34,17 +34,7 @@ WRONG = (
     "        page_table.copy_(torch.where(view.req_pool_indices[:, None] > 0, pages, page_table))"
 )
 """The bug of `my_attention`: padding rows keep the pages of an earlier batch."""
-ACME = """\
-[project]
-name = "acme-attention"
-version = "0.1.0"
-[project.entry-points."graphpact.contract"]
-1 = "graphpact.hookspecs:CONTRACT_VERSION"
-[project.entry-points."graphpact.attention_backends"]
-acme = "acme_attention:AcmeBackend"
-[tool.hatch.build.targets.wheel]
-packages = ["acme_attention"]
-"""
+_LESSON = DOCS / "tutorial/first-backend.md"
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,8 @@ def _prepare(work: Path) -> None:
     (work / "examples").symlink_to(ROOT / "examples")
     acme = work / "acme"
     (acme / "acme_attention").mkdir(parents=True)
-    (acme / "pyproject.toml").write_text(ACME, encoding="utf-8")
+    (table,) = (block for block in blocks_of(_LESSON) if block.file == "acme/pyproject.toml")
+    (acme / "pyproject.toml").write_text(table.text, encoding="utf-8")
     shutil.copy(ROOT / "examples/recipes/backend.py", acme / "acme_attention/__init__.py")
     shutil.copytree(ROOT / "examples/third_party", work / "third_party")
     file = work / "third_party/my_attention/backend.py"

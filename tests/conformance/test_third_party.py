@@ -10,6 +10,7 @@ import textwrap
 from pathlib import Path
 
 import pytest
+from screenshots import RIGHT, WRONG
 
 from elsewhere import Elsewhere
 
@@ -18,12 +19,6 @@ EXAMPLE = ROOT / "examples/third_party"
 NEEDED = ("core", "cli", "plugins/tape", "conformance")
 """The packages that ``graphpact[conformance]`` installs."""
 
-RIGHT = "page_table.copy_(torch.where(first_key < view.seq_lens[:, None], pages, 0))"
-WRONG = (
-    "pages = torch.where(first_key < view.seq_lens[:, None], pages, 0)\n"
-    "        page_table.copy_(torch.where(view.req_pool_indices[:, None] > 0, pages, page_table))"
-)
-"""Padding rows keep the pages of an earlier batch; no output of a live request changes."""
 PYTEST = ("python", "-m", "pytest", "-q", "-p", "no:cacheprovider")
 
 
