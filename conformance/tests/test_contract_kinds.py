@@ -17,10 +17,13 @@ from graphpact_conformance import suite
 from graphpact_conformance.algorithms import drafting
 from graphpact_conformance.cli.check import complete_plugin, complete_rule
 from graphpact_conformance.contract_rules import ALGORITHM_RULES, OBSERVER_RULES
+from graphpact_conformance.contracts.examine import examine_contract_lane
 from graphpact_conformance.isolation import supervise
 from graphpact_conformance.observers import observing
 from graphpact_conformance.results import ExitCode, Outcome, Report, Result
 from graphpact_conformance.rules import EVERY_RULE, causes_first, concern_of, find_rule
+from graphpact_conformance.suite.contract_kinds import CONTRACTS
+from graphpact_conformance.target_kinds import TargetKind
 from graphpact_conformance.targets import Options, Target
 from graphpact_conformance.xfails import Xfails
 
@@ -73,6 +76,19 @@ def test_the_name_of_a_runner_and_of_an_algorithm_is_asked_about() -> None:
         assert complete_plugin(kind).count(f"{kind}:frozen_kv_mtp") == 1
     assert "frozen_kv_mtp" not in complete_plugin("frozen")
     assert complete_plugin("observer:") == ["observer:metrics", "observer:trace"]
+
+
+@pytest.mark.parametrize(("kind", "name"), [("speculation", "eagle"), ("observer", "trace")])
+def test_other_devices_are_not_run(kind: TargetKind, name: str) -> None:
+    """A run on a GPU does not claim what the suite checks on a CPU."""
+    contract = CONTRACTS[kind]
+    plugin = PluginCatalog.scan().select(kind, name)
+    options = Options(device="cuda", size="quick")
+    for lane in contract.lanes_of(plugin, options):
+        found = [*examine_contract_lane(lane, options)]
+        assert {(r.outcome, r.reason) for r in found} == {
+            (Outcome.NOT_RUN, "the suite has these checks on cpu alone")
+        }
 
 
 def test_the_rules_of_every_contract_are_found() -> None:

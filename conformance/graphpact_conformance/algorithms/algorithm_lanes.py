@@ -6,6 +6,8 @@ Does not: define requirements; see `graphpact_conformance.algorithms.drafting`.
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+import torch
+
 from graphpact.attention import DraftLimits
 from graphpact.errors import ConfigError
 from graphpact.plugins import PluginCatalog
@@ -55,6 +57,7 @@ class AlgorithmLane(ContractLane[DraftedDecoding]):
         draft: Steps, branches and verified tokens.
         is_plain: Whether it has as many random models as the run has examples; others have half.
         runners: The classes of runners by name; those that are installed by default.
+        device: The device that was asked for.
     """
 
     algorithm: type[SpeculationAlgorithm]
@@ -63,6 +66,7 @@ class AlgorithmLane(ContractLane[DraftedDecoding]):
     runners: Mapping[str, type[GraphRunner]] = field(
         default_factory=installed_runners, repr=False, compare=False
     )
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  a constant
 
     def __str__(self) -> str:
         kind = "chain" if self.draft.topk == 1 else f"tree-topk{self.draft.topk}"
@@ -100,7 +104,8 @@ class AlgorithmLane(ContractLane[DraftedDecoding]):
 def _lanes(algorithm: type[SpeculationAlgorithm], options: Options) -> list[AlgorithmLane]:
     runners = installed_runners()
     drafts = _DRAFTS[options.size]
-    return [AlgorithmLane(algorithm, draft, draft is drafts[0], runners) for draft in drafts]
+    device = torch.device(options.device)
+    return [AlgorithmLane(algorithm, draft, draft is drafts[0], runners, device) for draft in drafts]
 
 
 def _not_shown(_: type[SpeculationAlgorithm]) -> list[str]:

@@ -428,13 +428,19 @@ class Decoding:
     ) -> Verified:
         """Return the result of a verification. Rows without meaning have random valid values."""
         width = sums.shape[1]
-        rest = [[self._rng.randrange(width) for _ in range(width - len(path))] for path in paths]
-        order = torch.tensor([[*path, *more] for path, more in zip(paths, rest, strict=True)])
-        index = (step.seq_lens[:, None] + torch.tensor(depths)).gather(1, order)
+        order, following = [], []
+        for row, length, path, its in zip(
+            step.req_pool_indices.tolist(), step.seq_lens.tolist(), paths, tokens, strict=True
+        ):
+            # The same values if the step is repeated.
+            rng = random.Random(f"{self.setup.layout}:{self._sum(row, length)}")  # noqa: S311  test data
+            order.append([*path, *(rng.randrange(width) for _ in range(width - len(path)))])
+            following.append([*its, *(rng.randrange(VOCAB) for _ in range(width - len(its)))])
+        rows_of = torch.tensor(order)
+        index = (step.seq_lens[:, None] + torch.tensor(depths)).gather(1, rows_of)
         rows = step.req_pool_indices.repeat_interleave(width)
-        following = [[*its, *(self._rng.randrange(VOCAB) for _ in range(width - len(its)))] for its in tokens]
         return Verified(
-            hidden_states=self._hidden(sums.gather(1, order).flatten(), index.flatten(), rows),
+            hidden_states=self._hidden(sums.gather(1, rows_of).flatten(), index.flatten(), rows),
             next_token_ids=torch.tensor(following).flatten(),
             num_correct_drafts=torch.tensor([len(path) - 1 for path in paths], dtype=torch.int32),
         )

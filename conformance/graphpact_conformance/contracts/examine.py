@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from typing import Any, Generic, NamedTuple
+from typing import Any, ClassVar, Generic, NamedTuple
 
 import torch
 
@@ -43,9 +43,11 @@ class ContractLane(abc.ABC, Generic[Subject]):
 
     Attributes:
         device: The device of the lane.
+        runs_on: The types of devices on which the suite can check it.
     """
 
     device: torch.device = torch.device("cpu")
+    runs_on: ClassVar[frozenset[str]] = frozenset({"cpu"})
 
     @abc.abstractmethod
     def requirements(self) -> Sequence[Requirement[Subject]]:
@@ -197,6 +199,9 @@ def _unavailable(
     lane: ContractLane[Any], begins: Callable[[str], object], skip: Collection[str]
 ) -> Unchecked | None:
     """Return why a lane is unavailable, or None. A plugin that does not return is not asked again."""
+    if lane.device.type not in lane.runs_on:
+        devices = ", ".join(sorted(lane.runs_on))
+        return Unchecked(Outcome.NOT_RUN, f"the suite has these checks on {devices} alone")
     work = f"{lane} :: unavailable"
     if work in skip:
         return Unchecked(Outcome.NOT_RUN, "`unavailable` did not return")

@@ -32,6 +32,8 @@ class DriverLane(ContractLane[Make]):
         device: The device on which it records.
     """
 
+    runs_on = frozenset({"cpu", "cuda"})
+
     driver: type[GraphDriver]
     is_strict: bool
     device: torch.device = torch.device("cpu")  # noqa: RUF009  a constant

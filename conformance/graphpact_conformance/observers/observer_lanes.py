@@ -7,6 +7,8 @@ import gc
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from graphpact.batch import ForwardMode
 from graphpact.graphs import GraphDriver
 from graphpact_conformance.contracts.examine import Contract, ContractLane
@@ -36,10 +38,12 @@ class ObserverLane(ContractLane[ObservedLanes]):
     Args:
         observer: The class of the observer.
         mode: The mode.
+        device: The device that was asked for.
     """
 
     observer: type[Any]
     mode: ForwardMode
+    device: torch.device = torch.device("cpu")  # noqa: RUF009  a constant
 
     def __str__(self) -> str:
         return self.mode.value
@@ -59,7 +63,8 @@ class ObserverLane(ContractLane[ObservedLanes]):
 
 
 def _lanes(observer: type[Any], options: Options) -> list[ObserverLane]:
-    return [ObserverLane(observer, mode) for mode in _MODES[options.size]]
+    device = torch.device(options.device)
+    return [ObserverLane(observer, mode, device) for mode in _MODES[options.size]]
 
 
 def _not_shown(_: type[Any]) -> list[str]:
