@@ -49,6 +49,10 @@ class Log:
         return (yield)
 
 class Runner(CudaGraphRunner):
+    def populate(self, registry, batch, shape, lane_name):
+        write(f"filled in {lane_name}")
+        super().populate(registry, batch, shape)
+
     def after_capture(self, shape):
         write(f"captured {shape.batch_size}")
 
@@ -142,13 +146,14 @@ def test_plugins_of_both_versions_decode_in_one_engine(
 
 @pytest.mark.sweep
 def test_what_version_2_added_is_optional_and_used(core_2: Path, expected: list[str], tmp_path: Path) -> None:
-    """A runner's new method is called; a runner without it decodes the same."""
+    """A runner of version 2 gets the new argument and the new call; one without them decodes the same."""
     site = Site(tmp_path / "site")
     site.add("v2", V2, offers={"v2_decode": "Runner"}, contract="2")
     log = tmp_path / "log"
     asked = ("--set", "lanes.decode.runner=v2_decode")
     assert texts(generate(*asked, folders=(core_2, site.root), log=log)) == expected
-    assert {f"captured {size}" for size in (1, 2, 4, 8)} == {*log.read_text(encoding="utf-8").splitlines()}
+    captured = {f"captured {size}" for size in (1, 2, 4, 8)}
+    assert captured | {"filled in decode"} == {*log.read_text(encoding="utf-8").splitlines()}
     assert texts(generate(folders=(core_2,))) == expected
 
 
