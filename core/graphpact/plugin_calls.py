@@ -24,7 +24,7 @@ from graphpact.errors import EngineError, GraphpactError, PluginError
 D = TypeVar("D")
 T = TypeVar("T")
 
-_TRACEBACK = "GRAPHPACT_TRACEBACK=1 prints the traceback"
+_DEFECT = "a defect of the plugin; GRAPHPACT_TRACEBACK=1 prints the traceback"
 
 
 def call(
@@ -32,7 +32,7 @@ def call(
     function: Callable[..., T],
     *args: Any,
     error: type[GraphpactError] = PluginError,
-    hint: str = f"a defect of the plugin; {_TRACEBACK}",
+    hint: str = _DEFECT,
 ) -> T:
     """Return the result of ``function(*args)``, which is code of a plugin.
 
