@@ -24,8 +24,7 @@ from graphpact.errors import EngineError, GraphpactError, PluginError
 D = TypeVar("D")
 T = TypeVar("T")
 
-_TRACEBACK = "GRAPHPACT_TRACEBACK=1 prints the traceback"
-_DEFECT = f"a defect of the plugin; {_TRACEBACK}"
+_DEFECT = "a defect of the plugin; GRAPHPACT_TRACEBACK=1 prints the traceback"
 
 
 def call(
