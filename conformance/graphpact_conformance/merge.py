@@ -37,6 +37,7 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
             "not_shown": list(dict.fromkeys(text for part in parts for text in part.not_shown)),
             "drivers": list(drivers),
             "drawn": joined(part.drawn for part in parts),
+            "traits": list(dict.fromkeys(trait for part in parts for trait in part.traits)),
         }
     )
 

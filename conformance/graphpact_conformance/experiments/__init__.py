@@ -4,6 +4,7 @@
     padding        effects of padding rows on outputs and KV cache
     look_alikes    live requests that look like padding rows; a part of ``answers_replayed``
     refresh        entries that a replay does not write, or that depend on earlier batches
+    plan_invariants   what a backend declares about its plans
     parity         a replay against a capture of the same batch: `compared_inputs`, `compared_work`
     capture        side effects of captures, and the recorded work
     dummies        the dummy batches of the runner
@@ -41,6 +42,7 @@ from graphpact_conformance.experiments import (
     outputs,
     padding,
     parity,
+    plan_invariants,
     ranks,
     recapture,
     recorded,
@@ -159,6 +161,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 num_captures=0,
             ),
         ],
+        last=[_in_full_lanes(plan_invariants.plan_invariants, "GP09")],  # captures the lane again
     ),
     *_sharing_captures(
         first=[

@@ -257,7 +257,7 @@ def strict_rig(lane: LaneUnderTest, way: Way = "graph") -> Rig | None:
 TensorEdit = Callable[[torch.Tensor], None]
 
 
-def altered(changes: dict[str, TensorEdit]) -> Ready:
+def altered(changes: Mapping[str, TensorEdit]) -> Ready:
     """Return a callback that edits tensors of view and metadata, by path, between hooks and replay.
 
     All edits are undone after the step, because some tensors are not written again by the next step.

@@ -14,6 +14,7 @@ import torch
 from graphpact.attention import AttentionBackend
 from graphpact.attention.providers import choose_provider
 from graphpact.batch import ForwardMode
+from graphpact.buffers import GraphSlot
 from graphpact.errors import ConfigError
 from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import PluginCatalog, PluginInfo
@@ -38,11 +39,14 @@ from graphpact_conformance.targets import (
     Options,
     Target,
 )
+from graphpact_conformance.traits import traits_of
 
 _NEEDS = "missing values"
 """Name of the work that looks for values that code of another engine reads and its adapter lacks."""
 _PROBES = "undeclared capabilities"
 """Name of the work that tries undeclared capabilities."""
+_TRAITS = "traits"
+"""Name of the work that asks a backend for its slots."""
 
 
 def examine(
@@ -122,6 +126,7 @@ def examine(
         hints=hints_of(claims),
         not_shown=_not_shown(target, catalog, torch.device(options.device)),
         drawn=coverage.drawn(ran),
+        traits=_traits(target, catalog, every, None if _TRAITS in skip else listener),
     )
 
 
@@ -184,6 +189,28 @@ def _examine_adapted(
         hints=hints,
         not_shown=list(adapter.not_shown),
     )
+
+
+def _traits(
+    target: Target, catalog: PluginCatalog, plans: Sequence[PlannedLane], listener: Listener | None
+) -> list[str]:
+    """Return the traits of a backend that is checked alone; without a listener not those of its slots."""
+    if target.kind != "attention_backend" or target.partner is not None:
+        return []
+    slots: Sequence[GraphSlot] = ()
+    if plans and listener is not None:
+        listener.begins(_TRAITS)
+        slots = _slots_in(plans[0])
+    return traits_of(catalog.select("attention_backend", target.name), slots)
+
+
+def _slots_in(plan: PlannedLane) -> Sequence[GraphSlot]:
+    """Return the slots that a backend declares in a lane; none if it raises, which experiments report."""
+    try:
+        backend = plan.lane.anew().build(capture=False).backend
+        return [*backend.declare_slots(backend.context.limits)]
+    except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
+        return ()
 
 
 def _that_ran(results: Sequence[Result]) -> set[str]:

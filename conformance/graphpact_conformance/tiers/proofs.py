@@ -19,14 +19,8 @@ from graphpact.files import read_file
 from graphpact.plugins import PluginInfo
 from graphpact_conformance.report.files import load_report
 from graphpact_conformance.results import PluginResults
+from graphpact_conformance.traits import HAS_INVARIANTS, HAS_PLAN, TWO_BODIES
 from graphpact_conformance.xfails import Xfails
-
-TWO_BODIES = "two bodies"
-"""The trait of a backend whose replays fill metadata by other code than its captures."""
-HAS_PLAN = "a plan"
-"""The trait of a backend with a plan: a slot of that role, or host work after its fill."""
-HAS_INVARIANTS = "invariants of its plan"
-"""The trait of a backend that declares `plan_invariants`."""
 
 
 @dataclass(frozen=True)

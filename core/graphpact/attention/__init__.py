@@ -8,7 +8,14 @@
 Does not: choose shapes, pad batches or record graphs.
 """
 
-from graphpact.attention.backend import AttentionBackend, Buffers, DraftMetadata, each_step, new_kv
+from graphpact.attention.backend import (
+    AttentionBackend,
+    Buffers,
+    DraftMetadata,
+    PlanInvariant,
+    each_step,
+    new_kv,
+)
 from graphpact.attention.capabilities import (
     Capabilities,
     DraftLimits,
@@ -34,6 +41,7 @@ __all__ = [
     "KernelProvider",
     "LayerSpec",
     "Limits",
+    "PlanInvariant",
     "ProviderName",
     "each_step",
     "kv_tensors",

@@ -13,7 +13,7 @@ Does not: choose shapes, pad batches or record graphs.
 import abc
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import torch
 
@@ -47,6 +47,12 @@ def new_kv(
         f"layer {layer.layer_id}: forward got {given} and no {missing}",
         hint="pass both k and v to write them, or None for both to read the cache only",
     )
+
+
+PlanInvariant: TypeAlias = Callable[[Any, ForwardBatch, Any], bool | None]
+"""``(backend, view, metadata) -> holds``: whether a statement about the plan in ``metadata`` is true.
+
+It returns None if it cannot tell, as for a library's plan that only the library's kernels can read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +113,13 @@ class AttentionBackend(HookMethods, abc.ABC):
     """An optional method ``(view, metadata) -> None`` for host work, such as making a kernel's plan from
     ``seq_lens_cpu``. It runs after `fill_metadata` or `refresh_metadata`, and before every replay even if the
     graph fills the metadata. It must not read a device tensor.
+    """
+
+    plan_invariants: ClassVar[Mapping[str, PlanInvariant]] = {}
+    """Statements about the plan that are true after every right fill: at capture, at replay and in an eager
+    step. A key is the statement, such as ``"the chunks of each row hold all its keys"``. Its value is called
+    for each draft step separately. It may read device tensors on the host, because only checks call it, and
+    no step does.
     """
 
     def __init__(self, context: BackendContext) -> None:

@@ -44,6 +44,15 @@ from graphpact_kernels import (
 )
 
 
+def _counts_blocks(backend: "FA3Backend", view: ForwardBatch, metadata: FA3Metadata) -> bool | None:
+    """Return whether the schedule is of this batch's lengths; None if it is a library's."""
+    num_q = torch.full_like(view.seq_lens, view.tokens_per_request)
+    if view.forward_mode.is_ragged:
+        num_q = view.required_extend_lens()[0]
+    drafts = 0 if metadata.tree is not None else view.uncounted_keys
+    return backend.kernels.counts(metadata, num_q, view.seq_lens + drafts)
+
+
 class FA3Backend(AttentionBackend):
     """The attention backend with FlashAttention-3's metadata, on native or portable kernels."""
 
@@ -61,6 +70,9 @@ class FA3Backend(AttentionBackend):
     )
     # FlashAttention's kernels for MLA take a second query tensor, which this backend does not pass.
     claims = {"heads mla": "not_implemented"}  # noqa: RUF012  a ClassVar there
+    plan_invariants = {  # noqa: RUF012  a ClassVar there
+        "the schedule has the query blocks and the key blocks of each request": _counts_blocks
+    }
     providers = (NativeKernels, CompiledKernels, PortableKernels)
     fill_is_device_only = True
     kernels: FA3Kernels

@@ -18,6 +18,7 @@ from graphpact.attention import KernelName, KernelProvider
 from graphpact_fa3.metadata import FA3Metadata, KeyRows
 from graphpact_kernels import PageTableCall, page_table_attention, schedule_attention
 from graphpact_kernels.compiled import CompiledProvider
+from graphpact_kernels.schedule import BLOCK, key_blocks, query_blocks
 
 
 class FA3Kernels(KernelProvider, abc.ABC):
@@ -37,6 +38,19 @@ class FA3Kernels(KernelProvider, abc.ABC):
         Returns:
             How many of its numbers `attend` takes; the same for all steps of a shape.
         """
+
+    def counts(self, rows: FA3Metadata, num_q: torch.Tensor, num_kv: torch.Tensor) -> bool | None:
+        """Return whether the schedule has every block; None if only the library's kernels can read it.
+
+        It waits for the device: only checks call it.
+
+        Args:
+            rows: The metadata, with its schedule.
+            num_q: ``[bs]`` int: queries of each request.
+            num_kv: ``[bs]`` int: keys of each request.
+        """
+        del rows, num_q, num_kv
+        return None
 
     @abc.abstractmethod
     def attend(self, call: PageTableCall[KeyRows]) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -62,6 +76,13 @@ class PortableKernels(FA3Kernels):
         out = rows.scheduler_metadata
         schedule_attention(rows.cu_seqlens_q, rows.cache_seqlens, out=out, compiled=self.compiled)
         return len(out)
+
+    def counts(self, rows: FA3Metadata, num_q: torch.Tensor, num_kv: torch.Tensor) -> bool:
+        """Return whether the schedule has the blocks of each request, and zeros in all other places."""
+        right, bs = torch.zeros_like(rows.scheduler_metadata), len(num_kv)
+        query_blocks(right, bs).copy_((num_q + (BLOCK - 1)) // BLOCK)
+        key_blocks(right, bs).copy_((num_kv + (BLOCK - 1)) // BLOCK)
+        return torch.equal(rows.scheduler_metadata, right)
 
     def attend(self, call: PageTableCall[KeyRows]) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attend with `graphpact_kernels.page_table_attention`."""

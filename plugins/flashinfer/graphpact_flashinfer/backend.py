@@ -7,6 +7,7 @@ Does not: attend; see `graphpact_flashinfer.kernels`.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,22 @@ from graphpact_kernels import (
 )
 
 
+def _covers_keys(
+    backend: "FlashInferBackend", view: ForwardBatch, metadata: FlashInferMetadata
+) -> bool | None:
+    """Return whether every plan covers the keys on the device; None if the kernels' plans are opaque."""
+    here = replace(view, seq_lens_cpu=view.seq_lens.cpu())
+    if view.forward_mode.is_ragged:
+        here = replace(here, extend_seq_lens_cpu=view.required_extend_lens()[0].cpu())
+    rows = Rows.of(here, metadata.page_size)
+    sets = [(None, metadata), *metadata.windows.items()]
+    said = [
+        backend.kernels.covers(indices.plan, rows.within(window, indices.page_size))
+        for window, indices in sets
+    ]
+    return None if None in said else all(said)
+
+
 class FlashInferBackend(AttentionBackend):
     """The attention backend with FlashInfer's metadata, on native or portable kernels."""
 
@@ -61,6 +78,9 @@ class FlashInferBackend(AttentionBackend):
     )
     # FlashInfer serves MLA through another wrapper, with other index tensors.
     claims = {"heads mla": "not_implemented"}  # noqa: RUF012  a ClassVar there
+    plan_invariants = {  # noqa: RUF012  a ClassVar there
+        "the chunks of each row hold all its keys, and no plan has more chunks than its grid": _covers_keys
+    }
     providers = (NativeKernels, CompiledKernels, PortableKernels)
     fill_is_device_only = True
     kernels: FlashInferKernels

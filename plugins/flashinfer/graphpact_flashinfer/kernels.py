@@ -65,6 +65,14 @@ class FlashInferKernels(KernelProvider, abc.ABC):
             driver: The lane's driver; None outside a lane.
         """
 
+    def covers(self, plan: Plan, rows: Rows) -> bool | None:
+        """Return whether ``plan`` covers the keys of every row; None if its contents are not known here.
+
+        It waits for the device: only checks call it.
+        """
+        del plan, rows
+        return None
+
     @abc.abstractmethod
     def attend(self, call: AttendCall[PagedIndices]) -> torch.Tensor:
         """Return ``[T, num_q_heads, v_head_dim]``: the attention of a layer with the plan of its indices."""
@@ -167,6 +175,15 @@ class PortableKernels(FlashInferKernels):
         count = staged.write(numbers)  # all shapes share this memory, so it may be longer
         driver.copy_async(staged.target[:count], staged.source[:count])
         staged.copied.record()
+
+    def covers(self, plan: Plan, rows: Rows) -> bool:
+        """Return whether the chunks of each row hold its keys, and are no more than the grid has."""
+        assert isinstance(plan, PortablePlan)  # noqa: S101  make_plan returned it
+        size = int(plan.kv_chunk_size)
+        begins: list[int] = plan.o_indptr.tolist()
+        chunks = [-(-keys // size) if size > 0 else -1 for keys in rows.num_kv]
+        fits = begins[-1] <= plan.arguments.max_chunks or size >= max(rows.num_kv)
+        return begins == [*itertools.accumulate(chunks, initial=0)] and fits
 
     def attend(self, call: AttendCall[PagedIndices]) -> torch.Tensor:
         """Call `graphpact_kernels.paged_attention`."""
