@@ -6,7 +6,7 @@
 Distributions accept versions of each other that have the same first two numbers, or from 1.0 on the same
 first number: `set` writes these bounds. The changes under "Unreleased" get the version and the date.
 
-Does not: commit, tag, or know what the contract's version should be; see docs/versions.md.
+Does not: commit, tag, or know what the contract's version should be; see docs/reference/versions.md.
 """
 
 import datetime as dt
@@ -65,7 +65,7 @@ def faults(tag: str) -> Iterator[str]:
         yield f"CHANGELOG.md has no section of {tag}: run release/version.py set"
     if added := json.loads(ADDITIONS.read_text(encoding="utf-8")):
         name = added[0]["name"]
-        yield f"the contract has additions since its last version, such as {name}: see docs/versions.md"
+        yield f"the contract has additions since its last version, such as {name}: see docs/reference/versions.md"
 
 
 def _files(name: str) -> list[Path]:

@@ -11,7 +11,7 @@ from pages import PAGES, blocks_of
 
 ROOT = Path(__file__).parents[1]
 PROGRAMS = ("graphpact", "make", "pip", "python", "pytest", "cd")
-WRITES = {"--record", "--trace", "--metrics", "--report", "--json", "save", ">"}
+WRITES = {"--badge", "--record", "--trace", "--metrics", "--report", "--json", "save", ">"}
 """Options whose argument is a file that the command writes; the word ``record:FILE`` has one too."""
 _SETTING = re.compile(r"([A-Z_]+)=(\S*)")
 _FILE = re.compile(r"[\w./-]+\.(toml|txt|jsonl?|py|md|prom|svg|html)|[\w.-]+(/[\w.-]+)+/?")
@@ -60,10 +60,8 @@ class _Reader:
             elif "--adapter" in words and (builder := _BUILDER.fullmatch(file)):
                 yield file, not (path / f"{builder[1]}.py").exists()
             elif _FILE.fullmatch(file):
-                yield (
-                    file,
-                    not (file in self.written or (self.folder / file).exists() or (ROOT / file).exists()),
-                )
+                was_written = any(file == each or file.startswith(f"{each}/") for each in self.written)
+                yield file, not (was_written or (self.folder / file).exists() or (ROOT / file).exists())
         if words[0] == "cd":
             self.folder /= words[1]
 

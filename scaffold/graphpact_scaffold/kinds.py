@@ -9,7 +9,17 @@ from graphpact.plugins import Kind
 
 
 class NewKind(enum.StrEnum):
-    """What the plugin of a new distribution does."""
+    """What the plugin of a new distribution does.
+
+    Attributes:
+        attention_backend: Metadata and kernels of attention.
+        runner: Which steps are captured, and how a batch is padded.
+        graph_driver: How a region is recorded and replayed.
+        observer: A wrapper of hooks.
+        speculation: An algorithm of speculative decoding.
+        vllm_builder: An attention backend of vLLM with a metadata builder.
+        sglang_backend: An attention backend of SGLang.
+    """
 
     attention_backend = "attention-backend"
     runner = "runner"

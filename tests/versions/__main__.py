@@ -1,6 +1,6 @@
 """Write contract_next.json.
 
-Does not: write a released version's file; docs/versions.md says how one is made.
+Does not: write a released version's file; docs/reference/versions.md says how one is made.
 """
 
 import sys

@@ -24,7 +24,7 @@ from graphpact_conformance.xfails import Xfails
 
 
 @dataclass(frozen=True)
-class Evidence:
+class TierEvidence:
     """What a rule may look at.
 
     Args:
@@ -53,7 +53,7 @@ class NotJudgedError(Exception):
     """Only a whole run of the suite, on another machine perhaps, shows whether a statement holds."""
 
 
-def _declared(at: Evidence) -> str | None:
+def _declared(at: TierEvidence) -> str | None:
     if at.results.contract is None:
         return "its distribution has no entry point in the group graphpact.contract"
     for text in at.metadata.requires or ():
@@ -68,14 +68,14 @@ def _declared(at: Evidence) -> str | None:
     return None
 
 
-def _licensed(at: Evidence) -> str | None:
+def _licensed(at: TierEvidence) -> str | None:
     found = at.metadata.metadata
     if not (found.get("License-Expression") or found.get("License") or found.get("License-File")):
         return "the metadata of its distribution has no licence"
     return None if _readme(at) else "the metadata of its distribution has no README"
 
 
-def _conformant(at: Evidence) -> str | None:
+def _conformant(at: TierEvidence) -> str | None:
     if any(result.counts_against for result in at.results.results):
         return "this run is not conformant"
     if not (at.whole and at.results.is_conformant):  # the latter where nothing could run on this machine
@@ -83,7 +83,7 @@ def _conformant(at: Evidence) -> str | None:
     return None
 
 
-def _documented(at: Evidence) -> str | None:
+def _documented(at: TierEvidence) -> str | None:
     if at.info.name not in _readme(at):
         return f"its README does not name {at.info.name}"
     without = list(_undocumented(at.home))
@@ -91,31 +91,31 @@ def _documented(at: Evidence) -> str | None:
     return f"{without[0]}{more} has no docstring" if without else None
 
 
-def _known_failures(at: Evidence) -> str | None:
+def _known_failures(at: TierEvidence) -> str | None:
     without = [entry.entry for entry in at.known.entries_of(at.results) if entry.issue is None]
     return f"{without[0]} names no issue" if without else None
 
 
-def _proven(at: Evidence) -> str | None:
+def _proven(at: TierEvidence) -> str | None:
     if not at.whole:
         raise NotJudgedError
     unproven = [c.capability for c in at.results.claims if c.is_made and c.shown != "pass"]
     return f"no lane of the run proves {', '.join(unproven)}" if unproven else None
 
 
-def _one_body(at: Evidence) -> str | None:
+def _one_body(at: TierEvidence) -> str | None:
     if TWO_BODIES in at.results.traits:
         return "its replays fill metadata by another body than its captures; an exemption has to say why"
     return None
 
 
-def _plan_invariants(at: Evidence) -> str | None:
+def _plan_invariants(at: TierEvidence) -> str | None:
     if HAS_PLAN in at.results.traits and HAS_INVARIANTS not in at.results.traits:
         return "it has a plan, and declares no `plan_invariants`"
     return None
 
 
-def _gpu_run(at: Evidence) -> str | None:
+def _gpu_run(at: TierEvidence) -> str | None:
     report = load_report(_file(at))
     ours = [p for p in report.plugins if (p.kind, p.name) == (at.info.kind, at.info.name)]
     if report.environment.device == "cpu":
@@ -130,14 +130,14 @@ def _gpu_run(at: Evidence) -> str | None:
     return None
 
 
-def _recordings(at: Evidence) -> str | None:
+def _recordings(at: TierEvidence) -> str | None:
     from graphpact.recording import read_recording  # noqa: PLC0415  torch, and only for such a statement
 
     read_recording(_file(at))
     return None
 
 
-def _guarded(at: Evidence) -> str | None:
+def _guarded(at: TierEvidence) -> str | None:
     try:
         document = json.loads(read_file(_file(at)))
         states: list[Any] = [state for state in document["tape"]["states"] if state is not None]
@@ -151,7 +151,7 @@ def _guarded(at: Evidence) -> str | None:
     return None if replays else f"{at.file} has no replay that the guard checked"
 
 
-PROOFS: dict[str, Callable[[Evidence], str | None]] = {
+PROOFS: dict[str, Callable[[TierEvidence], str | None]] = {
     "declared": _declared,
     "licensed": _licensed,
     "conformant": _conformant,
@@ -167,12 +167,12 @@ PROOFS: dict[str, Callable[[Evidence], str | None]] = {
 """By rule: returns why a plugin does not meet it, or None. They raise `NotJudgedError`."""
 
 
-def _readme(at: Evidence) -> str:
+def _readme(at: TierEvidence) -> str:
     found = at.metadata.metadata
     return str(found.get("Description") or found.get_payload() or "")
 
 
-def _file(at: Evidence) -> Path:
+def _file(at: TierEvidence) -> Path:
     """Return the file of a proof, which is in the package.
 
     Raises:

@@ -18,7 +18,7 @@ from graphpact_conformance.results import (
 )
 from graphpact_conformance.targets import Options
 from graphpact_conformance.tier_rules import TIER_RULES, TIERS, TierName
-from graphpact_conformance.tiers.proofs import PROOFS, Evidence, NotJudgedError
+from graphpact_conformance.tiers.proofs import PROOFS, NotJudgedError, TierEvidence
 from graphpact_conformance.tiers.statements import FILE, Statement, read_statements
 from graphpact_conformance.xfails import Xfails, plugin_home
 
@@ -66,7 +66,7 @@ def _result(
     if statement.status == "done":
         file = Path(statement.text) if statement.text is not None else None
         try:
-            wrong = PROOFS[rule.name](Evidence(info, home, plugin, known, whole, file))
+            wrong = PROOFS[rule.name](TierEvidence(info, home, plugin, known, whole, file))
         except NotJudgedError:
             unjudged = True
         except GraphpactError as error:
