@@ -65,7 +65,8 @@ def faults(tag: str) -> Iterator[str]:
         yield f"CHANGELOG.md has no section of {tag}: run release/version.py set"
     if added := json.loads(ADDITIONS.read_text(encoding="utf-8")):
         name = added[0]["name"]
-        yield f"the contract has additions since its last version, such as {name}: see docs/reference/versions.md"
+        page = "docs/reference/versions.md"
+        yield f"the contract has additions since its last version, such as {name}: see {page}"
 
 
 def _files(name: str) -> list[Path]:

@@ -4,8 +4,8 @@ The schemas are those of ``results.json`` and of `graphpact bench --json`. The p
 ``<!-- include WHAT -->`` and ``<!-- /include -->``: source code, the modules of a package, the contracts of
 imports, the slots of lanes, rules, tiers, bugs, hooks, acts, the help of commands (see `INCLUDES`). Run it
 after a change of any of these; with ``--museum``, which takes minutes, after a change of the museum or of
-the suite's experiments, for ``docs/reference/museum.md`` and ``build/museum.md``. Tests hold the pages to what this
-script would write.
+the suite's experiments, for ``docs/reference/museum.md`` and ``build/museum.md``. Tests hold the pages to
+what this script would write.
 
 Does not: build a site, or write the reference of names: `make docs` reads that from the source.
 """

@@ -3,7 +3,8 @@
     PYTHONPATH=tests python -m versions     writes contract_next.json, or says what is no addition
 
 ``contract_v1.json`` and those after it are never edited: each lists what its version added.
-``contract_next.json`` lists what came since the newest of them, for the next version (docs/reference/versions.md).
+``contract_next.json`` lists what came since the newest of them, for the next version
+(docs/reference/versions.md).
 
 Does not: read what methods do; the suite's rules are about that.
 """
