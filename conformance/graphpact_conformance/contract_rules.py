@@ -169,7 +169,7 @@ _OBSERVER_RULES = (
     ),
     Rule(
         "OB07",
-        "mixed-lanes",
+        "confused-lanes",
         "MUST",
         "One object can observe several lanes whose steps interleave or lie inside each other.",
         ("every hook",),
