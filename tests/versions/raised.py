@@ -58,7 +58,7 @@ VERSION_2 = (
     ),
     # A rule holds for plugins of version 2.
     Edit(
-        "graphpact_conformance/rules.py",
+        "graphpact_conformance/rule.py",
         "    since: int = 1\n\n    def __str__",
         "    since: int = 1\n\n    def __post_init__(self) -> None:\n"
         '        object.__setattr__(self, "since", 2 if self.id == "GP16" else 1)\n\n    def __str__',
