@@ -3,11 +3,12 @@
 Does not: judge; the tests that it runs do.
 """
 
-import os
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
+
+from page_commands import unchosen_environment
 
 from graphpact_scaffold.kinds import NewKind
 from graphpact_scaffold.rendering import render
@@ -31,9 +32,8 @@ def serve_new_plugin(kind: NewKind, folder: Path) -> str:
 
 
 def _run(project: Path, *arguments: str, path: Path | None = None) -> str:
-    # The words by which tests of this repository choose how an engine runs are not those of an author.
-    chosen = ("GRAPHPACT", "VLLM_USE_", "TRITON_INTERPRET", "PYTHONPATH")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
+    environment = unchosen_environment()
+    environment.pop("PYTHONPATH", None)
     if path is not None:
         environment["PYTHONPATH"] = f"{path}"
     done = subprocess.run(

@@ -40,7 +40,7 @@ def parts(command: str) -> tuple[dict[str, str], list[str]]:
     return dict(word.split("=", 1) for word in words[:at]), words[at + 1 :]
 
 
-def _environment() -> dict[str, str]:
+def unchosen_environment() -> dict[str, str]:
     """Return the variables of this process without those by which tests choose how an engine runs."""
     chosen = ("GRAPHPACT", "VLLM_USE_", "TRITON_INTERPRET")
     return {name: value for name, value in os.environ.items() if not name.startswith(chosen)}
@@ -56,7 +56,7 @@ def run(command: str) -> subprocess.CompletedProcess[str]:
         capture_output=True,
         text=True,
         cwd=ROOT,
-        env=_environment() | settings,
+        env=unchosen_environment() | settings,
     )
 
 
@@ -88,7 +88,7 @@ def serving(folder: Path, settings: Mapping[str, str], command: Sequence[str]) -
     with log.open("w") as lines:
         server = subprocess.Popen(
             [sys.executable, *command, "--port", str(port)],
-            env=_environment() | settings,
+            env=unchosen_environment() | settings,
             cwd=folder,
             stdout=lines,
             stderr=subprocess.STDOUT,

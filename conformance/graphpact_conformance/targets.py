@@ -6,9 +6,10 @@ Does not: find plugins, or check them; see `graphpact_conformance.suite` and `gr
 import shlex
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
-from graphpact_conformance.results import Result
+from graphpact.plugins import PluginCatalog, PluginInfo
+from graphpact_conformance.results import PluginResults, Result
 from graphpact_conformance.target_kinds import PREFIXES, TargetKind
 
 Size = Literal["quick", "normal", "thorough"]
@@ -78,6 +79,33 @@ class Target:
     def plugin(self) -> tuple[str, str]:
         """Kind and name of the plugin that has the entry point."""
         return self.kind, self.name if self.adapter is None else self.adapter
+
+    def infos(self, catalog: PluginCatalog) -> list[PluginInfo]:
+        """Return the metadata of the plugin that has the entry point, and of the partner, if there is one."""
+        asked: list[tuple[str, str]] = [self.plugin]
+        if self.partner is not None:
+            asked.append(("runner", self.partner))
+        found: dict[tuple[str, str], PluginInfo] = {(i.kind, i.name): i for i in catalog.infos()}
+        return [found[each] for each in asked]
+
+    def results(self, info: PluginInfo, device: str, **found: Any) -> PluginResults:
+        """Return its results object, without results.
+
+        Args:
+            info: Its metadata.
+            device: Device of the lanes.
+            found: More fields of `PluginResults`.
+        """
+        return PluginResults(
+            kind=self.kind,
+            name=self.name,
+            distribution=info.distribution,
+            version=info.version,
+            contract=info.contract,
+            partner=self.partner,
+            device=device,
+            **found,
+        )
 
     def __str__(self) -> str:
         return self.name if self.partner is None else f"{self.name} + {self.partner}"

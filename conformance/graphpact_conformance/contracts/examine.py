@@ -120,7 +120,7 @@ def examine_contract(
         PluginError: The plugin cannot be loaded.
     """
     catalog = PluginCatalog.scan()
-    info = next(i for i in catalog.infos(target.kind) if i.name == target.name)
+    info = target.infos(catalog)[0]
     plugin: Any = catalog.select(target.kind, target.name)
     first, parts = part
     has_run = False
@@ -135,14 +135,10 @@ def examine_contract(
         ):
             has_run |= result.outcome.ran
             listener.found(result)
-    return PluginResults(
-        kind=target.kind,
-        name=target.name,
-        distribution=info.distribution,
-        version=info.version,
-        contract=info.contract,
+    return target.results(
+        info,
+        options.device,
         drivers=contract.drivers(target.name) if has_run else [],
-        device=options.device,
         not_shown=contract.not_shown(plugin),
     )
 

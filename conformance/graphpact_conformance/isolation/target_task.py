@@ -6,7 +6,7 @@ Does not: start or watch processes (see `graphpact_cli.children`), or check a ru
 from collections.abc import Callable
 from typing import Any
 
-from graphpact.plugins import PluginCatalog, PluginInfo
+from graphpact.plugins import PluginCatalog
 from graphpact_cli.child import START
 from graphpact_cli.children import END, Ending, Task
 from graphpact_conformance.isolation.messages import Raised, Refused, Warned, ending_lines
@@ -44,10 +44,8 @@ class TargetTask(Task):
         self._target, self._options, self._xfails = target, options, xfails
         self._part, self.limit = part, limit
         self._on_result, self._on_begin = on_result, on_begin
-        self._info = _info(catalog, *target.plugin)
-        infos = [self._info]
-        if target.partner is not None:
-            infos.append(_info(catalog, "runner", target.partner))
+        infos = target.infos(catalog)
+        self._info = infos[0]
         homes = (plugin_home(info.target) for info in infos)
         self._homes = [home for home in homes if home is not None]
         self._skip: list[str] = []
@@ -65,15 +63,7 @@ class TargetTask(Task):
 
     def results(self) -> PluginResults:
         """Return all results, in an order that does not depend on timing."""
-        plugin = self._plugin or PluginResults(
-            kind=self._target.kind,
-            name=self._target.name,
-            distribution=self._info.distribution,
-            version=self._info.version,
-            contract=self._info.contract,
-            partner=self._target.partner,
-            device=self._options.device,
-        )
+        plugin = self._plugin or self._target.results(self._info, self._options.device)
         results = [*self._found, *self._noise.values(), *self._ends]
         return plugin.model_copy(update={"results": results})
 
@@ -217,7 +207,3 @@ class TargetTask(Task):
         if self._on_result is not None and (result.check == "quiet" or key not in self._reported):
             self._reported.add(key)
             self._on_result(self._target, result)
-
-
-def _info(catalog: PluginCatalog, kind: str, name: str) -> PluginInfo:
-    return next(info for info in catalog.infos() if (info.kind, info.name) == (kind, name))

@@ -77,7 +77,7 @@ def examine(
     if target.kind in CONTRACTS:
         return examine_contract(CONTRACTS[target.kind], target, options, listener, skip=skip, part=part)
     catalog = PluginCatalog.scan()
-    info = _info(catalog, target)
+    info = target.infos(catalog)[0]
     if target.kind == "adapter":
         return _examine_adapted(target, catalog, options, listener, skip=skip, part=part)
     contract = contract_of(target, catalog)
@@ -112,21 +112,16 @@ def examine(
             listener.found(of_claims(claims, reported))
     lanes = [plan.lane for plan in plans if not plan.lane.captures_nothing]
     drivers = ["tape", *(lane.driver.name for lane in lanes if lane.driver is not None)]
-    return PluginResults(
-        kind=target.kind,
-        name=target.name,
-        distribution=info.distribution,
-        version=info.version,
-        contract=info.contract,
-        partner=target.partner,
+    return target.results(
+        info,
+        options.device,
         drivers=list(dict.fromkeys(drivers)) if lanes else [],
         provider=_provider(every, target),
-        device=options.device,
         claims=claims,
         hints=hints_of(claims),
         not_shown=_not_shown(target, catalog, torch.device(options.device)),
         drawn=coverage.drawn(ran),
-        traits=_traits(target, catalog, every, None if _TRAITS in skip else listener),
+        traits=[] if first else _traits(target, catalog, every, None if _TRAITS in skip else listener),
     )
 
 
@@ -141,7 +136,7 @@ def _examine_adapted(
 ) -> PluginResults:
     """Check another engine's code in every lane of its adapter; see `examine`."""
     first, parts = part
-    info = _info(catalog, target)
+    info = target.infos(catalog)[0]
     adapter = adapter_of(target, catalog)
     needs: Sequence[Needs] = ()
     if _NEEDS not in skip:
@@ -178,14 +173,10 @@ def _examine_adapted(
             results = examine_lane(plan.of(target.names, adapter.experiments), few)
             if all(result.outcome is Outcome.PASS for result in results):
                 hints.append(f"{declaration} works in {plan} and is not declared")
-    return PluginResults(
-        kind=target.kind,
-        name=target.name,
-        distribution=info.distribution,
-        version=info.version,
-        contract=info.contract,
+    return target.results(
+        info,
+        options.device,
         drivers=["tape"] if plans else [],
-        device=options.device,
         hints=hints,
         not_shown=list(adapter.not_shown),
     )
@@ -262,7 +253,7 @@ def _undeclared(
 ) -> Iterator[Result]:
     """Yield a result for each lane that is missing because the plugin does not declare what it needs."""
     if not _modes_of(target, catalog):
-        yield _declares_nothing(_info(catalog, target))
+        yield _declares_nothing(target.infos(catalog)[0])
     if options.only or options.lanes:
         return
     if options.scenario is not None:
@@ -287,16 +278,9 @@ def _not_allowed(options: Options, plans: Sequence[PlannedLane]) -> Iterator[Res
             )
 
 
-def _info(catalog: PluginCatalog, target: Target) -> PluginInfo:
-    return next(info for info in catalog.infos() if (info.kind, info.name) == target.plugin)
-
-
 def contract_of(target: Target, catalog: PluginCatalog) -> int:
     """Return the contract version of a target; for a pair the earlier one."""
-    infos = [_info(catalog, target)]
-    if target.partner is not None:
-        infos.append(_info(catalog, Target("runner", target.partner)))
-    return min(int(info.contract or CONTRACT_VERSION) for info in infos)
+    return min(int(info.contract or CONTRACT_VERSION) for info in target.infos(catalog))
 
 
 def _declares_nothing(info: PluginInfo) -> Result:
