@@ -142,7 +142,7 @@ def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names(lacks:
     options = Options(size="quick", examples=1, lanes=("decode-page16-gqa-float32",), shrink=False)
     (plan,) = planned_lanes(ReferenceBackend, OwnList, options, kind="runner")
     failed = {r.rule for r in examine_lane(plan, options) if r.outcome is Outcome.FAIL}
-    page = (ROOT / "docs/how-to/runner.md").read_text(encoding="utf-8")
+    page = (ROOT / "docs/how-to/recorded-regions.md").read_text(encoding="utf-8")
     (named,) = re.findall(rf"breaks ([GP\d, and]+) where it lacks {lacks}", page.replace("\n", " "))
     assert failed == set(re.findall(r"GP\d\d", named))
 
@@ -421,7 +421,7 @@ def _names_of(page: str) -> dict[str, Any]:
     names: dict[str, Any] = {name: getattr(graphpact, name) for name in graphpact.__all__}
     names |= vars(graphpact.attention)
     names |= {"graphpact": graphpact, "torch": torch, "dataclass": dataclasses.dataclass}
-    if page == "docs/reference/graph-acts.md":
+    if page == "docs/reference/driver-contract.md":
         names |= {
             "DeclaredMemory": DeclaredMemory,
             "driver": TapeDriver(torch.device("cpu"), strict=True),
@@ -458,7 +458,7 @@ ELSEWHERE = {"examples/third_party/README.md": "tests/conformance/test_third_par
 """Pages whose blocks are not programs, each with the test that contains their text."""
 
 
-RUN = ("docs/reference/graph-acts.md", "docs/how-to/sglang-backend.md", "docs/how-to/vllm-backend.md")
+RUN = ("docs/reference/driver-contract.md", "docs/how-to/sglang-backend.md", "docs/how-to/vllm-backend.md")
 """Pages whose tests also run: those of a driver, a builder, and a backend of another engine."""
 
 

@@ -196,6 +196,20 @@ BREAKS: dict[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
 }
 
 
+@pytest.mark.parametrize(
+    ("more", "outcome"),
+    [
+        ('graphpact[conformance]; extra == "test"', "conformant"),
+        ('graphpact-tape; extra == "test"', "wrong"),
+        ("graphpact[conformance]", "conformant"),
+    ],
+)
+def test_a_bound_that_always_holds_is_enough(more: str, outcome: str, package: Path) -> None:
+    """A requirement without a bound is one more on a distribution that has a bound in every installation."""
+    write_metadata(package, ">=0.1,<0.2\n", f">=0.1,<0.2\nRequires-Dist: {more}\n")
+    assert judged().is_conformant is (outcome == "conformant")
+
+
 @pytest.mark.parametrize("rule", BREAKS)
 def test_each_rule_is_verified(rule: str, package: Path) -> None:
     """A plugin that lacks just what a rule asks for has just this statement wrong."""

@@ -42,6 +42,7 @@ CHOSEN = {
     "trtllm-mla-fallback-left": {"cold_and_warm"},
     "cuda-graph-captures-below-the-largest": {"graph_choice"},
     "trtllm-returns-tensors-of-the-first-capture": {"captured_again"},
+    "flashinfer-planned-by-sorted-lengths": {"plan_invariants"},
     "fa3-sinks-copied-at-construction": {"rewritten_memory"},
     "flashinfer-prefill-step-writes-the-class": {"beside_other_lanes"},
 }

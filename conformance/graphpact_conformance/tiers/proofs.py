@@ -56,16 +56,18 @@ class NotJudgedError(Exception):
 def _declared(at: TierEvidence) -> str | None:
     if at.results.contract is None:
         return "its distribution has no entry point in the group graphpact.contract"
+    needs = []
     for text in at.metadata.requires or ():
         try:
-            need = Requirement(text)
+            needs.append(Requirement(text))
         except InvalidRequirement:
             return f"{text!r} is no requirement"
-        if re.match(r"graphpact([-_.]|$)", need.name) and not any(
-            each.operator in ("<", "<=", "==", "~=") for each in need.specifier
-        ):
-            return f"the requirement {text!r} has no upper bound"
-    return None
+    ours = [need for need in needs if re.match(r"graphpact([-_.]|$)", need.name)]
+    ends = ("<", "<=", "==", "~=")
+    bounded = [need for need in ours if any(each.operator in ends for each in need.specifier)]
+    always = {need.name for need in bounded if need.marker is None}  # these bound the ones of an extra too
+    open_ended = [need for need in ours if need not in bounded and need.name not in always]
+    return f"the requirement '{open_ended[0]}' has no upper bound" if open_ended else None
 
 
 def _licensed(at: TierEvidence) -> str | None:

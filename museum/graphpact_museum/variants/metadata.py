@@ -110,7 +110,10 @@ def bound_of_the_batch_at_hand(base: type[Any]) -> type[Any]:
     def fill_metadata(_: Any, right: Any, view: ForwardBatch, metadata: _Bounded) -> None:
         right(view, metadata.inner)
 
+    def plan_invariants(_: Any, right: Any, view: ForwardBatch, metadata: _Bounded) -> Any:
+        return right(view, metadata.inner)
+
     def forward(_: Any, right: Any, *args: Any) -> Any:
         return right(*args[:-1], args[-1].inner)
 
-    return override(base, allocate_metadata, init_metadata_replay, fill_metadata, forward)
+    return override(base, allocate_metadata, init_metadata_replay, fill_metadata, plan_invariants, forward)
