@@ -136,7 +136,7 @@ def test_a_wheel_of_the_sources_is_the_wheel_of_the_sdist(
 
 
 def test_archives_have_the_package_its_licence_and_no_tests(built: Path) -> None:
-    """Each wheel and sdist has every module of its package, py.typed and the licence; neither has its own tests.
+    """A wheel and an sdist have every module of the package, py.typed and the licence, and none of its tests.
 
     The template of new plugins has the tests that they begin with.
     """
