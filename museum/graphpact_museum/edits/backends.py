@@ -6,7 +6,7 @@ from typing import Any, TypeAlias
 
 import torch
 
-from graphpact.attention import LayerSpec, each_step
+from graphpact.attention import LayerSpec, PlanInvariant, each_step
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot, metadata_slot
 from graphpact.shapes import GraphShape
@@ -29,6 +29,15 @@ def after_replay_hook(edit: Edit) -> Make:
         return fresh
 
     return named_after(edit, lambda base: override(base, init_metadata_replay, fill_is_device_only=False))
+
+
+def invariants_of_inner(base: type[Any]) -> dict[str, PlanInvariant]:
+    """Return the invariants of ``base`` for metadata that holds the base's own as ``inner``."""
+
+    def of_inner(holds: PlanInvariant) -> PlanInvariant:
+        return lambda backend, view, metadata: holds(backend, view, metadata.inner)
+
+    return {says: of_inner(holds) for says, holds in base.plan_invariants.items()}
 
 
 def not_refreshed(base: type[Any], spare: Callable[[Any], Any], *, in_graph: bool) -> type[Any]:

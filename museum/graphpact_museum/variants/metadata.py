@@ -13,6 +13,7 @@ from graphpact.attention import Buffers
 from graphpact.batch import ForwardBatch
 from graphpact.pact import bounded
 from graphpact.shapes import GraphShape
+from graphpact_museum.edits.backends import invariants_of_inner
 from graphpact_museum.edits.override import override
 from graphpact_museum.exhibit import variant
 
@@ -110,10 +111,8 @@ def bound_of_the_batch_at_hand(base: type[Any]) -> type[Any]:
     def fill_metadata(_: Any, right: Any, view: ForwardBatch, metadata: _Bounded) -> None:
         right(view, metadata.inner)
 
-    def plan_invariants(_: Any, right: Any, view: ForwardBatch, metadata: _Bounded) -> Any:
-        return right(view, metadata.inner)
-
     def forward(_: Any, right: Any, *args: Any) -> Any:
         return right(*args[:-1], args[-1].inner)
 
-    return override(base, allocate_metadata, init_metadata_replay, fill_metadata, plan_invariants, forward)
+    methods = (allocate_metadata, init_metadata_replay, fill_metadata, forward)
+    return override(base, *methods, plan_invariants=invariants_of_inner(base))

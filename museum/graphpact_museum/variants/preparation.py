@@ -12,6 +12,7 @@ from graphpact.attention import Buffers, LayerSpec, Limits
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot, PaddingPolicy, metadata_slot
 from graphpact.shapes import GraphShape
+from graphpact_museum.edits.backends import invariants_of_inner
 from graphpact_museum.edits.override import override, overrides
 from graphpact_museum.exhibit import variant
 from graphpact_museum.variants.slots import CPU, own_slot
@@ -163,7 +164,9 @@ def plan_object(base: type[Any]) -> type[Any]:
         planned = replace(inner, cache_seqlens=plan.keys)
         return right(*args[:-1], planned)
 
-    return override(base, declare_slots, allocate_metadata, fill_metadata, forward, fill_is_device_only=False)
+    methods = (declare_slots, allocate_metadata, fill_metadata, forward)
+    of_inner = invariants_of_inner(base)
+    return override(base, *methods, fill_is_device_only=False, plan_invariants=of_inner)
 
 
 @dataclass
