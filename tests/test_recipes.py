@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch
 from pages import PAGES, blocks_of
+from plugin_examples import EXAMPLES, example
 
 import graphpact
 import graphpact.attention
@@ -147,6 +148,12 @@ def test_a_list_of_slots_of_ones_own_breaks_the_rules_that_the_page_names(lacks:
     assert failed == set(re.findall(r"GP\d\d", named))
 
 
+@pytest.mark.parametrize("path", EXAMPLES)
+def test_an_example_that_the_template_has_is_written_from_it(path: str) -> None:
+    """The file is what `graphpact new` writes: `python docs/tools/reference.py` would change nothing."""
+    assert (ROOT / path).read_text(encoding="utf-8") == example(path)
+
+
 @pytest.mark.parametrize("name", RECIPES)
 def test_every_recipe_is_on_a_page(name: str) -> None:
     """A page of the documentation includes each recipe whole."""
@@ -206,11 +213,11 @@ def test_the_runner_with_an_input_of_its_own_takes_it_from_the_batch() -> None:
 
 
 def test_the_observer_sees_slow_steps(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`SlowSteps` is a valid observer, prints steps above its limit, and leaves the outputs unchanged."""
+    """`SlowStepsObserver` is a valid observer, logs steps above its limit, and changes no output."""
     module = importlib.import_module("recipes.observer")
-    assert observer_fault(module.SlowSteps) is None
+    assert observer_fault(module.SlowStepsObserver) is None
     config = _lane_of("decode")
     rig = Rig(config, backend=ReferenceBackend, runner=ReferenceRunner)
     watched = Lane(
@@ -220,18 +227,19 @@ def test_the_observer_sees_slow_steps(
         backend=rig.lane.backend,
         driver=rig.lane.driver,
         eager_reason=EagerReason.NO_GRAPHS,
-        observers=[module.SlowSteps()],
+        observers=[module.SlowStepsObserver()],
     )
     (steps,) = draw(config, 1, 0)
     rig.load(steps.small)
     batch = rig.batch_of(steps.small)
     monkeypatch.setattr(module, "SECONDS", 60.0)
     outputs = watched.run(batch)
-    assert capsys.readouterr().err == ""
+    assert caplog.messages == []
     monkeypatch.setattr(module, "SECONDS", -1.0)
     rig.load(steps.small)
     assert watched.run(batch)["rows"].equal(outputs["rows"])
-    assert f"watched: {batch.batch_size} requests" in capsys.readouterr().err
+    (logged,) = caplog.messages
+    assert logged.startswith(f"watched: {batch.batch_size} requests")
 
 
 def test_the_driver_keeps_the_contract_and_runs_a_lane() -> None:
@@ -257,10 +265,10 @@ LOOKUP_PROMPTS = ["Return a list of all the keys of the list. Return a list of a
 
 @pytest.fixture
 def lookup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Engine]]:
-    """Return a function that builds an engine of tiny-llama, with `PromptLookup` installed as a plugin."""
+    """Return a function that builds an engine of tiny-llama, with `PromptLookupAlgorithm` as a plugin."""
     with installed(tmp_path / "site", monkeypatch) as site:
-        source = "from recipes.prompt_lookup import PromptLookup"
-        site.add("lookup", source, offers={"lookup": "PromptLookup"}, group="graphpact.speculation")
+        source = "from recipes.prompt_lookup import PromptLookupAlgorithm"
+        site.add("lookup", source, offers={"lookup": "PromptLookupAlgorithm"}, group="graphpact.speculation")
         catalog, engines = PluginCatalog.scan(), []
 
         def build(*overrides: str) -> Engine:
@@ -289,7 +297,7 @@ def _continued(engine: Engine) -> list[list[int]]:
 def test_the_algorithm_without_a_draft_model_is_lossless(
     num_steps: int, lookup: Callable[..., Engine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`PromptLookup` generates the tokens of plain decode in fewer steps; wrong lookups cost only steps."""
+    """The recipe generates the tokens of plain decode in fewer steps; wrong lookups cost only steps."""
     expected = _continued(lookup("lanes.decode.batch_sizes=[2]"))
     options = ('speculative.algorithm="lookup"', f"speculative.num_steps={num_steps}")
     tight = ("engine.num_pages=11", "engine.max_num_batched_tokens=40")  # prompts in chunks, preemptions
@@ -300,7 +308,7 @@ def test_the_algorithm_without_a_draft_model_is_lossless(
     assert found.speculation.stats.tokens_per_verification > (1.3 if num_steps > 1 else 1.2)
     assert found.lanes[-1].stats.replays
 
-    algorithm = importlib.import_module("recipes.prompt_lookup").PromptLookup
+    algorithm = importlib.import_module("recipes.prompt_lookup").PromptLookupAlgorithm
     right = algorithm._lookup
     monkeypatch.setattr(algorithm, "_lookup", staticmethod(lambda *args: (right(*args) + 1) % 256))
     wrong = lookup(*options)
@@ -313,7 +321,7 @@ def test_the_algorithm_without_a_draft_model_is_lossless(
 
 def test_a_lookup_is_what_followed_the_last_two_tokens() -> None:
     """A draft continues the last occurrence (cyclically if it is short) and ignores earlier requests."""
-    look_up = importlib.import_module("recipes.prompt_lookup").PromptLookup._lookup
+    look_up = importlib.import_module("recipes.prompt_lookup").PromptLookupAlgorithm._lookup
     tokens = torch.tensor(
         [
             [1, 2, 3, 1, 2, 4, 5, 1, 2, 9, 9, 9],  # the later of two; an earlier request wrote after column 8
@@ -329,7 +337,7 @@ def test_a_lookup_is_what_followed_the_last_two_tokens() -> None:
 @pytest.mark.parametrize(
     ("name", "topk"),
     [
-        ("recipes.prompt_lookup:PromptLookup", 1),
+        ("recipes.prompt_lookup:PromptLookupAlgorithm", 1),
         *((name, topk) for name in ("eagle", "frozen_kv_mtp") for topk in (1, 2)),
     ],
 )

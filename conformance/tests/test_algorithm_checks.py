@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from recipes.prompt_lookup import PromptLookup
+from recipes.prompt_lookup import PromptLookupAlgorithm
 
 from graphpact import ForwardBatch, ForwardMode, StepOutputs
 from graphpact.attention import DraftLimits
@@ -79,7 +79,7 @@ class SmallModel(SpeculationAlgorithm):
         step.verify(torch.stack(tokens[1:-1], dim=1), None)
 
 
-RIGHT = (Eagle, FrozenKvMtp, PromptLookup, SmallModel)
+RIGHT = (Eagle, FrozenKvMtp, PromptLookupAlgorithm, SmallModel)
 
 
 def results(
@@ -106,11 +106,11 @@ def test_right_algorithms_pass(algorithm: type[SpeculationAlgorithm], draft: Dra
     found = results(algorithm, draft)
     assert list(found) == list(ALGORITHM_RULES)
     unsupported = {rule: r.reason for rule, r in found.items() if r.outcome is Outcome.UNSUPPORTED}
-    if algorithm in (PromptLookup, SmallModel) and draft.topk > 1:
+    if algorithm in (PromptLookupAlgorithm, SmallModel) and draft.topk > 1:
         assert all("speculative.topk = 2" in str(reason) for reason in unsupported.values())
         assert len(unsupported) == len(found)
         return
-    assert [*unsupported] == (["SP12"] if algorithm is PromptLookup else [])
+    assert [*unsupported] == (["SP12"] if algorithm is PromptLookupAlgorithm else [])
     assert {r.outcome for rule, r in found.items() if rule not in unsupported} == {Outcome.PASS}
 
 
@@ -168,7 +168,7 @@ class SwapsTokens(Eagle):
         super().decode(step)
 
 
-class ShortensLengths(PromptLookup):
+class ShortensLengths(PromptLookupAlgorithm):
     """It subtracts one of the lengths in place, to find the last key, and forgets to add it again."""
 
     def decode(self, step: DecodeStep) -> None:
@@ -201,7 +201,7 @@ class TakesAnotherRunner(FrozenKvMtp):
     }
 
 
-class ChangesItsState(PromptLookup):
+class ChangesItsState(PromptLookupAlgorithm):
     """Its state has more columns each time."""
 
     columns = itertools.count(80)
@@ -211,7 +211,7 @@ class ChangesItsState(PromptLookup):
         return {"tokens": ((next(self.columns),), torch.int64)}
 
 
-class VerifiesTwice(PromptLookup):
+class VerifiesTwice(PromptLookupAlgorithm):
     """It verifies a second draft if it can."""
 
     def decode(self, step: DecodeStep) -> None:
@@ -221,7 +221,7 @@ class VerifiesTwice(PromptLookup):
         super().decode(step)
 
 
-class NeverVerifies(PromptLookup):
+class NeverVerifies(PromptLookupAlgorithm):
     """It drafts, and does not verify."""
 
     def decode(self, step: DecodeStep) -> None:
@@ -359,7 +359,7 @@ class ReadsByBatchIndex(FrozenKvMtp):
         return replace(batch, extra={HIDDEN_STATES: hidden})
 
 
-class LooksEverywhere(PromptLookup):
+class LooksEverywhere(PromptLookupAlgorithm):
     """It drafts the tokens of the next row, whoever has it."""
 
     def decode(self, step: DecodeStep) -> None:
@@ -384,7 +384,7 @@ class ScalesHiddenStates(FrozenKvMtp):
         super().decode(replace(step, verify=verify))
 
 
-class MovesLengthsOn(PromptLookup):
+class MovesLengthsOn(PromptLookupAlgorithm):
     """It adds the drafts to the lengths of the step, after the verification."""
 
     def decode(self, step: DecodeStep) -> None:
@@ -393,7 +393,7 @@ class MovesLengthsOn(PromptLookup):
         step.seq_lens.add_(1)
 
 
-class WritesPrompts(PromptLookup):
+class WritesPrompts(PromptLookupAlgorithm):
     """It replaces token 0 of prompts in place."""
 
     def extend(self, step: ExtendStep) -> None:
@@ -402,7 +402,7 @@ class WritesPrompts(PromptLookup):
         super().extend(step)
 
 
-class KeepsTheLastDraft(PromptLookup):
+class KeepsTheLastDraft(PromptLookupAlgorithm):
     """It drafts the tokens that it verified in the step before."""
 
     def __init__(self, context: Any) -> None:
@@ -421,7 +421,7 @@ class KeepsTheLastDraft(PromptLookup):
         super().decode(replace(step, verify=verify))
 
 
-class CountsInTheClass(PromptLookup):
+class CountsInTheClass(PromptLookupAlgorithm):
     """It counts steps in the class, and drafts by the count."""
 
     steps: ClassVar[list[int]] = [0]
@@ -479,7 +479,7 @@ class SwallowsErrors(Eagle):
             step.verify(torch.zeros_like(step.cache_loc[:, : self.context.draft.num_draft_tokens - 1]), None)
 
 
-class RefusesChunks(PromptLookup):
+class RefusesChunks(PromptLookupAlgorithm):
     """It takes whole prompts alone."""
 
     def extend(self, step: ExtendStep) -> None:
@@ -491,7 +491,7 @@ class RefusesChunks(PromptLookup):
         super().extend(step)
 
 
-class HasNoRoom(PromptLookup):
+class HasNoRoom(PromptLookupAlgorithm):
     """Its rows have no room after the longest sequence."""
 
     def state(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
@@ -499,7 +499,7 @@ class HasNoRoom(PromptLookup):
         return {"tokens": ((self.context.max_model_len,), torch.int64)}
 
 
-class NeedsTwoTokens(PromptLookup):
+class NeedsTwoTokens(PromptLookupAlgorithm):
     """It reads the token before the last one of a prompt."""
 
     def extend(self, step: ExtendStep) -> None:
@@ -562,7 +562,7 @@ class TakesTheLastDraft(FrozenKvMtp):
         super().decode(replace(step, verify=verify))
 
 
-class ForgetsLaterChunks(PromptLookup):
+class ForgetsLaterChunks(PromptLookupAlgorithm):
     """It keeps the tokens of the first chunk of a prompt."""
 
     def extend(self, step: ExtendStep) -> None:
@@ -591,7 +591,7 @@ class ReadsCounts(FrozenKvMtp):
         super().decode(replace(step, verify=verify))
 
 
-class ReadsNewTokens(PromptLookup):
+class ReadsNewTokens(PromptLookupAlgorithm):
     """It repeats rows by counts on the device, whose sum torch reads."""
 
     def extend(self, step: ExtendStep) -> None:
@@ -602,7 +602,7 @@ class ReadsNewTokens(PromptLookup):
         step.state["tokens"][rows, batch.positions + 1] = step.next_token_ids
 
 
-class CopiesFromTheHost(PromptLookup):
+class CopiesFromTheHost(PromptLookupAlgorithm):
     """It makes an index on the host in every step, which is copied to the device."""
 
     def decode(self, step: DecodeStep) -> None:

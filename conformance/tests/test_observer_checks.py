@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
-from recipes.observer import SlowSteps
+from recipes.observer import SlowStepsObserver
 
 from graphpact import ForwardBatch, Lane, StepOutputs, hookimpl
 from graphpact.batch import ForwardMode
@@ -24,7 +24,7 @@ from graphpact_engine.trace import HookTrace
 
 Around = Generator[None, Any, Any]
 ONCE = Options(examples=1)
-RIGHT = (HookTrace, StepMetrics, SlowSteps)
+RIGHT = (HookTrace, StepMetrics, SlowStepsObserver)
 
 
 def results(observer: type[Any], options: Options = ONCE) -> dict[str | None, Result]:

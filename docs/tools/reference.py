@@ -1,6 +1,7 @@
 """Write the documentation that comes from code: ``docs/reference/configuration.md``, parts of pages, schemas.
 
-The schemas are those of ``results.json`` and of `graphpact bench --json`. The parts stand between
+The schemas are those of ``results.json`` and of `graphpact bench --json`. The examples that the template of
+new plugins has are written from it (`plugin_examples`). The parts of pages stand between
 ``<!-- include WHAT -->`` and ``<!-- /include -->``: source code, the modules of a package, the contracts of
 imports, the slots of lanes, rules, tiers, bugs, hooks, acts, the help of commands (see `INCLUDES`). Run it
 after a change of any of these; with ``--museum``, which takes minutes, after a change of the museum or of
@@ -28,6 +29,7 @@ from typing import Any
 
 import command_line
 import gallery
+import plugin_examples
 from pages import DOCS, INCLUDED, PAGES, ROOT
 
 from graphpact import hookspecs
@@ -416,5 +418,7 @@ if __name__ == "__main__":
     (DOCS / "reference/configuration.md").write_text(configuration(), encoding="utf-8")
     SCHEMA.write_text(results_schema(), encoding="utf-8")
     BENCH_SCHEMA.write_text(BenchReport.schema_text(), encoding="utf-8")
+    for path in plugin_examples.EXAMPLES:
+        (ROOT / path).write_text(plugin_examples.example(path), encoding="utf-8")
     for page in PAGES:
         page.write_text(included(page.read_text(encoding="utf-8")), encoding="utf-8")

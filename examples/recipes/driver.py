@@ -1,6 +1,7 @@
 """`TimedDriver`: a graph driver for a CPU that measures each operation of its replays.
 
-The recorder of `graphpact_tape` runs the region once and keeps its operations; this driver repeats them.
+The recorder of `graphpact_tape` runs the region once and keeps its operations. What this driver does with
+them is `TimedGraph.replay`.
 
 Does not: support a strict mode, streams or asynchronous copies. The base class does all work at once, in
 order.
@@ -37,7 +38,7 @@ class TimedGraph(Graph):
         self._external: list[torch.Tensor] = recording.external_tensors()
         self._work: list[tuple[str, Node]] | None = []
         for part in recording.parts:
-            if isinstance(part, EagerCall):
+            if isinstance(part, EagerCall):  # between two segments, called again in each replay
                 self._work.append(("", (part, (), {})))
             else:
                 self._work += [(str(c.op), make_node(c)) for c in part.calls if c.is_work]

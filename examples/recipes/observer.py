@@ -1,9 +1,9 @@
-"""`SlowSteps`: an observer that prints the slow steps of a lane.
+"""`SlowStepsObserver`: logs the slow steps of a lane.
 
-Does not: change a step. An observer returns what the hook returned.
+Does not: change a step. An observer yields once and returns what the hook returned.
 """
 
-import sys
+import logging
 import time
 from collections.abc import Generator
 from typing import Any
@@ -11,11 +11,12 @@ from typing import Any
 from graphpact import ForwardBatch, Lane, hookimpl
 
 SECONDS = 0.1
-"""Seconds; slower steps are printed."""
+"""Seconds; slower steps are logged."""
+_log = logging.getLogger(__name__)
 
 
-class SlowSteps:
-    """An observer for one lane. A configuration or a caller constructs it, not the lane."""
+class SlowStepsObserver:
+    """An observer of one lane. An engine builds one for each lane, without arguments."""
 
     @hookimpl(wrapper=True)
     def run_step(self, lane: Lane, batch: ForwardBatch) -> Generator[None, Any, Any]:
@@ -24,5 +25,5 @@ class SlowSteps:
         outputs = yield
         seconds = time.perf_counter() - start
         if seconds > SECONDS:
-            print(f"{lane.name}: {batch.batch_size} requests, {seconds:.2f} s", file=sys.stderr)
+            _log.warning("%s: %d requests, %.2f s", lane.name, batch.batch_size, seconds)
         return outputs

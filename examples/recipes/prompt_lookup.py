@@ -1,4 +1,4 @@
-"""`PromptLookup`: drafts without a draft model, looked up in the text of the request itself.
+"""`PromptLookupAlgorithm`: drafts without a draft model, looked up in the text of the request itself.
 
 A draft repeats the tokens that followed the last earlier occurrence of the newest two tokens. All work is on
 the device and has fixed shapes: the host reads no length, no token and no number of accepted drafts.
@@ -16,7 +16,7 @@ from graphpact.errors import ConfigError
 from graphpact.speculation import DecodeStep, ExtendStep, LaneRole, SpeculationContext
 
 
-class PromptLookup(SpeculationAlgorithm):
+class PromptLookupAlgorithm(SpeculationAlgorithm):
     """Prompt lookup: one lane, in which the target verifies a chain of ``num_draft_tokens - 1`` tokens.
 
     Raises:
