@@ -101,6 +101,7 @@ LONG = (
     "my_attention.prefill",
     "recipes.draft_loop",
     "recipes.short_context",
+    "recipes.length_tiers",
     "recipes.providers",
 )
 """The slowest recipes; `engine/tests/test_prefill_graphs.py` runs the first two in engines."""

@@ -156,6 +156,16 @@ def test_a_wrong_statement_is_a_failure_of_the_run(package: Path) -> None:
     assert judged(traits=[TWO_BODIES]).is_conformant
 
 
+def test_a_failure_of_the_run_is_not_told_twice(package: Path) -> None:
+    """That the run fails takes the tier, and is no finding beside those of the run."""
+    del package
+    found = judged(results=[GOOD, BAD], claims=[PROVEN])
+    assert found.tier is not None
+    assert found.tier.tier is None
+    assert [rule.rule for rule in found.tier.rules if rule.wrong] == ["conformant"]
+    assert found.results == [GOOD, BAD]
+
+
 def write_metadata(package: Path, old: str, new: str) -> None:
     """Change the metadata of the wheel."""
     file = package.parent / "fake_tiered-1.0.dist-info/METADATA"

@@ -210,7 +210,10 @@ class GraphRunner(HookMethods, abc.ABC):
         )
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:
-        """Return a valid batch of exactly ``shape`` that uses only scratch memory."""
+        """Return a valid batch of exactly ``shape`` that uses only scratch memory.
+
+        `fit` gives ``shape`` for it. By default each request has the length of a padding row.
+        """
         return dummy_batch(shape, self.context)
 
     def compose(self, forward: Forward, step: RegionContext) -> Region:

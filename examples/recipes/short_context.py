@@ -1,9 +1,9 @@
 """`ShortContexts`: a runner of decode graphs for requests of at most 64 keys.
 
-Kernels that size their work by the captured lengths (a bounded `max_seq_len`, splits of the keys) then do
-only the work that such requests need. A batch with a longer request runs eagerly, counted with its reason.
+A batch with a longer request runs eagerly, counted with its reason: for an attention whose graphs are
+slower, or wrong, for long requests.
 
-Does not: capture graphs for long requests. For those, add a `variant` of the shapes, or another lane.
+Does not: capture graphs for long requests; `length_tiers.py` does.
 """
 
 from dataclasses import replace

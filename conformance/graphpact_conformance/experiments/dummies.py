@@ -12,7 +12,7 @@ import torch
 from graphpact.batch import ForwardBatch
 from graphpact.errors import GraphpactError
 from graphpact.pact import walk
-from graphpact.shapes import GraphShape
+from graphpact.shapes import EagerReason, GraphShape
 from graphpact.tensors import same
 from graphpact_conformance.draws.batches import Drawn
 from graphpact_conformance.draws.fields import COUNT, GATHERED, words, wrong_rows
@@ -156,9 +156,8 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
             "GP12",
             field="fit()",
             expected=f"{shape} for its own dummy batch",
-            actual=str(step.shape or "an eager run"),
-            step=step,
-            help="let fit() return the shape of the dummy",
+            actual=_answer(rig.runner.fit(dummy)),
+            help=f"let dummy({shape}) and fit() agree: fit(dummy(shape)) is the shape",
         )
         return
     if len(set(types)) > 1:
@@ -174,6 +173,10 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
         )
         return
     yield from _compare_with_dummy(lane, rig, step, kept)
+
+
+def _answer(fit: GraphShape | EagerReason) -> str:
+    return f"{fit}" if isinstance(fit, GraphShape) else f"{fit.name}: {fit}"
 
 
 def _compare_with_dummy(

@@ -50,10 +50,12 @@ def _judged(plugin: PluginResults, catalog: PluginCatalog, known: Xfails, *, who
     if statements is None:
         return plugin
     rules = [_result(each, plugin, info, home, known, whole=whole) for each in statements]
+    # Where the run has failures, these two statements are wrong by them, and no findings of their own.
+    echoes = ("conformant", "proven") if any(result.counts_against for result in plugin.results) else ()
     wrong = [
         Result(rule=None, check="tiers", lane=FILE, outcome=Outcome.FAIL, findings=[_finding(rule)])
         for rule in rules
-        if rule.wrong is not None
+        if rule.wrong is not None and rule.rule not in echoes
     ]
     verdict = TierVerdict(tier=tier_of(rules), rules=rules)
     return plugin.model_copy(update={"tier": verdict, "results": [*plugin.results, *wrong]})
