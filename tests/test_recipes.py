@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import importlib
 import re
+import shlex
 import shutil
 import sys
 import tomllib
@@ -41,6 +42,7 @@ from graphpact.graphs import DeclaredMemory
 from graphpact.plugin_checks import observer_fault
 from graphpact.plugins import CONTRACT_GROUP, GROUPS, PluginCatalog, PluginInfo
 from graphpact.speculation import DecodeStep, ExtendStep, SpeculationContext, Verified
+from graphpact_cli import main
 from graphpact_conformance.draws.batches import draw
 from graphpact_conformance.draws.choice import configs_of
 from graphpact_conformance.draws.lanes import Config
@@ -489,6 +491,9 @@ def test_every_block_of_python_runs(
     Path("examples/models").symlink_to(ROOT / "examples/models")
     names = _names_of(page)
     exec(code.replace("my_backend", "flashinfer"), names)  # noqa: S102  our own page
+    if page == "docs/how-to/run-a-model.md" and "random-model" in code:
+        command = 'graphpact generate --model random-model --max-new-tokens 16 --verify "Once upon a time"'
+        assert main(shlex.split(command)[1:]) == 0
     if "answers.append" in code:
         assert [a.tolist() for a in names["answers"]] == [[2.0 * n + 1] * 4 for n in range(3)]
     if page == "docs/how-to/npu-backend.md":

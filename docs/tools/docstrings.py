@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterator, Sequence
 
 from autodoc2.render.myst_ import MystRenderer
+from autodoc2.utils import ItemData
 from docutils import nodes
 from myst_parser.parsers.sphinx_ import MystParser
 
@@ -16,7 +17,12 @@ _ITEM = re.compile(r" {4}(\*{0,2}[\w.]+): (.*)")
 
 
 class Renderer(MystRenderer):
-    """A renderer that omits the metadata of `typing.Annotated`, because `--help` already shows it."""
+    """A renderer that omits the metadata of `typing.Annotated`, which `--help` shows."""
+
+    def render_data(self, item: ItemData) -> Iterator[str]:
+        """Yield a value; autodoc2 takes an empty string for one of several lines."""
+        for line in super().render_data(item):
+            yield ":value: ''" if item.get("value") == "" and line.startswith(":value:") else line
 
     def format_annotation(self, annotation: str | None) -> str:
         """Return an annotation as a signature shows it."""
