@@ -10,6 +10,10 @@ import configparser
 import tomllib
 from pathlib import Path
 
+from hatchling.metadata.core import ProjectMetadata
+from hatchling.metadata.spec import get_core_metadata_constructors
+from hatchling.plugin.manager import PluginManager
+
 
 def add(project: Path, site: Path) -> str:
     """Add the distribution of the folder ``project`` to the folder ``site``; return its name."""
@@ -17,7 +21,8 @@ def add(project: Path, site: Path) -> str:
     name, version = table["project"]["name"], table["project"]["version"]
     info = site / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n", "utf-8")
+    metadata = ProjectMetadata(str(project), PluginManager())
+    (info / "METADATA").write_text(get_core_metadata_constructors()["2.4"](metadata), "utf-8")
     groups = configparser.ConfigParser(delimiters="=")
     groups.read_dict(table["project"].get("entry-points", {}))
     with (info / "entry_points.txt").open("w", encoding="utf-8") as file:
