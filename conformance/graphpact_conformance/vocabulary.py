@@ -54,6 +54,7 @@ _PARTS = {
     "tall": "a tall ladder of capture sizes: 1, 2, 4, 7 and 40 requests, or 12 where the context is long",
     "long": "a long context",
     "mixed": "a third layer with other heads, scale and window, and a fourth on the first one's KV cache",
+    "fields": "batches carry the optional fields for which the runner declares slots",
     "high": "KV slots beyond 2^31 elements",
     r"steps(\d+)": r"drafts of \1 steps",
     r"topk(\d+)": r"drafts with \1 branches",

@@ -182,7 +182,8 @@ class AttentionBackend(HookMethods, abc.ABC):
 
         Returns:
             ``[T, num_q_heads, v_head_dim]``. Every row is written, including padding rows, because a model
-            may compute a scale over all rows.
+            may compute a scale over all rows. The row of a padding token depends on scratch memory only, or
+            is zeros; a copy of a live request's row would carry that request into the scale.
 
         Raises:
             EngineError: One of ``k`` and ``v`` is given without the other.
