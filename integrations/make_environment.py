@@ -26,7 +26,7 @@ BESIDE = {
     "vllm": ("conformance", "adapters", "plugins/flashinfer", "plugins/fa3", "examples/third_party"),
 }
 """The distributions that run inside an engine too: its builders are checked, and backends are served."""
-TESTED_WITH = ("hatchling", "pytest", "pytest-timeout", "pytest-xdist")
+TESTED_WITH = ("editables", "hatchling", "pytest", "pytest-timeout", "pytest-xdist")
 
 _NAMES = {
     "index-url": "UV_DEFAULT_INDEX",

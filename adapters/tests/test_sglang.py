@@ -172,6 +172,16 @@ def test_graphs_are_declared_by_kind_of_step(lane: str) -> None:
         assert "Backends(make, graph_modes={ForwardMode.DECODE})" in str(finding.help)
 
 
+def test_graphs_that_a_backend_leaves_out_are_tried() -> None:
+    """A whole run tries a plain lane of each captured kind of step that `graph_modes` lacks."""
+    few = under_test(PairForEarlierReleases, graph_modes=frozenset({ForwardMode.DECODE}))
+    tried = dict(few.probes(Options()))
+    assert set(tried) == {"target_verify in graph_modes", "draft_extend in graph_modes"}
+    for plan in tried.values():
+        assert plan.lane.rig().lane.captured
+    assert [*under_test(PairForEarlierReleases).probes(Options())] == []
+
+
 def test_every_help_has_the_names_of_its_engine() -> None:
     """All help texts are complete for both engines, and those for one engine do not name the other."""
     for backend, foreign in ((SglangBackend, FOREIGN), (VllmBackend, ("init_cuda_graph_state", "SGLang"))):

@@ -92,6 +92,13 @@ def test_an_object_that_is_an_adapter_already_is_taken_as_it_is(catalog: PluginC
     assert adapter_of(target, catalog) is not own
 
 
+@pytest.mark.parametrize("name", ["sglang", "vllm"])
+def test_our_adapters_have_all_that_the_suite_asks_for(name: str, module: str) -> None:
+    """They are adapters by the protocol, members that only a whole run uses among them."""
+    adapter = adapter_of(Target("adapter", f"{module}:make", adapter=name), PluginCatalog.scan())
+    assert isinstance(adapter, Adapter)
+
+
 def test_a_third_partys_entry_point_needs_no_reference(catalog: PluginCatalog) -> None:
     """The entry point of an object with its own factory is checked by its name alone."""
     (target,) = targets(["adapter:acme"], catalog)

@@ -45,10 +45,22 @@ def test_a_new_plugin_is_found(elsewhere: Elsewhere, kind: NewKind) -> None:
 @pytest.mark.sweep
 @KINDS
 def test_a_new_plugin_is_conformant(elsewhere: Elsewhere, kind: NewKind) -> None:
-    """The command of its README for the time of writing ends with status 0."""
-    readme = (elsewhere.work / FOLDERS[kind] / "README.md").read_text()
-    (command,) = re.findall(r"^graphpact (check .* --quick) ", readme, re.MULTILINE)
-    assert re.search("^conformant", elsewhere.run("graphpact", *command.split()), re.MULTILINE)
+    """The command of its README for the time of writing ends with status 0.
+
+    Those for a release do so too, and make a badge with a tier.
+    """
+    folder = elsewhere.work / FOLDERS[kind]
+    readme = (folder / "README.md").read_text()
+    quick, whole, badge = re.findall(
+        r"^graphpact (check .* --quick(?= )|check .* --report build$|report .* --badge badge.svg$)",
+        readme,
+        re.MULTILINE,
+    )
+    for command in (quick, whole):
+        told = elsewhere.run("graphpact", *command.split(), folder=folder.name)
+        assert re.search("^conformant", told, re.MULTILINE)
+    elsewhere.run("graphpact", *badge.split(), folder=folder.name)
+    assert "silver" in (folder / "badge.svg").read_text()
 
 
 @pytest.mark.sweep

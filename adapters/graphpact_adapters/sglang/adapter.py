@@ -190,3 +190,13 @@ class Backends:
             driver = None if self.tasks is None else TaskTape
             lane = builder_lane(config, backend if in_graphs else without_graphs, driver=driver)
             yield replace(plan, lane=lane)
+
+    def probes(self, options: Options) -> Iterator[tuple[str, PlannedLane]]:
+        """Yield plain lanes with graphs that `graph_modes` leaves out, each with the declaration."""
+        if self.graph_modes is None:
+            return
+        for plan in replace(self, graph_modes=None).lanes(replace(options, size="quick")):
+            config, mode = plan.lane.config, plan.lane.config.case.mode
+            is_captured = GraphSupport.UNIFORM.covers(config.case.needs)
+            if is_captured and not config.unusual and mode not in self.graph_modes:
+                yield f"{mode.value} in graph_modes", plan
