@@ -123,6 +123,15 @@ def test_the_error_for_a_plugin_of_another_kind_names_the_kind(kind: Kind, hint:
         assert hint in str(told.value.hint)
 
 
+def test_the_name_of_an_adapter_leads_to_its_option() -> None:
+    """Code of another engine is checked by ``--adapter``, and the error for its bare name says so."""
+    info = PluginInfo("adapter", "acme", "a test", "0", "a:B", "1")
+    catalog = Mock(infos=lambda asked: [info] if asked == "adapter" else [])
+    with pytest.raises(UsageError, match="'acme' is code of another engine") as told:
+        suite.targets(["acme"], catalog)
+    assert told.value.hint == "graphpact check --adapter acme"
+
+
 def test_a_quick_run_has_one_lane_for_each_kind_of_step() -> None:
     """A quick run has one plain lane per kind of step, and only some of these lanes run all experiments.
 

@@ -273,6 +273,9 @@ def _load(info: PluginInfo, entry_point: EntryPoint) -> Plugin:
         cls = call(f"importing {info.target}", entry_point.load)
         reason = call(f"checking {info.target}", _fault, cls, info)
     except GraphpactError as error:
+        missing = isinstance(error.__cause__, ModuleNotFoundError) and error.__cause__.name
+        if info.kind == "adapter" and missing == "graphpact_adapters":
+            return Rejected(info, "only `graphpact check` uses it, and needs graphpact-adapters for it")
         return Rejected(info, f"{error.message}; {info.disabling}")
     return Loaded(info, cls) if reason is None else Rejected(info, reason)
 

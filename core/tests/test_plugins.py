@@ -281,6 +281,20 @@ def test_a_crash_names_the_switch_that_avoids_it(site: Site) -> None:
     assert module not in sys.modules
 
 
+def test_an_adapter_beside_an_engine_says_what_only_a_check_needs(
+    site: Site, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where graphpact-adapters is not installed, as beside an engine, the reason sounds of no defect."""
+    monkeypatch.setitem(sys.modules, "graphpact_adapters", None)
+    site.add(
+        "acme", "import graphpact_adapters\nimport nowhere", offers={"acme": "it"}, group="graphpact.adapters"
+    )
+    site.add("beta", "import nowhere", offers={"beta": "it"}, group="graphpact.adapters")
+    found = outcomes(PluginCatalog.scan())
+    assert reason(found["acme"]) == "only `graphpact check` uses it, and needs graphpact-adapters for it"
+    assert "No module named 'nowhere'" in reason(found["beta"])
+
+
 def test_a_keyboard_interrupt_is_not_swallowed(site: Site) -> None:
     """Ctrl-C during an import is raised, and is not taken for a broken plugin."""
     site.add("slow", "raise KeyboardInterrupt", offers={"fake_slow": "Runner"})

@@ -20,9 +20,13 @@ class Renderer(MystRenderer):
     """A renderer that omits the metadata of `typing.Annotated`, which `--help` shows."""
 
     def render_data(self, item: ItemData) -> Iterator[str]:
-        """Yield a value; autodoc2 takes an empty string for one of several lines."""
-        for line in super().render_data(item):
-            yield ":value: ''" if item.get("value") == "" and line.startswith(":value:") else line
+        """Yield an item, with its value if it has one; autodoc2 writes None, or several lines for none."""
+        value, lines = item.get("value"), iter(super().render_data(item))
+        for line in lines:
+            if value is None and line == ":value: >":
+                next(lines)
+            else:
+                yield ":value: ''" if value == "" and line.startswith(":value:") else line
 
     def format_annotation(self, annotation: str | None) -> str:
         """Return an annotation as a signature shows it."""

@@ -273,10 +273,9 @@ def tier_text(plugin: PluginResults) -> str | None:
     following = next((tier for tier in TIERS if any(rule.tier == tier for rule in missing)), None)
     needs = [rule.rule for rule in missing if rule.tier == following]
     text = f"tier {reached}" if reached else "no tier"
-    if following is not None:
-        text += f"; {following} needs {', '.join(needs)}"
-    unjudged = [rule.rule for rule in plugin.tier.unjudged]
-    return text + (f"; not judged by a part of the suite: {', '.join(unjudged)}" if unjudged else "")
+    if reached and (unjudged := [rule.rule for rule in plugin.tier.unjudged]):
+        text += f", if a run of the whole suite confirms {', '.join(unjudged)}"
+    return text + (f"; {following} needs {', '.join(needs)}" if following is not None else "")
 
 
 _COLOURS = {None: "#4c1", "bronze": "#a1662f", "silver": "#6e7b85", "gold": "#b58900"}

@@ -75,6 +75,8 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
         )
     others = [kind for kind in KINDS if any(i.name == name for i in catalog.infos(kind))]
     if others:
+        if others == ["adapter"]:
+            raise UsageError(f"{name!r} is code of another engine", hint=f"graphpact check --adapter {name}")
         raise _cannot_check(name, others[0])
     there = [info for kind in TARGET_KINDS for info in catalog.infos(kind)]
     near = did_you_mean(name, [info.name for info in there])

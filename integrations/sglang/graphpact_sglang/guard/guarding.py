@@ -413,9 +413,10 @@ def _has_recurrent_state(runner: Any) -> bool:
 
 def _provenance(model_runner: Any) -> dict[str, str]:
     """Return what runs here, for reports."""
+    attention = type(model_runner.attn_backend)
     return {
         "sglang": version("sglang"),
         "model": str(model_runner.server_args.model_path),
-        "attention": type(model_runner.attn_backend).__name__,
+        "attention": f"{attention.__module__}.{attention.__qualname__}",
         "rank": rank_of_all(),
     }

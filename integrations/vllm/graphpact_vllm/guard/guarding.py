@@ -387,9 +387,15 @@ def _outputs(output: Any) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _provenance(vllm_config: Any) -> dict[str, str]:
-    """Return what runs here, for reports."""
+    """Return what runs here, for reports.
+
+    The attention backends are named by their classes: all that come from outside are ``CUSTOM`` in vLLM.
+    """
+    layers = vllm_config.compilation_config.static_forward_context.values()
+    backends = {each.get_attn_backend() for each in layers if hasattr(each, "get_attn_backend")}
     return {
         "vllm": installed_release(),
         "model": str(vllm_config.model_config.model),
+        "attention": ", ".join(sorted(f"{each.__module__}.{each.__qualname__}" for each in backends)),
         "rank": rank_of_all(vllm_config),
     }
