@@ -42,6 +42,9 @@ class CsrMetadata:
 class CsrBackend(AcmeAttnBackend):
     """Prepares `CsrMetadata`. Its graphs are decodes."""
 
+    captured: dict[int, Any]
+    forward_metadata: Any
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Allocate room for the longest sequence of every request."""
         del max_num_tokens
@@ -55,7 +58,7 @@ class CsrBackend(AcmeAttnBackend):
             offsets = torch.arange(bs + 1, dtype=torch.int32, device=self.kv_indptr.device)
             longest = self.req_to_token.shape[1]  # a graph keeps the number, so no batch may exceed it
             self.captured[bs] = CsrMetadata(self.kv_indptr[: bs + 1], self.kv_indices, offsets, longest)
-        self.forward_metadata: Any = self.captured[bs]
+        self.forward_metadata = self.captured[bs]
         self._fill(forward_batch, self.forward_metadata)
 
     def init_forward_metadata(self, forward_batch: Any) -> None:
