@@ -81,9 +81,11 @@ def _examples_on_the_path() -> Iterator[None]:
             "my_attention",
             "acme_attention",
             "acme_reader",
+            "acme_split",
             "acme_npu",
             "acme_backend",
             "acme_packed",
+            "acme_csr",
         ):
             del sys.modules[name]
     sys.path[:] = [entry for entry in sys.path if entry not in path]

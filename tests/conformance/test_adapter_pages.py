@@ -13,8 +13,8 @@ from graphpact_cli import main
 from support import ROOT
 
 MODULES = {
-    "sglang": ("acme_backend", "acme_packed"),
-    "vllm": ("acme_attention", "acme_reader", "acme_npu"),
+    "sglang": ("acme_backend", "acme_packed", "acme_csr"),
+    "vllm": ("acme_attention", "acme_reader", "acme_split", "acme_npu"),
 }
 
 
@@ -49,13 +49,42 @@ def _check(adapter: str, reference: str, capfd: pytest.CaptureFixture[str], *, s
 
 @pytest.mark.sweep
 @pytest.mark.parametrize(
-    ("adapter", "reference"), [("sglang", "acme_packed:checked"), ("vllm", "acme_reader:checked")]
+    ("adapter", "reference"),
+    [
+        ("sglang", "acme_packed:checked"),
+        ("sglang", "acme_csr:checked"),
+        ("vllm", "acme_reader:checked"),
+        ("vllm", "acme_split:small"),
+    ],
 )
 def test_the_reader_of_the_page_is_enough(
     adapter: str, reference: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Metadata with other names is conformant with the reader of the page."""
+    """Metadata with other names is conformant with the reader of the page, and so is a kernel in a reader."""
     assert "1 of 1 plugin conformant" in _check(adapter, reference, capfd, status=0)
+
+
+@pytest.mark.sweep
+def test_a_full_list_needs_a_reader(capfd: pytest.CaptureFixture[str]) -> None:
+    """Without its reader, the list with the new keys is taken for a prefix, and an eager run is wrong."""
+    file = Path("acme_csr.py")
+    text = file.read_text(encoding="utf-8")
+    assert text.count("Backends(CsrBackend, read=read, ") == 1
+    file.write_text(
+        text.replace("Backends(CsrBackend, read=read, ", "Backends(CsrBackend, "), encoding="utf-8"
+    )
+    assert "an eager run: token" in _check("sglang", "acme_csr:checked", capfd, status=1)
+
+
+@pytest.mark.sweep
+def test_small_splits_show_a_frozen_number_in_a_quick_run(capfd: pytest.CaptureFixture[str]) -> None:
+    """A count of splits that a graph keeps from the dummy is found where short requests have several."""
+    file = Path("acme_split.py")
+    text = file.read_text(encoding="utf-8")
+    assert text.count("-(-made.max_seq_len // size)") == 1
+    wrong = text.replace("-(-made.max_seq_len // size)", "-(-int(made.seq_lens.max()) // size)")
+    file.write_text(wrong, encoding="utf-8")
+    assert "most_splits" in _check("vllm", "acme_split:small", capfd, status=1)
 
 
 @pytest.mark.sweep
