@@ -11,12 +11,10 @@ import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
-import copier
 from pages import ROOT
 
-from graphpact._version import CONTRACT_VERSION, __version__
 from graphpact_scaffold.kinds import NewKind
-from graphpact_scaffold.rendering import TEMPLATE
+from graphpact_scaffold.rendering import write
 
 EXAMPLES: Mapping[str, tuple[NewKind, str, str]] = {
     "examples/third_party/my_attention/backend.py": (NewKind.attention_backend, "my_attention", "backend.py"),
@@ -31,13 +29,7 @@ def example(path: str) -> str:
     """Return what the file of an example has to be: the template's, in the style of this repository."""
     kind, name, file = EXAMPLES[path]
     with tempfile.TemporaryDirectory() as folder:
-        answers = {
-            "kind": kind.value,
-            "name": name,
-            "graphpact_version": __version__,
-            "contract_version": CONTRACT_VERSION,
-        }
-        copier.run_copy(str(TEMPLATE), folder, data=answers, defaults=True, quiet=True)
+        write(kind, name, Path(folder))
         text = Path(folder, name, file).read_text(encoding="utf-8")
     for command in (("check", "--select=I", "--fix"), ("format",)):
         ruff = [sys.executable, "-m", "ruff", *command, "--quiet", f"--stdin-filename={ROOT / path}", "-"]

@@ -1,4 +1,4 @@
-"""`render`: a new distribution with one plugin, by copier from the template that is carried here.
+"""`render` and `write`: a new distribution with one plugin, by copier from the template that is carried here.
 
 Does not: install or check it, or write into a folder that has files.
 """
@@ -8,7 +8,6 @@ import keyword
 import re
 import sys
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
 
 import copier
@@ -46,17 +45,11 @@ def render(kind: NewKind, name: str, folder: Path | None = None, template: str |
     folder = folder or Path(name.replace("_", "-"))
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise UsageError(f"{folder} exists and is no empty folder", hint="name another folder with --dir")
-    answers = {
-        "kind": kind.value,
-        "name": name,
-        "graphpact_version": __version__,
-        "contract_version": CONTRACT_VERSION,
-    }
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".graphpact-new-", dir=folder.parent) as beside:
             made = Path(beside, "made")
-            _copy(template, made, answers)
+            write(kind, name, made, template)
             made.replace(folder)  # whole, or not at all
     except OSError as error:
         raise UsageError(
@@ -65,11 +58,21 @@ def render(kind: NewKind, name: str, folder: Path | None = None, template: str |
     return folder
 
 
-def _copy(template: str | None, made: Path, answers: Mapping[str, object]) -> None:
-    """Render a template into a new folder."""
+def write(kind: NewKind, name: str, made: Path, template: str | None = None) -> None:
+    """Render a template into a new folder; the name may be taken.
+
+    Raises:
+        UsageError: The template cannot be rendered.
+    """
+    answers = {
+        "kind": kind.value,
+        "name": name,
+        "graphpact_version": __version__,
+        "contract_version": CONTRACT_VERSION,
+    }
     hint = None if template is None else "leave --template out to take the template that is installed"
     try:
-        copier.run_copy(template or str(TEMPLATE), made, data=dict(answers), defaults=True, quiet=True)
+        copier.run_copy(template or str(TEMPLATE), made, data=answers, defaults=True, quiet=True)
     except (CopierError, TemplateError, ValueError) as error:
         raise UsageError(
             f"the template {template or TEMPLATE} cannot be rendered: {error}", hint=hint
