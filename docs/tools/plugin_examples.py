@@ -14,7 +14,7 @@ from pathlib import Path
 from pages import ROOT
 
 from graphpact_scaffold.kinds import NewKind
-from graphpact_scaffold.rendering import write
+from graphpact_scaffold.rendering import write_project
 
 EXAMPLES: Mapping[str, tuple[NewKind, str, str]] = {
     "examples/third_party/my_attention/backend.py": (NewKind.attention_backend, "my_attention", "backend.py"),
@@ -29,7 +29,7 @@ def example(path: str) -> str:
     """Return what the file of an example has to be: the template's, in the style of this repository."""
     kind, name, file = EXAMPLES[path]
     with tempfile.TemporaryDirectory() as folder:
-        write(kind, name, Path(folder))
+        write_project(kind, name, Path(folder))
         text = Path(folder, name, file).read_text(encoding="utf-8")
     for command in (("check", "--select=I", "--fix"), ("format",)):
         ruff = [sys.executable, "-m", "ruff", *command, "--quiet", f"--stdin-filename={ROOT / path}", "-"]

@@ -1,4 +1,4 @@
-"""`render` and `write`: a new distribution with one plugin, by copier from the template that is carried here.
+"""`render`, `write_project`: a new distribution with one plugin, by copier from the template that is here.
 
 Does not: install or check it, or write into a folder that has files.
 """
@@ -49,7 +49,7 @@ def render(kind: NewKind, name: str, folder: Path | None = None, template: str |
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".graphpact-new-", dir=folder.parent) as beside:
             made = Path(beside, "made")
-            write(kind, name, made, template)
+            write_project(kind, name, made, template)
             made.replace(folder)  # whole, or not at all
     except OSError as error:
         raise UsageError(
@@ -58,7 +58,7 @@ def render(kind: NewKind, name: str, folder: Path | None = None, template: str |
     return folder
 
 
-def write(kind: NewKind, name: str, made: Path, template: str | None = None) -> None:
+def write_project(kind: NewKind, name: str, made: Path, template: str | None = None) -> None:
     """Render a template into a new folder; the name may be taken.
 
     Raises:

@@ -226,9 +226,9 @@ def require_lanes(found: Iterable[Target], options: Options, catalog: PluginCata
         near = [name for name in names if bare and bare.lower() in name.lower()]
         kinds = [name.partition("-")[0] for name in names]
         near = near or difflib.get_close_matches(bare, [*names, *dict.fromkeys(kinds)], cutoff=0.5)
-        fewer = " of a quick run" if options.size == "quick" else ""
+        fewer = " in a quick run" if options.size == "quick" else ""
         raise UsageError(
-            f"no lane{fewer} of {', '.join(map(str, targets))} matches {pattern!r}; there are {len(names)}",
+            f"no lane of {', '.join(map(str, targets))} matches {pattern!r}; there are {len(names)}{fewer}",
             hint=f"the nearest: {', '.join(_as_patterns(near or names)[:_MOST_NEAR])}"
             f"; {'a run without --quick has more; ' if fewer else ''}"
             "`graphpact check NAME --list` lists the lanes of a size",
