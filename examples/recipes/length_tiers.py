@@ -26,10 +26,11 @@ class LengthTiers(DecodeRunner):
     def __init__(self, context: RunnerContext) -> None:
         super().__init__(context)
         most = context.limits.max_context_len
-        self._most_keys = {SHORT: min(MOST_KEYS, most), LONG: most}
-        tiers = self._most_keys if most > MOST_KEYS else [LONG]  # a context that is all short needs one
+        self._most_keys = {LONG: most}
+        if most > MOST_KEYS:  # a context that is all short needs one tier
+            self._most_keys[SHORT] = MOST_KEYS
         self._captured = CaptureSizes(
-            tuple(replace(shape, variant=tier) for shape in super().shapes() for tier in tiers)
+            tuple(replace(shape, variant=tier) for shape in super().shapes() for tier in self._most_keys)
         )
 
     def default_batch_sizes(self) -> list[int]:
@@ -48,7 +49,7 @@ class LengthTiers(DecodeRunner):
         """
         longest = max(batch.seq_lens_cpu.tolist(), default=0)
         gathers = batch.global_num_tokens_cpu is not None
-        is_short = longest <= MOST_KEYS < self.context.limits.max_context_len and not gathers
+        is_short = not gathers and longest <= self._most_keys.get(SHORT, -1)
         return self._captured.fit(batch, SHORT if is_short else LONG)
 
     def dummy(self, shape: GraphShape) -> ForwardBatch:

@@ -12,10 +12,7 @@ import pytest
 from graphpact_cli import main
 from support import ROOT
 
-MODULES = {
-    "sglang": ("acme_backend", "acme_packed", "acme_csr"),
-    "vllm": ("acme_attention", "acme_reader", "acme_split", "acme_npu"),
-}
+MODULES = [file for engine in ("sglang", "vllm") for file in (ROOT / "examples" / engine).glob("*.py")]
 
 
 def page_of(adapter: str) -> str:
@@ -27,15 +24,13 @@ def page_of(adapter: str) -> str:
 @pytest.fixture(autouse=True)
 def _in_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run in a copy of the examples, and forget their modules afterwards."""
-    for adapter in MODULES:
-        for file in (ROOT / "examples" / adapter).glob("*.py"):
-            shutil.copy(file, tmp_path)
+    for file in MODULES:
+        shutil.copy(file, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    for names in MODULES.values():
-        for name in names:
-            sys.modules.pop(name, None)
+    for file in MODULES:
+        sys.modules.pop(file.stem, None)
     importlib.invalidate_caches()
 
 

@@ -75,8 +75,6 @@ def _kind_of(name: str, catalog: PluginCatalog) -> tuple[TargetKind, str]:
         )
     others = [kind for kind in KINDS if any(i.name == name for i in catalog.infos(kind))]
     if others:
-        if others == ["adapter"]:
-            raise UsageError(f"{name!r} is code of another engine", hint=f"graphpact check --adapter {name}")
         raise _cannot_check(name, others[0])
     there = [info for kind in TARGET_KINDS for info in catalog.infos(kind)]
     near = did_you_mean(name, [info.name for info in there])
@@ -99,7 +97,9 @@ _KINDS_IN_WORDS = f"{', '.join(_NOUNS[:-1])} or {_NOUNS[-1]}"
 
 
 def _cannot_check(name: str, kind: str) -> UsageError:
-    """Return the error for a plugin of a kind that the suite does not check."""
+    """Return the error for a plugin of a kind that the suite does not check by its name alone."""
+    if kind == "adapter":
+        return UsageError(f"{name!r} is code of another engine", hint=f"graphpact check --adapter {name}")
     hint = f"these are checked: {_KINDS_IN_WORDS}; give the name of one"
     if kind not in KINDS:
         kinds = [PREFIXES.get(each, each) for each in TARGET_KINDS]
