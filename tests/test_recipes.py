@@ -427,6 +427,8 @@ def _names_of(page: str) -> dict[str, Any]:
     names: dict[str, Any] = {name: getattr(graphpact, name) for name in graphpact.__all__}
     names |= vars(graphpact.attention)
     names |= {"graphpact": graphpact, "torch": torch, "dataclass": dataclasses.dataclass}
+    if page in ("docs/how-to/graph-driver.md", "docs/reference/driver-contract.md"):
+        names["TimedDriver"] = importlib.import_module("recipes.driver").TimedDriver
     if page == "docs/reference/driver-contract.md":
         names |= {
             "DeclaredMemory": DeclaredMemory,
@@ -436,10 +438,7 @@ def _names_of(page: str) -> dict[str, Any]:
             "model": lambda x: x * 2 + 1,
             "batches": [torch.full((4,), float(n)) for n in range(3)],
             "answers": [],
-            "TimedDriver": importlib.import_module("recipes.driver").TimedDriver,
         }
-    elif page == "docs/how-to/graph-driver.md":
-        names["TimedDriver"] = importlib.import_module("recipes.driver").TimedDriver
     elif page == "docs/how-to/npu-backend.md":
         strict = TapeDriver(torch.device("cpu"), strict=True)
         names |= {"driver": strict, "x": torch.ones(2), "out": torch.zeros(2)}
@@ -479,7 +478,7 @@ def test_every_block_of_python_runs(
     names = _names_of(page)
     exec(code.replace("my_backend", "flashinfer"), names)  # noqa: S102  our own page
     if page == "docs/how-to/run-a-model.md" and "random-model" in code:
-        command = 'graphpact generate --model random-model --max-new-tokens 16 --verify "Once upon a time"'
+        (command,) = (b.text for b in blocks_of(ROOT / page) if b.run_by == "tests/test_recipes.py")
         assert main(shlex.split(command)[1:]) == 0
     if "answers.append" in code:
         assert [a.tolist() for a in names["answers"]] == [[2.0 * n + 1] * 4 for n in range(3)]
