@@ -34,6 +34,8 @@ from graphpact_tape.tape import TapeDriver
 from graphpact_trtllm_mla import TRTLLMMLABackend
 
 ROOT = Path(__file__).parents[1]
+OF_ENGINES = [file for engine in ("sglang", "vllm") for file in (ROOT / "examples" / engine).glob("*.py")]
+"""The modules of the pages about backends of other engines."""
 
 RECORDING_DRIVERS: dict[str, Callable[[], GraphDriver]] = {
     "tape": lambda: TapeDriver(torch.device("cpu")),

@@ -60,12 +60,9 @@ from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
 from graphpact_guard import Settings
 from graphpact_tape.tape import TapeDriver
+from support import OF_ENGINES, ROOT
 
-ROOT = Path(__file__).parents[1]
 RECIPES = sorted(f"recipes.{path.stem}" for path in (ROOT / "examples/recipes").glob("*.py"))
-OF_ENGINES = {
-    file.stem for engine in ("sglang", "vllm") for file in (ROOT / "examples" / engine).glob("*.py")
-}
 THIRD_PARTY = ["my_attention.prefill"]  # `tests/conformance/test_third_party.py` has the backend
 
 
@@ -79,7 +76,7 @@ def _examples_on_the_path() -> Iterator[None]:
     sys.path[:0] = path
     yield
     for name in set(sys.modules) - before:
-        if name.partition(".")[0] in ("recipes", "my_attention", *OF_ENGINES):
+        if name.partition(".")[0] in ("recipes", "my_attention", *(file.stem for file in OF_ENGINES)):
             del sys.modules[name]
     sys.path[:] = [entry for entry in sys.path if entry not in path]
 

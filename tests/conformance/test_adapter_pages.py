@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 
 from graphpact_cli import main
-from support import ROOT
-
-MODULES = [file for engine in ("sglang", "vllm") for file in (ROOT / "examples" / engine).glob("*.py")]
+from support import OF_ENGINES, ROOT
 
 
 def page_of(adapter: str) -> str:
@@ -24,12 +22,12 @@ def page_of(adapter: str) -> str:
 @pytest.fixture(autouse=True)
 def _in_a_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Run in a copy of the examples, and forget their modules afterwards."""
-    for file in MODULES:
+    for file in OF_ENGINES:
         shutil.copy(file, tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
-    for file in MODULES:
+    for file in OF_ENGINES:
         sys.modules.pop(file.stem, None)
     importlib.invalidate_caches()
 
