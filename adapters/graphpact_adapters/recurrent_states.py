@@ -150,8 +150,7 @@ def added(k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 class LinearOracle(OracleBackend):
     """Linear attention in float64, computed from the lists of a problem key by key, without states."""
 
-    def attend_one(self, q: torch.Tensor, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return ``[heads, v_head_dim]``: the values of all keys, weighed by scaled scores."""
-        grouped = q.view(layer.num_kv_heads, -1, q.shape[1])  # the query heads of each KV head
-        scores = grouped @ k.permute(1, 2, 0) * layer.scaling
-        return (scores @ v.transpose(0, 1)).flatten(0, 1)
+    def weights(self, scores: torch.Tensor, layer: LayerSpec, sees: torch.Tensor) -> torch.Tensor:
+        """Return the scaled scores of the keys that each token sees; see `OracleBackend.weights`."""
+        del layer
+        return scores.where(sees, 0)

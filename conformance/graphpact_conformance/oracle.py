@@ -35,7 +35,7 @@ from graphpact.buffers import GraphSlot
 from graphpact.shapes import GraphShape
 from graphpact.speculation import HIDDEN_STATES
 from graphpact.step import Attend, Forward, Region, StepOutputs
-from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.draws.problems import Problem, ProblemRequest
 from graphpact_conformance.model import Model, Passes
 
 
@@ -217,6 +217,8 @@ class OracleBackend(AttentionBackend):
         """Keys and values of the new tokens, by layer and step."""
         self._paths = [[row] for row in range(len(problem.tokens))]
         """For each branch the rows that it follows, one of each draft step."""
+        self._sees: dict[tuple[int, int], torch.Tensor] = {}
+        """The results of `_seen` in this pass, by first row and step; layers have the same."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return none."""
@@ -233,6 +235,7 @@ class OracleBackend(AttentionBackend):
 
     def follow(self, parents: Sequence[int], metadata: Any) -> None:
         """Note which rows the branches of the next pass follow; a pass over all steps stays in its rows."""
+        self._sees.clear()
         if isinstance(metadata, DraftMetadata):
             self._paths = [[row] * len(metadata.steps) for row in range(len(parents))]
         else:
@@ -257,50 +260,64 @@ class OracleBackend(AttentionBackend):
             k_cache[slots], v_cache[slots] = k, v
         q, k_cache, v_cache = q.cpu().double(), k_cache.cpu(), v_cache.cpu()
         out = torch.empty(len(tokens), layer.num_q_heads, layer.v_head_dim, dtype=torch.float64)
-        first = row = 0
+        new = [self._written[at, step] for step in self._steps_of_keys(metadata)]
+        first = 0
         for request in self._problem.requests:
-            cached_keys, cached_values = (cache[request.cached].double() for cache in (k_cache, v_cache))
-            for index in range(len(request.tokens)):
-                new_keys, new_values = self._new_keys(at, first, request.path(index), metadata)
-                keys, values = torch.cat([cached_keys, *new_keys]), torch.cat([cached_values, *new_values])
-                if layer.sliding_window is not None:
-                    keys, values = keys[-layer.sliding_window :], values[-layer.sliding_window :]
-                out[row] = self.attend_one(q[row], layer, keys, values)
-                row += 1
-            first = row
+            rows = slice(first, first + len(request.tokens))
+            first = rows.stop
+            keys = torch.cat([k_cache[request.cached].double(), *(keys[rows] for keys, _ in new)])
+            values = torch.cat([v_cache[request.cached].double(), *(values[rows] for _, values in new)])
+            if (rows.start, metadata) not in self._sees:
+                self._sees[rows.start, metadata] = self._seen(request, rows.start, metadata)
+            sees = self._sees[rows.start, metadata]
+            if layer.sliding_window is not None:
+                from_here_on = sees.flip(1).cumsum(1).flip(1)
+                sees = sees & (from_here_on <= layer.sliding_window)
+            grouped = q[rows].unflatten(1, (layer.num_kv_heads, -1))  # the query heads of each KV head
+            scores = grouped @ keys.permute(1, 2, 0) * layer.scaling
+            weights = self.weights(scores, layer, sees[:, None, None])
+            out[rows] = (weights @ values.transpose(0, 1)).flatten(1, 2)
         return out.to(self.context.device)
 
-    def attend_one(self, q: torch.Tensor, layer: LayerSpec, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """Return ``[heads, v_head_dim]``: a query ``[heads, head_dim]`` attends to all keys, in float64.
+    def weights(self, scores: torch.Tensor, layer: LayerSpec, sees: torch.Tensor) -> torch.Tensor:
+        """Return the weights of the values of all keys, ``[n, kv_heads, group, keys]`` in float64.
 
         A subclass may compute another kind of attention.
-        """
-        grouped = q.view(layer.num_kv_heads, -1, q.shape[1])  # the query heads of each KV head
-        scores = grouped @ k.permute(1, 2, 0) * layer.scaling
-        if layer.softcap is not None:
-            scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        weights = scores.exp()
-        total = weights.sum(dim=2, keepdim=True)
-        if layer.sinks is not None:
-            total = total + layer.sinks.cpu().double().exp().view_as(total)
-        return (weights / total @ v.transpose(0, 1)).flatten(0, 1)
-
-    def _new_keys(
-        self, layer: int, first: int, path: Sequence[int], step: int
-    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return the new keys and values that a token sees, in the order of their positions.
 
         Args:
-            layer: Index of the KV cache.
-            first: The first row of the request.
-            path: The tokens of the request that the token follows, then itself.
+            scores: The scaled products of the queries of ``n`` tokens with all keys, of the same shape.
+            layer: The layer.
+            sees: ``[n, 1, 1, keys]`` bool: the keys that each token sees.
+        """
+        if layer.softcap is not None:
+            scores = layer.softcap * torch.tanh(scores / layer.softcap)
+        weights = scores.exp().where(sees, 0)
+        total = weights.sum(dim=3, keepdim=True)
+        if layer.sinks is not None:
+            total = total + layer.sinks.cpu().double().exp().view(layer.num_kv_heads, -1, 1)
+        return weights / total
+
+    def _steps_of_keys(self, step: int) -> Sequence[int]:
+        """Return the draft steps whose new keys a pass attends to; a pass on a frozen cache has none."""
+        if self._problem.case.frozen:
+            return ()
+        return range(step + 1) if self._problem.case.mode is ForwardMode.DRAFT_DECODE else (0,)
+
+    def _seen(self, request: ProblemRequest, first: int, step: int) -> torch.Tensor:
+        """Return ``[tokens, keys]`` bool: which cached keys, then which new keys, a token of a request sees.
+
+        Args:
+            request: The request.
+            first: Its first row.
             step: The draft step.
         """
-        case = self._problem.case
-        if case.frozen:
-            return [], []
-        rows = {0: [first + token for token in path]}
-        if case.mode is ForwardMode.DRAFT_DECODE:
-            rows = {at: [row] for at, row in enumerate(self._paths[first + path[-1]][: step + 1])}
-        written = [(self._written[layer, at], its) for at, its in rows.items()]
-        return [k[its] for (k, _), its in written], [v[its] for (_, v), its in written]
+        count, steps = len(request.tokens), len(self._steps_of_keys(step))
+        new = torch.zeros(count, steps, count, dtype=torch.bool)
+        for token in range(count if steps else 0):
+            if self._problem.case.mode is ForwardMode.DRAFT_DECODE:
+                path = self._paths[first + token][:steps]
+                new[token, range(steps), [row - first for row in path]] = True
+            else:
+                new[token, 0, request.path(token)] = True
+        cached = torch.ones(count, len(request.cached), dtype=torch.bool)
+        return torch.cat([cached, new.flatten(1)], dim=1)

@@ -11,6 +11,7 @@ Does not: know batches.
 import mmap
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import lru_cache
 from types import SimpleNamespace
 
 import torch
@@ -74,13 +75,13 @@ class KvMemory:
 
     def load(self, problem: Problem) -> None:
         """Fill scratch and the cached keys of a problem with random numbers, and all other slots with NaN."""
-        generator = torch.Generator().manual_seed(problem.seed)
         cached = dict.fromkeys(slot for r in problem.requests for slot in r.cached)  # pages are shared
         live = torch.tensor([*range(self.config.page_size), *cached], device=self._device)
         self.fill(NAN)
-        for cache in self.tensors().values():
-            random = torch.randn(len(live), *cache.shape[1:], generator=generator)
-            cache[live] = random.to(self._device, cache.dtype)
+        caches = [*self.tensors().values()]
+        kinds = tuple(((len(live), *cache.shape[1:]), cache.dtype) for cache in caches)
+        for cache, random in zip(caches, _random(problem.seed, kinds), strict=True):
+            cache[live] = random.to(self._device)
 
     def fill(self, value: float, *, keep: Sequence[int] | range = ()) -> None:
         """Write a number into all of `slots` except ``keep``."""
@@ -148,6 +149,13 @@ class KvMemory:
                 for request in problem.requests
             ],
         )
+
+
+@lru_cache(maxsize=64)  # most batches are loaded several times
+def _random(seed: int, kinds: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> list[torch.Tensor]:
+    """Return normally distributed numbers, a tensor for each shape and dtype; equal seeds give equal ones."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(shape, generator=generator).to(dtype) for shape, dtype in kinds]
 
 
 def _cache(config: Config, device: torch.device, slots: int, heads: int, width: int) -> torch.Tensor:
