@@ -130,20 +130,23 @@ def _without_cached_keys(config: Config) -> list[Problem]:
 
 
 def _shaped_like_others(config: Config) -> list[Problem]:
-    """Return ragged batches with the shape of a verify or a decode: each request has as many new tokens.
-
-    One is a prompt of a verified draft's tokens. The others have prompts only, and prompts beside chunks
-    with cached keys, of so many tokens and of one token.
-    """
+    """Return ragged batches with the shape of a verify or a decode: each request has as many new tokens."""
     if config.case.tokens_per_request is not None:
         return []
-    found = [lay_out(config, [0], [range(DRAFT_WIDTH - 1)], [0], 3)]
-    for width in (DRAFT_WIDTH, 1):
-        count = min(config.most_requests, config.shapes[-1].num_tokens // width)
-        parents, accepted = [range(width - 1)] * count, [0] * count
-        beside = [at % 2 * min(config.page_size + 1, most_prefix(config, width)) for at in range(count)]
-        found += [lay_out(config, cached, parents, accepted, width) for cached in ([0] * count, beside)]
-    return found
+    return [each for width in (DRAFT_WIDTH, 1) for each in prompts_of_width(config, width)]
+
+
+def prompts_of_width(config: Config, width: int) -> list[Problem]:
+    """Return batches with ``width`` new tokens of each request: a prompt, prompts, and some beside chunks.
+
+    Prompts have no cached keys. The chunks after cached keys are as many as the prompts beside them.
+    """
+    count = min(config.most_requests, config.shapes[-1].num_tokens // width)
+    beside = [at % 2 * min(config.page_size + 1, most_prefix(config, width)) for at in range(count)]
+    return [
+        lay_out(config, cached, [range(width - 1)] * len(cached), [0] * len(cached), width)
+        for cached in ([0], [0] * count, beside)
+    ]
 
 
 def at_tiers(config: Config, choice: Callable[[Problem], object]) -> list[Problem]:
