@@ -171,6 +171,8 @@ class BuilderBackend(AttentionBackend):
     """The kernel arguments that the engine updates for each replay; None if it updates none."""
     unit: ClassVar[str] = "KV-cache group"
     """What the reads of a step are divided by, for texts."""
+    takes_prompts: ClassVar[bool] = False
+    """Whether graphs of decodes and drafts get prompts of their width too: the engine goes by shape alone."""
     room: ClassVar[int] = 1
     """Factor on the numbers of requests and tokens in the configuration that builders get."""
 

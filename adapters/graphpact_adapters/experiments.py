@@ -28,6 +28,7 @@ from graphpact_conformance.draws.chosen_batches import (
     edges,
     half_size_batch,
     neighbours,
+    prompts_of_width,
     steady,
 )
 from graphpact_conformance.draws.problems import Problem
@@ -79,7 +80,15 @@ def captures_dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
 def replays(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Replay a sequence of batches, and compare with attention in float64."""
     batches = (*steps, steps.exact, steps.small, *edges(lane.config), corner(lane.config))
-    yield from _judge(lane, lane.rig(), batches, "a replay")
+    yield from _judge(lane, lane.rig(), (*batches, *_prompts(lane)), "a replay")
+
+
+def _prompts(lane: LaneUnderTest) -> list[Problem]:
+    """Return prompts with the shape of this lane's batches, if the engine replays such in its graphs."""
+    width = lane.config.case.tokens_per_request
+    if width is None or not backend_class_of(lane).takes_prompts:
+        return []
+    return prompts_of_width(lane.config, width)
 
 
 def other_orders(lane: LaneUnderTest, steps: Drawn) -> Findings:

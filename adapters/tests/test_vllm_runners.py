@@ -99,6 +99,25 @@ def test_an_update_that_does_not_reach_the_graph_is_found(make: type[PagedBuilde
     assert findings_of(Builders(make), LANES["decode"]) == []
 
 
+class RefreshesDecodes(Owns):
+    """Fills its buffers in steps without prompts, as if no graph ever got one."""
+
+    def metadata(self, common: CommonAttentionMetadata) -> Any:
+        """Return metadata, of prompts without the builder's own memory."""
+        assert common.is_prefilling is not None
+        if bool(common.is_prefilling.any()):
+            return PagedBuilder.metadata(self, common)
+        return super().metadata(common)
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("lane", ["decode", "verify"])
+def test_a_step_of_prompts_that_is_not_refreshed_is_found(lane: str) -> None:
+    """V1 replays prompts that have the shape of decodes or drafts. With V2's calls the builder is right."""
+    assert_found(findings_of(Builders(RefreshesDecodes), v1(lane)), "GP01", "KV-cache group 0: seq_lens")
+    assert findings_of(Builders(RefreshesDecodes), LANES[lane]) == []
+
+
 def test_only_builders_that_declare_it_have_lanes_of_v1() -> None:
     """Without ``supports_update_block_table``, or with groups of other specifications, V1 calls ``build``."""
     for builders in (Builders(PagedBuilder), Builders(Passes, kind="sliding_window")):

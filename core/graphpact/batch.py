@@ -23,7 +23,7 @@ class ForwardMode(enum.Enum):
     Attributes:
         DECODE: One new token per request.
         EXTEND: One or more new tokens per request after a cached prefix, or none: prefill, or a chunk of it.
-        MIXED: An extend in which some requests decode, with one token each.
+        MIXED: An extend in which some requests decode, with one token each. A prompt may have one token too.
         TARGET_VERIFY: The target model reads the drafts of every request, the same number of tokens each.
         DRAFT_DECODE: The draft model decodes several steps in a row, one token per branch in each.
         DRAFT_EXTEND: The draft model reads the verified tokens, the same number for every request, whether

@@ -10,6 +10,8 @@
     drivers    graph drivers, fast and strict: GP01, 07, 08, 10, 14 to 16, 19 to 21
     life       recaptures, several lanes, rewritten batches and weights: GP02, 09, 10, 14 to 16, 19
     requests   requests that look like padding, and batches of other kinds: GP04, 06, 12
+    neighbours   requests that take rows of other requests: GP05, and a correct one
+    shapes     batches with the shape of another kind of step: GP02, GP12, and correct plugins near them
     segments   graphs with attention outside: GP01 to 03, 05, 08, 10, 15, and correct plugins of this kind
     scale      bugs that only unusual values of scale expose
     fields     optional fields of batches: GP02, 04, 05
@@ -29,7 +31,8 @@ is fast.
 
 ROOMS = (
     *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    *("requests", "segments", "scale", "fields", "tasks", "variants", "right_drivers"),
+    *("requests", "neighbours", "shapes", "segments", "scale", "fields", "tasks", "variants"),
+    "right_drivers",
 )
 """The modules and packages of exhibits and variants."""
 

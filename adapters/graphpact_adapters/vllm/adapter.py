@@ -216,6 +216,8 @@ class Builders:
             varlen = most
             pads_replays = adapter.pads_replays
             model_runner = runner
+            # Recurrent states of prompts are computed by other kernels, so its graphs cannot serve them.
+            takes_prompts = runner == "V1" and adapter.kind != "mamba"
             capabilities = replace(adapter._capabilities, graph_support=support)
 
         return OfFactory

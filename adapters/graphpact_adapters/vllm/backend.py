@@ -187,6 +187,7 @@ class VllmBackend(BuilderBackend):
             num_steps=context.limits.draft.num_steps if context.mode is ForwardMode.DRAFT_DECODE else 1,
             varlen=cls.varlen,
             states=states,
+            by_shape=cls.takes_prompts,
             windows=[sizes.sliding_window for sizes in of_groups],
             common=cls.values.common,
         )

@@ -85,6 +85,8 @@ class RunnerBuffers:
         varlen: The most tokens of a request in graphs of decodes of different lengths. The host then knows
             only the number of tokens of a batch, so its offsets share them evenly.
         states: The state rows and accepted tokens of the suite's requests; None without recurrent states.
+        by_shape: Whether the runner chooses graphs of decodes and drafts by the shape of a batch alone, as V1
+            does. Then they get prompts of this shape too.
         windows: For each group, the number of keys that a query sees, its own included; None for all.
         common: The dataclass of a batch.
     """
@@ -100,12 +102,13 @@ class RunnerBuffers:
         num_steps: int = 1,
         varlen: int | None = None,
         states: States | None = None,
+        by_shape: bool = False,
         windows: Sequence[int | None] = (),
         common: type[Any] = CommonAttentionMetadata,
     ) -> None:
         self._common, self._fields = common, {each.name for each in fields(common)}
         self._windows = windows or [None] * num_groups
-        self._varlen = varlen
+        self._varlen, self._by_shape = varlen, by_shape
         self._sizes, self._table, self._states = sizes, table, states
         requests, tokens = sizes.max_num_seqs, sizes.max_num_tokens
         blocks = -(-sizes.max_model_len // sizes.block_size)
@@ -222,7 +225,12 @@ class RunnerBuffers:
         else:
             prefills, is_known = view.forward_mode.is_ragged, more == 1
         bound = torch.tensor(upper, dtype=torch.int32).clamp_(max=self._sizes.max_model_len)
-        prefilling = [prefills and (view.forward_mode is ForwardMode.EXTEND or n > 1) for n in counts]
+        is_extend = view.forward_mode is ForwardMode.EXTEND
+        prefilling = [
+            # A request without computed tokens is a prompt, whatever the shape of the batch.
+            n > 0 and ((prefills and (is_extend or n > 1 or length == n)) or (self._by_shape and length == n))
+            for length, n in zip(lens, counts, strict=True)
+        ]
         lent = self._slices(
             num_reqs,
             num_tokens,
@@ -231,7 +239,7 @@ class RunnerBuffers:
             max_seq_len=int(bound.max()) if lens else 0,
             bound=bound,
             lens=torch.tensor(lens, dtype=torch.int32) if is_known else None,
-            is_prefilling=torch.tensor(prefilling, dtype=torch.bool) & (torch.tensor(counts) > 0),
+            is_prefilling=torch.tensor(prefilling, dtype=torch.bool),
         )
         if not drafts or self._states is None:
             return Lent(lent)

@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import lru_cache
 
 from graphpact import ForwardMode
+from graphpact_conformance.draws.cases import DRAFT_WIDTH
 from graphpact_conformance.draws.lanes import TILES, Config
 from graphpact_conformance.draws.layout import lay_out, least_prefix, most_prefix, spread
 from graphpact_conformance.draws.problems import Problem, ProblemRequest
@@ -26,10 +27,17 @@ def corner(config: Config) -> Problem:
     return _largest(config, config.most_requests)
 
 
-def of_size(config: Config, num_requests: int, chunk: int = 1) -> Problem:
-    """Return a batch of short requests, in ragged modes with ``chunk`` new tokens each."""
+def of_size(config: Config, num_requests: int, chunk: int = 1, *, cached: int = 1) -> Problem:
+    """Return a batch of short requests, in ragged modes with ``chunk`` new tokens each.
+
+    Args:
+        config: Configuration of the lane.
+        num_requests: Number of requests.
+        chunk: New tokens of each request in ragged modes.
+        cached: Cached keys of each request, if the limits allow so many.
+    """
     width = config.case.tokens_per_request or chunk
-    prefix = min(1, most_prefix(config, width))
+    prefix = min(cached, most_prefix(config, width))
     return lay_out(config, [prefix] * num_requests, [range(width - 1)] * num_requests, [0] * num_requests, 0)
 
 
@@ -56,8 +64,8 @@ def edges(config: Config) -> list[Problem]:
 
     At a boundary, the length with or without the new tokens is that of one full page, two pages, a window or
     a tile of kernels, or one more. The other batches have requests of equal lengths, requests without cached
-    keys, or equal totals. The requests of equal lengths share their first page, like prompts with a common
-    prefix in an engine.
+    keys, prompts that are shaped like another kind of step, or equal totals. The requests of equal lengths
+    share their first page, like prompts with a common prefix in an engine.
     """
     case, most = config.case, config.most_requests
     if case.mode is ForwardMode.IDLE:
@@ -84,6 +92,7 @@ def edges(config: Config) -> list[Problem]:
         *found,
         _with_shared_prefix(config, equal),
         *_without_cached_keys(config),
+        *_shaped_like_others(config),
         *_equal_in_total(config),
     ]
 
@@ -118,6 +127,26 @@ def _without_cached_keys(config: Config) -> list[Problem]:
     several = lay_out(config, [0] * most, [range(count - 1) for count in counts], [0] * most, 1)
     alone = lay_out(config, [0], [range((width or 5) - 1)], [0], 2)
     return [alone, several]
+
+
+def _shaped_like_others(config: Config) -> list[Problem]:
+    """Return ragged batches with the shape of a verify or a decode: each request has as many new tokens."""
+    if config.case.tokens_per_request is not None:
+        return []
+    return [each for width in (DRAFT_WIDTH, 1) for each in prompts_of_width(config, width)]
+
+
+def prompts_of_width(config: Config, width: int) -> list[Problem]:
+    """Return batches with ``width`` new tokens of each request: a prompt, prompts, and some beside chunks.
+
+    Prompts have no cached keys. The chunks after cached keys are as many as the prompts beside them.
+    """
+    count = min(config.most_requests, config.shapes[-1].num_tokens // width)
+    beside = [at % 2 * min(config.page_size + 1, most_prefix(config, width)) for at in range(count)]
+    return [
+        lay_out(config, cached, [range(width - 1)] * len(cached), [0] * len(cached), width)
+        for cached in ([0], [0] * count, beside)
+    ]
 
 
 def at_tiers(config: Config, choice: Callable[[Problem], object]) -> list[Problem]:

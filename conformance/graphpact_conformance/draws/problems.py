@@ -130,6 +130,20 @@ class Problem:
         """The forward mode of the batch."""
         return self.case.mode if self.requests else ForwardMode.IDLE
 
+    def rows_of(self, some: Sequence[ProblemRequest]) -> dict[str, list[int]]:
+        """Return the indices of the rows of some of its requests, in their order, by axis: bs and tokens."""
+        each, first = self.case.rows_per_request, 0
+        requests: dict[int, range] = {}
+        tokens: dict[int, range] = {}
+        for at, request in enumerate(self.requests):
+            requests[request.row] = range(at * each, (at + 1) * each)
+            tokens[request.row] = range(first, first + len(request.tokens))
+            first += len(request.tokens)
+        return {
+            "bs": [row for request in some for row in requests[request.row]],
+            "tokens": [row for request in some for row in tokens[request.row]],
+        }
+
     def page_table(self, config: Config) -> torch.Tensor:
         """Return the page table ``[num_rows, context]`` int32. Unused entries are out of range."""
         slots = config.num_pages * config.page_size

@@ -3,6 +3,7 @@
     outputs        outputs and KV cache against attention in float64
     padding        effects of padding rows on outputs and KV cache
     look_alikes    live requests that look like padding rows; a part of ``answers_replayed``
+    independent_requests   requests alone, and in another order
     refresh        entries that a replay does not write, or that depend on earlier batches
     plan_invariants   what a backend declares about its plans
     parity         a replay against a capture of the same batch: `compared_inputs`, `compared_work`
@@ -39,6 +40,7 @@ from graphpact_conformance.experiments import (
     dummies,
     eager_activity,
     graph_choice,
+    independent_requests,
     outputs,
     padding,
     parity,
@@ -62,6 +64,7 @@ from graphpact_conformance.experiments.when import (
     of_one_plugin,
     unless_quick,
     with_optional_fields,
+    with_own_region,
     without_embeddings,
 )
 from graphpact_conformance.rules import RULES
@@ -133,6 +136,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             ),
         ],
         others=[
+            Experiment(
+                "independent_requests",
+                ("GP05",),
+                independent_requests.independent_requests,
+                all_of(in_plain_lanes, with_own_region),
+                num_captures=0,
+            ),
             Experiment(
                 "unwritten_and_stale",
                 ("GP02", "GP03", "GP09", "GP10"),

@@ -23,19 +23,30 @@ They include every multiple of the usual steps between capture sizes, and its ne
 def of_other_kinds(config: Config) -> Iterator[tuple[str, Problem]]:
     """Yield batches of all modes except the lane's, each with a description.
 
-    In ragged modes each request has one new token, as in a decode step, or as many as a verified draft. No
-    batch has more requests or tokens than the lane's limits allow.
+    In ragged modes each request has as many new tokens as in a decode step, as a verified draft, or as in the
+    lane's steps; these are chunks after a cached key, or prompts. No batch has more requests or tokens than
+    the lane's limits allow.
     """
     here = (config.case.mode, config.case.lane_mode, ForwardMode.IDLE)
     for case in CASES:
         if case.mode in here:
             continue
         other = replace(config, case=case, capture_shapes=(), extra_requests=0)
-        for chunk in (1, DRAFT_WIDTH) if case.mode.is_ragged else (case.tokens_per_request or 1,):
+        alike = {1, DRAFT_WIDTH, config.case.tokens_per_request or 1}
+        for chunk in sorted(alike) if case.mode.is_ragged else (case.tokens_per_request or 1,):
             most = min(config.most_requests, other.most_requests, config.limits.max_num_tokens // chunk)
             for size in sorted({1, most} - {0}):
-                problem = of_size(other, size, chunk)
-                yield f"a {case} batch with {chunk} new tokens for each of {size} requests", problem
+                what = f"batch with {chunk} new tokens for each of {size} requests"
+                yield f"a {case} {what}", of_size(other, size, chunk)
+                if case.mode.is_ragged:
+                    yield f"a {case} {what}, all prompts", of_size(other, size, chunk, cached=0)
+
+
+def lies_within(config: Config, problem: Problem) -> bool:
+    """Return whether the request rows and KV slots of a batch of another lane are within this lane's."""
+    slots = [slot for request in problem.requests for slot in request.table]
+    rows = [request.row for request in problem.requests]
+    return max(rows) < config.num_rows and max(slots) < config.num_pages * config.page_size
 
 
 def of_default_sizes(config: Config, most: int) -> Iterator[Problem]:

@@ -14,6 +14,7 @@ from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.asked_batches import (
     MOST,
     batches_of_every_size,
+    lies_within,
     of_default_sizes,
     of_other_kinds,
     one_token_more,
@@ -266,7 +267,7 @@ def _in_any_order(lane: LaneUnderTest, rig: Rig) -> Findings:
 
 
 def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
-    """Fit batches of other modes and widths: none of them may take a graph of this lane."""
+    """Fit batches of other modes and widths, and run some: none of them may take a graph of this lane."""
     problem = of_size(lane.config, 1)
     batch = rig.batch_of(problem)
     others = [
@@ -301,6 +302,32 @@ def _other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
                 help="compare the mode, the tokens per request, and everything else that recorded kernels"
                 " depend on, before the size",
             )
+
+    if lane.kind == "runner":
+        yield from _run_other_kinds(lane, rig)
+
+
+def _run_other_kinds(lane: LaneUnderTest, rig: Rig) -> Findings:
+    """Run chunks and prompts with the shape of this lane's batches: an eager run, or an error.
+
+    A wrapper of ``run_step`` can replay a batch for which ``fit`` returns a reason. Only runners have such.
+    """
+    for what, problem in of_other_kinds(lane.config):
+        if not (problem.mode.is_ragged and lies_within(lane.config, problem)):
+            continue
+        step = rig.step(problem, may_decline=True)
+        if not step.replayed and (step.error is not None or step.eager_runs == 1):
+            continue
+        replayed = ", ".join(map(str, dict.fromkeys(step.replayed)))
+        yield lane.finding(
+            "GP12",
+            field="Lane.stats",
+            expected=f"one eager run with a counted reason, or an error, for {what}",
+            actual=f"replays of {replayed or 'none'}, {step.eager_runs} eager runs",
+            problem=problem,
+            help="let wrappers of run_step pass each batch on as it is: a graph serves only its own kind",
+        )
+        return
 
 
 def declared_graph_support(lane: LaneUnderTest, _: Drawn) -> Findings:

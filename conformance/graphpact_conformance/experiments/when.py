@@ -9,6 +9,7 @@ A run has one full lane of each kind of step, and lanes that differ from it in s
 Does not: choose the experiments of a run; see `graphpact_conformance.suite.plan`.
 """
 
+from graphpact_conformance.draws.cases import composes
 from graphpact_conformance.experiments.experiment import PlannedLane, RunsIn
 from graphpact_conformance.targets import Size
 
@@ -57,6 +58,12 @@ def with_optional_fields(plan: PlannedLane, size: Size) -> bool:
     """Return whether batches carry optional fields, in a lane that checks a runner with slots for them."""
     del size
     return plan.lane.config.fields and plan.lane.kind == "runner"
+
+
+def with_own_region(plan: PlannedLane, size: Size) -> bool:
+    """Return whether the lane checks a runner that composes its region."""
+    del size
+    return plan.lane.kind == "runner" and composes(plan.lane.runner)
 
 
 def without_embeddings(plan: PlannedLane, size: Size) -> bool:

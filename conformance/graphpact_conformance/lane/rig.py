@@ -40,6 +40,7 @@ from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.lane import memory
 from graphpact_conformance.lane.reference_runner import ReferenceRunner, SegmentsRunner
 from graphpact_conformance.lane.runners import (
+    batch_beside,
     drawn_batch,
     fields_of,
     own_reasons,
@@ -308,8 +309,15 @@ class Rig:
         self.table.copy_(problem.page_table(self.config))
         self.cache.load(problem)
 
-    def batch_of(self, problem: Problem) -> ForwardBatch:
-        """Return the batch of a problem for this lane."""
+    def batch_of(self, problem: Problem, whole: Problem | None = None) -> ForwardBatch:
+        """Return the batch of a problem for this lane.
+
+        Args:
+            problem: The batch.
+            whole: A batch with its requests, whose optional fields they have; see `batch_beside`.
+        """
+        if whole is not None:
+            return batch_beside(problem, whole, self.config, self.fields, self.device)
         return drawn_batch(problem, self.config, self.fields, self.device)
 
     # -- a step ----------------------------------------------------------------------------------
@@ -324,6 +332,7 @@ class Rig:
         ready: Ready | None = None,
         after_load: Callable[[], None] | None = None,
         batch: ForwardBatch | None = None,
+        whole: Problem | None = None,
         may_decline: bool = False,
     ) -> StepRecord:
         """Run one batch, and return its record, including an error.
@@ -335,16 +344,17 @@ class Rig:
             ready: Called between preparation and replay; see `Ready`.
             after_load: Called after memory is loaded.
             batch: A batch to run instead of the problem's own one.
+            whole: A batch with its requests, in whose memory and with whose optional fields they run.
             may_decline: Whether the batch may be left to an eager step, with a declared reason.
 
         Raises:
             DeclinedError: The runner declined the batch, and ``may_decline`` is false.
         """
         self._clear_outputs()
-        self.load(problem)
+        self.load(whole or problem)
         if after_load is not None:
             after_load()
-        batch = self.batch_of(problem) if batch is None else batch
+        batch = self.batch_of(problem, whole) if batch is None else batch
         given = {name: tensor.clone() for name, tensor in batch.tensors().items()}
         self.observer.forget()
         self.observer.ready = ready
@@ -481,11 +491,16 @@ class Rig:
 
     # -- the oracle ------------------------------------------------------------------------------
 
-    def answer(self, problem: Problem) -> Answer:
-        """Return the oracle's answer; it is valid for every lane of the same configuration and runner."""
-        self.load(problem)
+    def answer(self, problem: Problem, whole: Problem | None = None) -> Answer:
+        """Return the oracle's answer; it is valid for every lane of the same configuration and runner.
+
+        Args:
+            problem: The batch.
+            whole: See `step`.
+        """
+        self.load(whole or problem)
         padded = self.padded_tokens(problem) if self.net.counts else None
-        compact, batch = self.cache.compact(problem), self.batch_of(problem)
+        compact, batch = self.cache.compact(problem), self.batch_of(problem, whole)
         if compact is not problem:  # a region that the runner composes may move keys in the copy
             batch = replace(batch, out_cache_loc=self.batch_of(compact).out_cache_loc)
         shape = GraphShape(batch.forward_mode, batch.batch_size, batch.num_tokens)

@@ -16,7 +16,7 @@ from graphpact.plugin_calls import all_returned
 from graphpact.runners import GraphRunner, RunnerContext
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.draws.cases import declares_graphs
-from graphpact_conformance.draws.fields import COUNT, GATHERED, drawn_value, is_drawn
+from graphpact_conformance.draws.fields import COUNT, GATHERED, MROPE, drawn_value, is_drawn
 from graphpact_conformance.draws.lanes import HIDDEN, Config
 from graphpact_conformance.draws.problems import Problem
 
@@ -89,6 +89,31 @@ def drawn_batch(
     if config.case.embeds:
         batch.input_embeds, batch.mrope_positions = problem.embedded(config)
     return batch.to(device)
+
+
+def batch_beside(
+    problem: Problem, whole: Problem, config: Config, fields: Sequence[GraphSlot], device: torch.device
+) -> ForwardBatch:
+    """Return the batch of some requests of another batch, with the optional fields that they have in it.
+
+    Args:
+        problem: The requests, in any order, under the seed of ``whole``.
+        whole: The other batch.
+        config: The configuration of the lane, without embeddings.
+        fields: See `drawn_batch`.
+        device: The device of the batch.
+    """
+    batch = drawn_batch(problem, config, fields, device)
+    theirs, rows = drawn_batch(whole, config, fields, device).tensors(), whole.rows_of(problem.requests)
+    own = [slot for slot in fields if slot.axis != "none" and slot.name in theirs]
+    return batch.with_tensors(
+        {
+            slot.name: theirs[slot.name].index_select(
+                -1 if slot.name == MROPE else 0, torch.tensor(rows[slot.axis], device=device)
+            )
+            for slot in own
+        }
+    )
 
 
 _OF_THE_CORE = tuple(value for value in vars(EagerReason).values() if isinstance(value, EagerReason))
