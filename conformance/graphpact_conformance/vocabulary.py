@@ -51,7 +51,7 @@ _PARTS = {
     "mla": "multi-head latent attention: one cached latent for all heads",
     r"(float\d+|bfloat16)": r"queries, keys and values are \1",
     "counts": "layers read the number of live tokens, num_token_non_padded",
-    "tall": "a tall ladder of capture sizes: 1, 2, 4, 7 and 40 requests, or 12 where the context is long",
+    "tall": "a tall ladder of capture sizes: 1, 2, 7, 16 and 37 requests; up to 12 in long contexts",
     "long": "a long context",
     "mixed": "a third layer with other heads, scale and window, and a fourth on the first one's KV cache",
     "fields": "batches carry the optional fields for which the runner declares slots",

@@ -21,7 +21,7 @@ from graphpact.tensors import same
 from graphpact_conformance.draws.batches import Drawn, draw
 from graphpact_conformance.draws.cases import Case
 from graphpact_conformance.draws.choice import CPU, can_be_high
-from graphpact_conformance.draws.chosen_batches import corner, edges, steady
+from graphpact_conformance.draws.chosen_batches import corner, edges, of_mixed_tiers, steady, tier_ends
 from graphpact_conformance.draws.lanes import TILES, Config
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments import EXPERIMENTS
@@ -181,6 +181,64 @@ def test_requests_end_at_the_lengths_at_which_a_runner_takes_another_graph(reach
     assert bool(found) is (reach > _SHORT)
 
 
+class _Tiers(_TiersOfLength):
+    """Captures each tier with a request of its longest length; all graphs are right."""
+
+    longest: Any = staticmethod(max)
+    most_of_long = 81
+
+    def dummy(self, shape: GraphShape) -> ForwardBatch:
+        batch = super().dummy(shape)
+        lens = torch.full_like(batch.seq_lens, _SHORT if shape.variant else self.most_of_long)
+        return replace(batch, seq_lens=lens, seq_lens_cpu=lens.clone())
+
+    def fit(self, batch: ForwardBatch) -> Any:
+        lens = [type(self).longest(batch.seq_lens_cpu.tolist(), default=0)]
+        return super().fit(replace(batch, seq_lens_cpu=torch.tensor(lens)))
+
+    def compose(self, forward: Any, step: Any) -> Any:
+        return ReferenceRunner.compose(self, forward, step)
+
+
+def test_a_batch_longer_than_the_dummy_of_its_graph_breaks_gp12() -> None:
+    """A tier that is chosen by the shortest request, and a limit that is off by one, are found by ``fit``."""
+
+    def found(**members: Any) -> dict[str | None, Finding]:
+        (plan,) = lanes(runner=type("Tiers", (_Tiers,), members), case="decode")
+        return findings(results(plan, "graph_choice"))
+
+    assert found() == {}
+    for wrong in ({"longest": staticmethod(min)}, {"reach": _SHORT + 1}):
+        assert "short], whose dummy has at most 37 tokens" in found(**wrong)["GP12"].actual
+    assert "whose dummy has at most 80 tokens" in found(most_of_long=80)["GP12"].actual
+
+
+@pytest.mark.parametrize("most", [5, 37, 60])
+def test_batches_of_mixed_tiers_have_one_longer_request_in_both_orders(most: int) -> None:
+    """Every change of the graph is found, and one request of the upper tier is beside those of the lower."""
+    (plan,) = lanes(case="decode", values=["tall"])
+    config = plan.lane.config
+    ends = tier_ends(config, lambda problem: len(problem.requests[0].cached) > most)
+    assert ends == [(most, most + 1)]
+    first, last, equal = (
+        [len(request.cached) for request in problem.requests] for problem in of_mixed_tiers(config, *ends[0])
+    )
+    assert first == last[::-1] == [most + 1, *equal[1:]]
+    assert equal == [most] * config.most_requests
+
+
+class _DummiesOfOneTier(_TiersOfLength):
+    """Captures every graph with the dummy of the short tier."""
+
+
+def test_a_finding_about_a_dummy_says_what_fit_returned() -> None:
+    """A dummy for which ``fit`` gives another variant breaks GP12, and the finding names the variant."""
+    (plan,) = lanes(runner=_DummiesOfOneTier, case="decode")
+    found = findings(results(plan, "dummies"))["GP12"]
+    assert found.actual == "decode[bs=2, tokens=2, short]"
+    assert found.expected.startswith("decode[bs=2, tokens=2] for its own dummy batch")
+
+
 # -- eager steps after replays ------------------------------------------------------------------------
 
 
@@ -329,6 +387,17 @@ def test_quick_runs_are_strict_in_every_kind_of_step() -> None:
     long = [plan for plan in plans if plan.lane.config.is_long]
     assert long
     assert [str(plan) for plan in long if "largest_step" not in names[str(plan)]] == []
+
+
+def test_quick_runs_have_a_size_above_8_that_is_no_multiple_of_8() -> None:
+    """Plain decode and prefill have a lane whose largest size is one, and that has a multiple of 8 too."""
+    plans = planned_lanes(ReferenceBackend, ReferenceRunner, OPTIONS)
+    for case in ("decode", "extend"):
+        (config,) = [p.lane.config for p in plans if str(p) == f"{case}-page16-gqa-float32-tall"]
+        sizes = [shape.batch_size for shape in config.shapes]
+        assert sizes[-1] > 8
+        assert sizes[-1] % 8
+        assert [size for size in sizes if size > 8 and not size % 8]
 
 
 def test_verified_trees_of_many_drafts_have_a_lane_in_quick_runs() -> None:

@@ -212,7 +212,9 @@ class GraphRunner(HookMethods, abc.ABC):
     def dummy(self, shape: GraphShape) -> ForwardBatch:
         """Return a valid batch of exactly ``shape`` that uses only scratch memory.
 
-        `fit` gives ``shape`` for it. By default each request has the length of a padding row.
+        `fit` gives ``shape`` for it, with its variant, or a reason of `declines`. If the variants of a size
+        are tiers of lengths, the dummy of a tier has the longest request that the tier serves: `fit` gives
+        the tier to no batch with a longer one. By default each request has the length of a padding row.
         """
         return dummy_batch(shape, self.context)
 

@@ -22,7 +22,8 @@ class GraphShape:
         mode: The recorded forward mode.
         batch_size: Padded request count.
         num_tokens: Padded token count.
-        variant: Anything else that the recorded work depends on (a LoRA set, a length tier).
+        variant: Anything else that the recorded work depends on (a LoRA set, a length tier). ``fit`` gives it
+            again for the dummy of the shape; see `graphpact.runners.GraphRunner.dummy`.
     """
 
     mode: ForwardMode

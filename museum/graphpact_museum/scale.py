@@ -65,6 +65,32 @@ def reference_constants_of_four_shapes(base: type[Any]) -> type[Any]:
     return override(base, forward, __init__=init)
 
 
+def _in_groups(rows: int) -> int:
+    """Return the rows in whole groups of 8; all rows if there are no more than 8."""
+    return rows // 8 * 8 if rows > 8 else rows
+
+
+@exhibit("GP13", "xLLM-AI/xllm#1939", on="reference", lanes="decode", values=("tall",))
+@after_attention
+def reference_workspace_of_whole_groups_of_eight(backend: Any, call: AttentionCall) -> torch.Tensor:
+    """A workspace has rows for the most requests, rounded down to a multiple of 8."""
+    rows = max(_in_groups(backend.context.limits.max_bs), 8)
+    return call.out[torch.arange(len(call.out), device=call.out.device).clamp_(max=rows - 1)]
+
+
+@exhibit("GP03", "vllm-project/vllm-ascend#16049", on="cuda_graph", lanes="decode", values=("tall",))
+@overrides("populate")
+def cuda_graph_pads_whole_groups_of_eight(
+    _: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+) -> None:
+    """Padding rows are reset up to a multiple of 8, and a captured size that is none keeps older rows."""
+    tail = registry.get_slot("seq_lens").slice_for(shape.batch_size, shape.num_tokens)
+    tail = tail[max(_in_groups(shape.batch_size), batch.batch_size) :]
+    kept = tail.clone()
+    right(registry, batch, shape)
+    tail.copy_(kept)
+
+
 # -- long contexts -----------------------------------------------------------------------------------
 
 _FEW_KEYS = 256

@@ -152,7 +152,19 @@ def prompts_of_width(config: Config, width: int) -> list[Problem]:
 def at_tiers(config: Config, choice: Callable[[Problem], object]) -> list[Problem]:
     """Return batches of one request on both sides of each length at which a runner's choice of graph changes.
 
-    The choices are compared at the ends of `TIERS` parts of the range, and changes are found by bisection.
+    Args:
+        config: Configuration of the lane.
+        choice: Returns the choice for a batch.
+    """
+    ends = sorted({prefix for change in tier_ends(config, choice) for prefix in change})
+    return [with_prefixes(config, [prefix]) for prefix in ends]
+
+
+def tier_ends(config: Config, choice: Callable[[Problem], object]) -> list[tuple[int, int]]:
+    """Return each pair of successive numbers of cached keys for which a runner chooses different graphs.
+
+    The choices for one request are compared at the ends of `TIERS` parts of the range, and changes are found
+    by bisection.
 
     Args:
         config: Configuration of the lane.
@@ -163,25 +175,45 @@ def at_tiers(config: Config, choice: Callable[[Problem], object]) -> list[Proble
         return []
     width = case.tokens_per_request or 1
     least, longest = least_prefix(case, width), most_prefix(config.unbounded, width)
-    asked: dict[int, tuple[Problem, object]] = {}
+    asked: dict[int, object] = {}
 
-    def at(prefix: int) -> tuple[Problem, object]:
+    def at(prefix: int) -> object:
         if prefix not in asked:
-            problem = lay_out(config, [prefix], [range(width - 1)], [0], 0)
-            asked[prefix] = problem, choice(problem)
+            asked[prefix] = choice(with_prefixes(config, [prefix]))
         return asked[prefix]
 
-    def change(low: int, high: int) -> set[int]:
-        if at(low)[1] == at(high)[1]:
-            return set()
+    def change(low: int, high: int) -> list[tuple[int, int]]:
+        if at(low) == at(high):
+            return []
         if high - low == 1:
-            return {low, high}
+            return [(low, high)]
         middle = (low + high) // 2
         return change(low, middle) or change(middle, high)
 
     grid = sorted({least + (longest - least) * part // TIERS for part in range(TIERS + 1)})
-    found = {prefix for ends in itertools.pairwise(grid) for prefix in change(*ends)}
-    return [at(prefix)[0] for prefix in sorted(found)]
+    return [found for ends in itertools.pairwise(grid) for found in change(*ends)]
+
+
+def of_mixed_tiers(config: Config, low: int, high: int) -> list[Problem]:
+    """Return batches of the most requests on both sides of a change of the graph.
+
+    In two batches, in both orders, one request is in the upper tier and the others are in the lower one. In
+    the third all requests are at the end of the lower one.
+
+    Args:
+        config: Configuration of the lane.
+        low: The most cached keys of the lower tier.
+        high: The fewest cached keys of the upper tier.
+    """
+    others = [low] * (config.most_requests - 1)
+    orders = {tuple(each): None for each in ([high, *others], [*others, high], [low, *others])}
+    return [with_prefixes(config, each) for each in orders]
+
+
+def with_prefixes(config: Config, prefixes: Sequence[int]) -> Problem:
+    """Return a batch with a chain of drafts, or one new token, for each number of cached keys."""
+    width = config.case.tokens_per_request or 1
+    return lay_out(config, prefixes, [range(width - 1)] * len(prefixes), [0] * len(prefixes), 0)
 
 
 def _with_shared_prefix(config: Config, problem: Problem) -> Problem:

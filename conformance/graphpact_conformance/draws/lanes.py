@@ -2,8 +2,8 @@
 
     kind of step        `Case`, with the size of drafts
     page size, heads, dtype, and features of layers
-    ladder              short: shapes of 2 and 4 requests; tall: shapes of 1, 2, 4, 7 and 40 requests, the
-                        largest with more tokens than a context; middle: as tall, but at most 12 requests
+    ladder              short: shapes of 2 and 4 requests; tall: shapes of 1, 2, 7, 16 and 37 requests, the
+                        largest with more tokens than a context; middle: shapes of 1, 2, 4, 7 and 12 requests
     context             short: 81 tokens; long: 1,089; middle: 401. A middle ladder has a middle context
     layers              equal: two with equal heads, one with a window; mixed: four, with two windows; the
                         third has another scale, width and number of heads, the fourth uses the cache of the
@@ -37,11 +37,14 @@ SPARE_ROWS = 3
 Scale = Literal["short", "tall", "long", "middle"]
 SCALES: dict[Scale, tuple[Mapping[int, int], int]] = {
     "short": (STATIC_TOKENS, CONTEXT),
-    "tall": ({1: 3, 2: 10, 4: 24, 7: 40, 40: 130}, CONTEXT),  # more tokens than a context
+    "tall": ({1: 3, 2: 10, 7: 40, 16: 48, 37: 122}, CONTEXT),  # more tokens than a context
     "long": (STATIC_TOKENS, LONG_CONTEXT),
     "middle": ({1: 3, 2: 10, 4: 24, 7: 40, 12: 100}, 401),  # tall and long together take too much memory
 }
-"""For each scale: a mapping from the requests of a shape to its tokens in ragged modes, and the context."""
+"""For each scale: a mapping from the requests of a shape to its tokens in ragged modes, and the context.
+
+Above 8 the tall ladder has a multiple of 8 and a size that is none, because code may round to 8.
+"""
 HIGH = 2**31
 """Number of elements before the last KV slots of a high cache. An offset of 32 bits cannot reach them."""
 

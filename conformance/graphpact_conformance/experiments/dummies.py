@@ -155,9 +155,11 @@ def _dummy_replayed(lane: LaneUnderTest, way: Way, shape: GraphShape) -> Finding
         yield lane.finding(
             "GP12",
             field="fit()",
-            expected=f"{shape} for its own dummy batch",
+            expected=f"{shape} for its own dummy batch, whose longest request has"
+            f" {max(dummy.seq_lens_cpu.tolist())} tokens",
             actual=_answer(rig.runner.fit(dummy)),
-            help=f"let dummy({shape}) and fit() agree: fit(dummy(shape)) is the shape",
+            help="let fit(dummy(shape)) be the shape, with its variant: a dummy has what the variant is for,"
+            " such as requests of the longest length of a tier, or the ids of adapters",
         )
         return
     if len(set(types)) > 1:

@@ -3,13 +3,20 @@
 Does not: compare the choices of ranks; see `graphpact_conformance.experiments.ranks`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact_conformance.draws.batches import Drawn
-from graphpact_conformance.draws.chosen_batches import corner, half_size_batch, of_size, short_and_long
+from graphpact_conformance.draws.chosen_batches import (
+    corner,
+    half_size_batch,
+    of_mixed_tiers,
+    of_size,
+    short_and_long,
+    tier_ends,
+)
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.asked_batches import (
     MOST,
@@ -49,7 +56,8 @@ def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
         largest.append(one_token_more(lane.config))
     if lane.config != lane.config.unbounded:
         largest.append(corner(lane.config.unbounded))
-    for problem in (*batches_of_every_size(lane.config), *largest):
+    tiers = longest_of_tiers(rig)
+    for problem in (*batches_of_every_size(lane.config), *largest, *_at_tiers(rig, tiers)):
         batch = rig.batch_of(problem)
         asked, refused = ask_runner(lane, rig, batch, problem)
         if refused is not None:
@@ -71,6 +79,9 @@ def graph_choice(lane: LaneUnderTest, _: Drawn) -> Findings:
                 " room for its requests and tokens",
             )
             continue
+        if (longer := _longer_than_its_tier(lane, tiers, batch, asked, problem)) is not None:
+            yield longer
+            continue
         yield from _run_as_fitted(lane, rig, problem, asked)
     yield from _in_any_order(lane, rig)
     yield from _other_kinds(lane, rig)
@@ -82,6 +93,57 @@ def with_room(lane: LaneUnderTest) -> LaneUnderTest:
     Plugins size their memory by the limits, so a batch that no graph holds must still be within them.
     """
     return lane.like(replace(lane.config, extra_requests=max(lane.config.extra_requests, 1)))
+
+
+def longest_of_tiers(rig: Rig) -> dict[GraphShape, int]:
+    """Return the longest request of the dummy of each shape, for shapes that are tiers of lengths.
+
+    Shapes of one size are tiers if their dummies differ in this length. Variants whose dummies are equally
+    long, such as sets of adapters, are left out.
+    """
+    shapes = rig.captured
+    if len({shape.variant for shape in shapes}) == 1:
+        return {}
+    longest = {shape: max(rig.dummy(shape).seq_lens_cpu.tolist()) for shape in shapes}
+    lengths: dict[tuple[int, int], set[int]] = {}
+    for shape, length in longest.items():
+        lengths.setdefault((shape.batch_size, shape.num_tokens), set()).add(length)
+    return {s: n for s, n in longest.items() if len(lengths[s.batch_size, s.num_tokens]) > 1}
+
+
+def _at_tiers(rig: Rig, tiers: Collection[GraphShape]) -> list[Problem]:
+    """Return batches at the ends of tiers of lengths; an empty list without tiers, or if ``fit`` raises."""
+    if not tiers:
+        return []
+    try:
+        ends = tier_ends(rig.config, lambda problem: rig.fit(rig.batch_of(problem)))
+    except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything: see `ask_runner`
+        return []
+    return [problem for low, high in ends for problem in of_mixed_tiers(rig.config, low, high)]
+
+
+def _longer_than_its_tier(
+    lane: LaneUnderTest,
+    tiers: Mapping[GraphShape, int],
+    batch: ForwardBatch,
+    asked: GraphShape | EagerReason | None,
+    problem: Problem,
+) -> Finding | None:
+    """Return a finding about a batch with a longer request than the dummy of its shape, or None."""
+    longest = max(batch.seq_lens_cpu.tolist(), default=0)
+    if not isinstance(asked, GraphShape) or longest <= tiers.get(asked, longest):
+        return None
+    return lane.finding(
+        "GP12",
+        hook="prepare_replay",
+        field="fit()",
+        expected=f"a shape whose dummy has a request of {longest} tokens or more, as the batch has: dummies"
+        " of this size differ in length, so the variants are tiers of lengths",
+        actual=f"{asked}, whose dummy has at most {tiers[asked]} tokens in a request",
+        problem=problem,
+        help="choose the tier by the longest request, max(batch.seq_lens_cpu), and let the dummy of a tier"
+        " have the longest request that fit() gives this tier",
+    )
 
 
 def _run_as_fitted(

@@ -1,13 +1,14 @@
 """Edits of runners that several modules use: they change the slots that a runner fills, or its outputs."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, TypeAlias
 
 import torch
 
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry
-from graphpact.shapes import EagerReason, GraphShape
+from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
 from graphpact.step import Forward, Region, RegionContext, StepOutputs
 from graphpact_museum.edits.override import named_after, override
 from graphpact_museum.exhibit import Make
@@ -76,6 +77,35 @@ def keeps(base: type[Any], name: str) -> type[Any]:
             live.copy_(kept)
 
     return override(base, populate)
+
+
+SHORT_TIER = 16
+"""The most tokens of a request in the short tier of `with_length_tiers`."""
+
+
+def with_length_tiers(base: type[Any], is_short: Callable[[ForwardBatch], bool]) -> type[Any]:
+    """Return a runner with two graphs of each size, for short and for long requests.
+
+    The dummy of a tier has requests of the tier's longest length.
+
+    Args:
+        base: A runner of uniform batches.
+        is_short: Whether a batch takes the short tier.
+    """
+
+    def shapes(_: Any, right: Any) -> Any:
+        return [replace(shape, variant=tier) for shape in right() for tier in ("short", "long")]
+
+    def fit(self: Any, _: Any, batch: ForwardBatch) -> Fit:
+        return CaptureSizes(tuple(self.shapes())).fit(batch, "short" if is_short(batch) else "long")
+
+    def dummy(self: Any, right: Any, shape: GraphShape) -> ForwardBatch:
+        batch: ForwardBatch = right(shape)
+        longest = self.context.limits.max_context_len - batch.drafts_in_rows
+        lens = torch.full_like(batch.seq_lens, SHORT_TIER if shape.variant == "short" else longest)
+        return replace(batch, seq_lens=lens, seq_lens_cpu=lens.cpu().clone())
+
+    return override(base, shapes, fit, dummy)
 
 
 def _is_new(runner: Any, shape: GraphShape) -> bool:

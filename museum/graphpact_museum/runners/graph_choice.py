@@ -11,7 +11,7 @@ from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
 from graphpact_conformance.lane.reference_runner import ReferenceSizes
 from graphpact_museum.edits.override import override, overrides, replaces
-from graphpact_museum.edits.runners import LONG_CONTEXT, Fit
+from graphpact_museum.edits.runners import LONG_CONTEXT, SHORT_TIER, Fit, with_length_tiers
 from graphpact_museum.exhibit import exhibit
 
 
@@ -179,3 +179,25 @@ def cpu_graph_captures_without_its_maximum(_: Any, right: Any) -> list[int]:
     """The end of the default capture sizes is exclusive: the largest step is never replayed."""
     sizes: list[int] = right()
     return sizes[:-1] or sizes
+
+
+@exhibit("GP12", "huggingface/transformers#45323", on="cuda_graph", lanes="decode")
+def cuda_graph_takes_the_tier_of_the_shortest(base: type[Any]) -> type[Any]:
+    """Of two graphs for short and for long requests a batch takes that of its shortest request."""
+
+    def is_short(batch: ForwardBatch) -> bool:
+        is_alone = batch.global_num_tokens_cpu is None
+        return is_alone and min(batch.seq_lens_cpu.tolist(), default=0) <= SHORT_TIER
+
+    return with_length_tiers(base, is_short)
+
+
+@exhibit("GP12", "vllm-project/vllm#9285", on="cuda_graph", lanes="target_verify")
+def verify_runner_takes_one_token_too_many(base: type[Any]) -> type[Any]:
+    """The graph for short requests serves requests that are one token longer than it was captured for."""
+
+    def is_short(batch: ForwardBatch) -> bool:
+        is_alone = batch.global_num_tokens_cpu is None
+        return is_alone and max(batch.seq_lens_cpu.tolist(), default=0) <= SHORT_TIER + 1
+
+    return with_length_tiers(base, is_short)

@@ -44,6 +44,38 @@ def workspace_of_its_own(base: type[Any]) -> type[Any]:
     return override(base, declare_slots, forward)
 
 
+@variant(on="reference", lanes="decode")
+def workspace_in_groups_of_eight(base: type[Any]) -> type[Any]:
+    """Results pass through a workspace whose rows are rounded up to a multiple of 8."""
+
+    def declare_slots(self: Any, right: Any, limits: Limits) -> Any:
+        layers = self.context.layers
+        width = max(layer.num_q_heads * layer.v_head_dim for layer in layers)
+        work = own_slot(
+            "groups",
+            lambda _, tokens: (-(-tokens // 8) * 8, width),
+            self.context.dtype,
+            axis="none",
+            padding_policy=PaddingPolicy.FILL_ONCE,
+            pad_value=0,
+            role="workspace",
+        )
+        return [*right(limits), work]
+
+    def forward(self: Any, right: Any, *args: Any) -> Any:
+        out: torch.Tensor = right(*args)
+        if self._registry is None or not len(out):
+            return out
+        whole = self._registry.get_slot("variant.groups").slice_for(0, 0)
+        if len(out) > len(whole):  # an eager step may be larger than any graph
+            return out
+        rows = whole[: len(out), : out[0].numel()]
+        rows.copy_(out.flatten(1))
+        return rows.clone().view_as(out)
+
+    return override(base, declare_slots, forward)
+
+
 @variant(on="fa3", lanes=("decode", "draft_extend"))
 def outputs_of_padded_rows_unwritten(base: type[Any]) -> type[Any]:
     """A kernel writes only live rows, into an output buffer that was zeroed once."""

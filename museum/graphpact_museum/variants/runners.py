@@ -11,10 +11,10 @@ import torch
 
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import CudaGraphBufferRegistry
-from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
+from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Forward, RegionContext
 from graphpact_museum.edits.override import override, overrides
-from graphpact_museum.edits.runners import LONG_CONTEXT
+from graphpact_museum.edits.runners import LONG_CONTEXT, SHORT_TIER, with_length_tiers
 from graphpact_museum.exhibit import variant
 from graphpact_museum.variants.slots import CPU, own_slot
 
@@ -133,28 +133,15 @@ def largest_listed_first(base: type[Any]) -> type[Any]:
     return override(base, shapes, fit)
 
 
-@variant(on="cuda_graph", lanes="decode")
+@variant(on="cuda_graph", lanes=("decode", "target_verify"))
 def tiers_of_length(base: type[Any]) -> type[Any]:
     """Every capture size is captured twice, for short and for long sequences."""
 
-    def shapes(_: Any, right: Any) -> Any:
-        plain = right()
-        return [replace(shape, variant=tier) for shape in plain for tier in ("short", "long")]
-
-    def fit(self: Any, _: Any, batch: ForwardBatch) -> GraphShape | EagerReason:
+    def is_short(batch: ForwardBatch) -> bool:
         is_alone = batch.global_num_tokens_cpu is None
-        is_short = max(batch.seq_lens_cpu.tolist(), default=0) <= 16
-        sizes = CaptureSizes(tuple(self.shapes()))
-        return sizes.fit(batch, "short" if is_alone and is_short else "long")
+        return is_alone and max(batch.seq_lens_cpu.tolist(), default=0) <= SHORT_TIER
 
-    def dummy(_: Any, right: Any, shape: GraphShape) -> Any:
-        dummy: ForwardBatch = right(shape)
-        if shape.variant == "short":
-            return dummy
-        lens = torch.full_like(dummy.seq_lens, 40)
-        return replace(dummy, seq_lens=lens, seq_lens_cpu=lens.cpu().clone())
-
-    return override(base, shapes, fit, dummy)
+    return with_length_tiers(base, is_short)
 
 
 @variant(on="cuda_graph", lanes="decode")
