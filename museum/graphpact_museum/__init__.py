@@ -15,6 +15,7 @@
     segments   graphs with attention outside: GP01 to 03, 05, 08, 10, 15, and correct plugins of this kind
     scale      bugs that only unusual values of scale expose
     fields     optional fields of batches: GP02, 04, 05
+    indices    padding rows and dummies that a consumer indexes with: GP04, 11
     tasks      updates of tasks: GP21
     variants   correct plugins in other styles
     right_drivers   correct graph drivers in other styles
@@ -31,8 +32,7 @@ is fast.
 
 ROOMS = (
     *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    *("requests", "neighbours", "shapes", "segments", "scale", "fields", "tasks", "variants"),
-    "right_drivers",
+    "requests", "neighbours", "shapes", "segments", "scale", "fields", "indices", "tasks", "variants", "right_drivers",
 )
 """The modules and packages of exhibits and variants."""
 

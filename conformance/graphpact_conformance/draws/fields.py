@@ -101,6 +101,11 @@ SAFE: Mapping[str, Safe] = {
     "input_ids": Safe(lambda _: range(VOCAB), "tokens of the vocabulary"),
     "positions": Safe(lambda c: range(c.context), "positions within the context"),
     MROPE: Safe(lambda c: range(c.context), "positions within the context"),
+    "num_correct_drafts": Safe(
+        lambda c: range(c.case.tokens_per_request or 1), "drafts of the request, which select one of its rows"
+    ),
+    "extend_seq_lens": Safe(lambda c: range(c.limits.max_num_tokens + 1), "a number of new tokens"),
+    "extend_seq_lens_cpu": Safe(lambda c: range(c.limits.max_num_tokens + 1), "a number of new tokens"),
     "encoder_lens": Safe(lambda _: range(2**31), "a number of tokens"),
     "mamba_track_indices": Safe(
         lambda _: range(1), "index 0 is scratch, and mamba_track_mask is set", "mamba_track_mask"

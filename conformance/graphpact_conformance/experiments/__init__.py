@@ -2,6 +2,7 @@
 
     outputs        outputs and KV cache against attention in float64
     padding        effects of padding rows on outputs and KV cache
+    indices        negative indices and offsets in padding rows and dummies
     look_alikes    live requests that look like padding rows; a part of ``answers_replayed``
     independent_requests   requests alone, and in another order
     refresh        entries that a replay does not write, or that depend on earlier batches
@@ -41,6 +42,7 @@ from graphpact_conformance.experiments import (
     eager_activity,
     graph_choice,
     independent_requests,
+    indices,
     outputs,
     padding,
     parity,
@@ -194,6 +196,13 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             _in_full_lanes(replay_order.interleaved, "GP09", "GP15", "GP18"),
             _in_full_lanes(replay_order.smallest_first, "GP14", "GP15"),
             _in_full_lanes(dummies.dummies, "GP10", "GP11", "GP12"),
+            Experiment(
+                "indices",
+                ("GP04", "GP11"),
+                indices.indices,
+                any_of(in_full_lanes_of_one_plugin, with_optional_fields),
+                num_captures=0,
+            ),
             _in_full_lanes(capture.cold_and_warm, "GP10"),
             _in_full_lanes(graph_choice.graph_choice, "GP08", "GP10", "GP12", "GP20"),
         ],

@@ -3,7 +3,7 @@
 Does not: compare padding rows with those of a capture; see `graphpact_conformance.experiments.parity`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
@@ -280,7 +280,12 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
 
     everything = False
     seen = _padded_outputs(rig, spoiled(everything=False))
-    if same_tensors(was, seen) and not _rows_meet(rig, base, ids):
+    if same_tensors(was, seen):
+        with rig.other_weights((_QUERIES,), ids):
+            other = rig.step(base.problem)
+        if _rows_meet(rig, base, other):
+            yield from _copied_rows(lane, rig, base, other)
+            return
         everything = True
         seen = _padded_outputs(rig, spoiled(everything=True))
     if seen is None or was is None or same_tensors(was, seen):
@@ -316,15 +321,43 @@ def _written(request: ProblemRequest) -> list[int]:
     return [slot for token in request.tokens for slot in token.slots]
 
 
-def _rows_meet(rig: Rig, base: StepRecord, ids: Sequence[int]) -> bool:
-    """Return whether padding rows depend on the queries of live rows.
+def _rows_meet(rig: Rig, base: StepRecord, other: StepRecord) -> bool:
+    """Return whether padding rows depend on the queries of live rows, which ``other`` changes.
 
     Also returns True if live rows do not depend on these queries, because then the change proves nothing.
     """
-    with rig.other_weights((_QUERIES,), ids):
-        other = rig.step(base.problem)
     met = not same_tensors(_padded_outputs(rig, base), _padded_outputs(rig, other))
     return met or same_tensors(base.rows, other.rows)
+
+
+def _copied_rows(lane: LaneUnderTest, rig: Rig, base: StepRecord, other: StepRecord) -> Findings:
+    """Yield a finding if attention of a padding row is that of a live row, before and after a change of it.
+
+    Work across rows, such as a scale of all queries, also makes padding rows depend on live ones. It does not
+    make them equal.
+    """
+    if base.outputs is None or other.outputs is None or "rows" not in base.outputs:
+        return
+    width = base.outputs["rows"].shape[1] - rig.num_shared - rig.net.num_own
+    tokens = len(base.problem.tokens)
+    was, now = (step.outputs["rows"][:, :width] for step in (base, other) if step.outputs is not None)
+    changed = (~same(was, now)).any(dim=1)
+    for row in changed[tokens:].nonzero().flatten().tolist():
+        equal_to = [
+            same(each[tokens + row], each[:tokens]).all(dim=1) & changed[:tokens] for each in (was, now)
+        ]
+        copied = (equal_to[0] & equal_to[1]).nonzero().flatten().tolist()
+        if copied:
+            yield lane.finding(
+                "GP04",
+                field=f"row {tokens + row} of the graph's outputs, a padding row",
+                expected="attention of padding tokens depends only on their own queries and scratch",
+                actual=f"that of token {copied[0]} of the batch, bit by bit, also when its query changes",
+                step=base,
+                help="let padding tokens attend scratch or write zeros; an index that is clamped to the last"
+                " live token copies it",
+            )
+            return
 
 
 def _padded_outputs(rig: Rig, step: StepRecord) -> dict[str, torch.Tensor] | None:
