@@ -14,6 +14,7 @@
     scale      bugs that only unusual values of scale expose
     fields     optional fields of batches: GP02, 04, 05
     tasks      updates of tasks: GP21
+    claims     declared invariants of plans, and layers that only read a KV cache: GP09 and others
     variants   correct plugins in other styles
     right_drivers   correct graph drivers in other styles
 
@@ -29,7 +30,7 @@ is fast.
 
 ROOMS = (
     *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    *("requests", "segments", "scale", "fields", "tasks", "variants", "right_drivers"),
+    *("requests", "segments", "scale", "fields", "tasks", "claims", "variants", "right_drivers"),
 )
 """The modules and packages of exhibits and variants."""
 
