@@ -21,7 +21,7 @@ def uncalled(
     """
     for name, when in methods.items():
         if name not in called and any(_defines(type(each), name, base) for each in objects):
-            yield Uncalled(name, when)
+            yield Uncalled(name, f"the engine calls it {when}")
 
 
 def _defines(cls: type, name: str, base: str) -> bool:

@@ -1,15 +1,16 @@
 """Methods of builders that model runner V1 calls and V2 does not, and methods that no run calls."""
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import pytest
 import torch
 from adapter_checks import assert_found, assert_right, findings_of
-from vllm_builders import LANES, OwnedBuilder, PagedBuilder
+from vllm_builders import LANES, AttentionCGSupport, OwnedBuilder, PagedBuilder, PagedMetadata
 
 from graphpact.plugins import PluginCatalog
-from graphpact_adapters.vllm import Builders, CommonAttentionMetadata
+from graphpact_adapters.vllm import Builders, CommonAttentionMetadata, PagedReads
+from graphpact_adapters.vllm.readers import read_vllm_metadata
 from graphpact_conformance.report.digest import unchecked
 from graphpact_conformance.suite import examine, targets
 from graphpact_conformance.targets import Options
@@ -68,6 +69,61 @@ class ForgetsLengths(Owns):
         return replace(metadata, block_table=self.block_table[: len(blk_table)], slot_mapping=slot_mapping)
 
 
+class OwnsDecodes(Owns):
+    """Keeps the table of decodes in its own buffer, and passes that of prefills on, as in an eager step."""
+
+    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
+        """Return the metadata of this group; graphs of prefills read the buffer, which is not written."""
+        if metadata.num_actual_tokens == len(metadata.seq_lens):
+            return super().update_block_table(metadata, blk_table, slot_mapping)
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+
+@dataclass
+class SlicedMetadata(PagedMetadata):
+    """Metadata with the table of prefills beside that of all requests, as kernels for prefills take it."""
+
+    prefill_block_table: torch.Tensor | None = None
+
+
+def read_sliced(metadata: SlicedMetadata, slot_mapping: torch.Tensor) -> PagedReads:
+    """Return what the kernels read: prefills from their own table, if there is one."""
+    reads = read_vllm_metadata(metadata, slot_mapping)
+    assert isinstance(reads, PagedReads)
+    if metadata.prefill_block_table is None:
+        return reads
+    (part,) = reads.parts
+    return replace(reads, parts=(replace(part, block_table=metadata.prefill_block_table),))
+
+
+class Slices(PagedBuilder):
+    """Has a table of prefills, for steps that no graph holds, and makes it again for each group."""
+
+    support = AttentionCGSupport.UNIFORM_BATCH
+    supports_update_block_table = True
+
+    def metadata(self, common: CommonAttentionMetadata) -> Any:
+        """Return the metadata of a step, with the table of prefills if it has any."""
+        prefills = common.is_prefilling is not None and bool(common.is_prefilling.any())
+        table = common.block_table_tensor.clone() if prefills else None
+        return SlicedMetadata(**vars(super().metadata(common)), prefill_block_table=table)
+
+    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
+        """Return the metadata of this group."""
+        prefill = None if metadata.prefill_block_table is None else blk_table.clone()
+        return replace(
+            metadata, block_table=blk_table, slot_mapping=slot_mapping, prefill_block_table=prefill
+        )
+
+
+class KeepsSlices(Slices):
+    """Keeps the table of prefills of the other group: a public bug (MetaX-MACA/vLLM-metax#224)."""
+
+    def update_block_table(self, metadata: Any, blk_table: torch.Tensor, slot_mapping: torch.Tensor) -> Any:
+        """Return the metadata of this group, with prefills in the blocks of the other group."""
+        return replace(metadata, block_table=blk_table, slot_mapping=slot_mapping)
+
+
 NAME = "test_vllm_runners:Cascades"
 
 
@@ -118,11 +174,34 @@ def test_a_step_of_prompts_that_is_not_refreshed_is_found(lane: str) -> None:
     assert findings_of(Builders(RefreshesDecodes), LANES[lane]) == []
 
 
+@pytest.mark.few(1)
+def test_an_update_is_checked_in_graphs_of_prefills_too() -> None:
+    """An update that is right for decodes, and does not reach graphs of prefills, is found there only."""
+    assert findings_of(Builders(OwnsDecodes), v1("decode")) == []
+    findings = findings_of(Builders(OwnsDecodes), v1("extend"))
+    assert_found(findings, "GP01", "KV-cache group 1: block_table")
+    assert {f.hook for f in findings} == {"update_block_table"}
+    assert findings_of(Builders(OwnsDecodes), LANES["extend"]) == []
+
+
+@pytest.mark.few(1)
+def test_an_update_is_checked_in_steps_that_no_graph_holds() -> None:
+    """V1 calls it in eager steps too: a table of prefills that stays that of the other group is found."""
+    right, wrong = (Builders(make, read=read_sliced) for make in (Slices, KeepsSlices))
+    mixed = "mixed-page16-gqa-float32"
+    assert findings_of(right, f"{mixed}-v1", v1("decode")) == []
+    assert findings_of(wrong, mixed, v1("decode")) == []
+    found = [f for f in findings_of(wrong, f"{mixed}-v1") if "layer 1" in (f.field or "")]
+    assert found
+    assert {f.rule for f in found} == {None}
+
+
 def test_only_builders_that_declare_it_have_lanes_of_v1() -> None:
     """Without ``supports_update_block_table``, or with groups of other specifications, V1 calls ``build``."""
     for builders in (Builders(PagedBuilder), Builders(Passes, kind="sliding_window")):
         assert not any(str(plan).endswith("-v1") for plan in builders.lanes(QUICK))
-    assert sum(str(plan).endswith("-v1") for plan in Builders(Passes).lanes(QUICK)) == 2
+    of_v1 = [str(plan) for plan in Builders(Passes).lanes(QUICK) if str(plan).endswith("-v1")]
+    assert [lane.partition("-")[0] for lane in of_v1] == ["decode", "extend", "mixed", "target_verify"]
 
 
 def test_v1_calls_as_its_code_does() -> None:

@@ -4,6 +4,10 @@ A capability has one of five values. It is ``full``, or ``since`` a version, if 
 include it; otherwise ``unsupported``, ``not_implemented`` or ``unknown``. The backend's ``claims`` select the
 value where `Capabilities` do not.
 
+The class attribute `AttentionBackend.fill_is_device_only` is a capability too, `DEVICE_ONLY`: a graph can
+record the preparation of the metadata. Lanes whose graphs record it prove it where it is declared. Where it
+is not, and one method prepares captures and replays, a full lane tries it.
+
 Does not: run lanes (see `graphpact_conformance.suite`).
 """
 
@@ -24,6 +28,10 @@ from graphpact_conformance.results import Claim
 
 Declared = Literal["unknown", "unsupported", "not_implemented", "since", "full"]
 FEATURES = ("sliding_window", "softcap", "sinks", "trees")
+DEVICE_ONLY = "fill_is_device_only"
+"""The capability of a backend whose `fill_metadata` a graph may record."""
+OF_GRAPHS = ("graphs ", f"feature {DEVICE_ONLY}")
+"""How the names of capabilities begin that work only if a graph keeps every rule."""
 _PAGE_SIZES = (1, 16, 64)
 _DTYPES = (torch.float32, torch.bfloat16)
 _SINCE = re.compile(r"since (\S+)")
@@ -47,9 +55,9 @@ def claims_of(
     _require_known(cls)
     works = dict(probed)
     found = []
-    for capability, is_declared in _capabilities(cls.capabilities):
+    for capability, is_declared in _capabilities(cls):
         declared, since = _declared(cls, capability, is_declared=is_declared)
-        outcomes = [passed for config, passed in shown if capability in _needs(config)]
+        outcomes = [passed for config, passed in shown if capability in _needs(config, cls.capabilities)]
         state: Literal["pass", "fail", "not_run"] = "not_run"
         if is_declared and outcomes:
             state = "pass" if all(outcomes) else "fail"
@@ -74,22 +82,25 @@ def undeclared(
     if not declared:
         return
     plain = next((c for c in declared if c.dtype is torch.float32), declared[0])
-    for capability, is_declared in _capabilities(can):
+    for capability, is_declared in _capabilities(cls):
         if is_declared or capability in cls.claims:
             continue
         kind, _, value = capability.partition(" ")
-        wider = _wider(can, kind, value)
-        candidates = [c for c in configs_of(wider) if capability in _needs(c)]
+        more: dict[str, Any] = {DEVICE_ONLY: True}
+        wider = can if value == DEVICE_ONLY else _wider(can, kind, value)
+        candidates = [c for c in configs_of(wider) if capability in _needs(c, wider)]
         if value in ("sliding_window", "softcap", "sinks"):
             switched_on: dict[str, Any] = {value: True}
             candidates = [replace(c, **switched_on) for c in declared]
         best = min(candidates, key=lambda c: _distance(c, plain), default=None)
         if best is not None:
-            more = {"capabilities": wider, "__module__": cls.__module__}
+            more = more if value == DEVICE_ONLY else {"capabilities": wider}
+            more["__module__"] = cls.__module__
             yield capability, type(cls.__name__, (cls,), more), best
 
 
-def _capabilities(can: Capabilities) -> Iterator[tuple[str, bool]]:
+def _capabilities(cls: type[AttentionBackend]) -> Iterator[tuple[str, bool]]:
+    can = cls.capabilities
     for mode in ForwardMode:
         yield f"mode {mode.value}", mode in can.modes
     for size in sorted({*_PAGE_SIZES, *(can.page_sizes or ())}):
@@ -104,10 +115,18 @@ def _capabilities(can: Capabilities) -> Iterator[tuple[str, bool]]:
     for level in GraphSupport:
         if any(case.needs is level for case in cases):
             yield f"graphs {level.value}", can.graph_support.covers(level)
+    if cls.fill_is_device_only or (_has_one_body(cls) and can.graph_support is not GraphSupport.NEVER):
+        yield f"feature {DEVICE_ONLY}", cls.fill_is_device_only
 
 
-def _needs(config: Config) -> set[str]:
-    """Return the capabilities that a lane needs."""
+def _has_one_body(cls: type[AttentionBackend]) -> bool:
+    """Return whether `fill_metadata` prepares replays too. An author of two bodies has made a choice."""
+    names = ("init_metadata_replay", "refresh_metadata")
+    return all(getattr(cls, name) is getattr(AttentionBackend, name) for name in names)
+
+
+def _needs(config: Config, can: Capabilities) -> set[str]:
+    """Return the capabilities that a lane needs; its graphs record the metadata work where they can."""
     needed = {
         f"mode {config.case.mode.value}",
         f"page_size {config.page_size}",
@@ -120,6 +139,7 @@ def _needs(config: Config) -> set[str]:
         "softcap": config.softcap,
         "sinks": config.sinks,
         "trees": config.case.branches > 1,
+        DEVICE_ONLY: can.graph_support.covers(config.case.needs) and not config.case.segments,
     }
     return needed | {f"feature {name}" for name, is_on in flags.items() if is_on}
 
@@ -137,7 +157,7 @@ def _declared(
 
 
 def _require_known(cls: type[AttentionBackend]) -> None:
-    there = dict(_capabilities(cls.capabilities))
+    there = dict(_capabilities(cls))
     for capability, said in cls.claims.items():
         if capability not in there:
             raise ConfigError(

@@ -8,6 +8,8 @@ from itertools import groupby, zip_longest
 
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 
+CALLS = "calls"
+"""The check of the results about methods that no lane called."""
 Values = Mapping[str, Sequence[str]]
 """The values of each dimension, as texts."""
 
@@ -23,7 +25,8 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
     kept: dict[str, Result] = {}  # keep one copy of equal results; times may differ
     for result in results:
         kept.setdefault(result.model_dump_json(exclude={"seconds"}), result)
-    results = [*kept.values()]
+    in_all = {*_uncalled(parts[0])}.intersection(*map(_uncalled, parts))
+    results = [result for result in kept.values() if result.check != CALLS or result.lane in in_all]
     # A part that was stopped has none.
     claims = [_all_of(claims) for claims in zip(*(p.claims for p in parts if p.claims), strict=True)]
     if claims:
@@ -40,6 +43,11 @@ def merged(parts: Sequence[PluginResults]) -> PluginResults:
             "traits": list(dict.fromkeys(trait for part in parts for trait in part.traits)),
         }
     )
+
+
+def _uncalled(part: PluginResults) -> list[str]:
+    """Return the methods that no lane of a part called."""
+    return [result.lane for result in part.results if result.check == CALLS]
 
 
 def _all_of(claims: Sequence[Claim]) -> Claim:

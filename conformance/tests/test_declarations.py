@@ -173,6 +173,60 @@ def test_a_level_that_is_too_low_is_reported() -> None:
         assert probe(backend, LIGHT) == []
 
 
+class FillsFromTheHost(ReferenceBackend):
+    """A backend whose fill takes lengths from the host: right in a hook, and a constant in a graph."""
+
+    capabilities = replace(RIGHT, modes=frozenset({ForwardMode.DECODE}))
+    claims = {  # noqa: RUF012  a ClassVar there
+        f"mode {mode.value}": "unknown" for mode in ForwardMode if mode is not ForwardMode.DECODE
+    }
+    fill_is_device_only = False
+
+    def last_of(self, view: ForwardBatch, request: torch.Tensor) -> torch.Tensor:
+        """Return the last positions, from host lengths."""
+        return torch.tensor(view.seq_lens_cpu.tolist(), device=view.device)[request] - 1
+
+
+DEVICE_ONLY = "feature fill_is_device_only"
+
+
+def test_a_preparation_that_graphs_record_is_proved_by_its_lanes() -> None:
+    """Lanes whose graphs record the fill show the declaration; a fill from host lengths fails there."""
+    for base, is_right in ((ReferenceBackend, True), (FillsFromTheHost, False)):
+        backend = type("Declares", (base,), {"fill_is_device_only": True, "__module__": base.__module__})
+        backend.capabilities = FillsFromTheHost.capabilities
+        plans = suite.planned_lanes(backend, ReferenceRunner, FULL, values=())
+        shown = []
+        for plan in plans:
+            results = list(suite.examine_lane(plan, FULL))
+            failed = {r.rule for r in results if r.outcome is Outcome.FAIL}
+            assert bool(failed) is not is_right
+            assert is_right or failed & {"GP02", "GP08", "GP10"}
+            shown.append((plan.lane.config, not failed))
+        claims = {claim.capability: claim for claim in claims_of(backend, shown)}
+        assert claims[DEVICE_ONLY].shown == ("pass" if is_right else "fail")
+
+
+@pytest.mark.sweep
+def test_a_preparation_that_could_be_recorded_is_a_hint() -> None:
+    """An undeclared fill is tried in a graph: one that works is a hint, one that does not is none.
+
+    A claim silences it, and a backend with a second method for replays is not asked.
+    """
+    for base, works in ((ReferenceBackend, True), (FillsFromTheHost, False)):
+        backend = type("Hides", (base,), {"fill_is_device_only": False, "__module__": base.__module__})
+        backend.capabilities, backend.claims = FillsFromTheHost.capabilities, FillsFromTheHost.claims
+        probed = probe(backend, LIGHT)
+        assert probed == [(DEVICE_ONLY, works)]
+        hints = hints_of(claims_of(backend, [], probed))
+        assert [hint.startswith(DEVICE_ONLY) for hint in hints] == [True] * works
+        backend.claims = {**FillsFromTheHost.claims, DEVICE_ONLY: "not_implemented"}
+        assert probe(backend, LIGHT) == []
+        backend.claims = FillsFromTheHost.claims
+        backend.refresh_metadata = lambda self, view, metadata: self.fill_metadata(view, metadata)
+        assert probe(backend, LIGHT) == []
+
+
 class CannotCaptureRagged(ReferenceBackend):
     """A backend whose graphs hold uniform batches only; eager batches may be ragged."""
 

@@ -153,6 +153,28 @@ def test_a_fill_that_is_wrong_only_at_capture_or_in_eager_steps_is_found() -> No
     assert {finding.hook for finding in found(WrongFirst)} == {"init_metadata_capture", "init_metadata_eager"}
 
 
+class LateInTheLane(Planned):
+    """Plans every request for one key more, once it has prepared many steps: the outputs are right."""
+
+    after = 24
+    steps = 0
+
+    def plan_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
+        """Count the steps, and plan for one key more after many of them."""
+        self.steps += 1
+        lens = view.seq_lens_cpu + int(self.steps > self.after)
+        super().plan_metadata(replace(view, seq_lens_cpu=lens), metadata)
+
+
+def test_invariants_are_evaluated_after_every_preparation() -> None:
+    """A plan that is wrong only late in the life of a lane is found by name."""
+    assert found(LateInTheLane) == []
+    eager = [each for each in EXPERIMENTS if each.name == "survives_eager_activity"]
+    told = found(LateInTheLane, experiments=eager)
+    assert {each.field for each in told} == {COUNTS}
+    assert all(each.batch for each in told)
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("kernels", ["auto", "portable"])
 @pytest.mark.parametrize("name", ["flashinfer", "fa3"])

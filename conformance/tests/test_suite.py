@@ -748,7 +748,7 @@ def test_a_capability_is_what_is_declared_and_what_was_shown() -> None:
     assert "declare it" in str(found["feature sinks"].hint)
     assert found["feature trees"].declared == "full"
     needed = {*("mode decode", "page_size 64", "heads gqa", "dtype float32", "graphs uniform_decode")}
-    features = {"feature sliding_window", "feature softcap", "feature sinks"}
+    features = {"feature sliding_window", "feature softcap", "feature sinks", "feature fill_is_device_only"}
     assert {name for name, claim in found.items() if claim.disagrees} == needed | features
     assert [name for name, claim in found.items() if claim.hint] == ["feature sinks"]
 

@@ -17,6 +17,7 @@
     fields     optional fields of batches: GP02, 04, 05
     indices    padding rows and dummies that a consumer indexes with: GP04, 11
     tasks      updates of tasks: GP21
+    claims     declared invariants of plans, and layers that only read a KV cache: GP09 and others
     variants   correct plugins in other styles
     right_drivers   correct graph drivers in other styles
 
@@ -32,7 +33,17 @@ is fast.
 
 ROOMS = (
     *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    "requests", "neighbours", "shapes", "segments", "scale", "fields", "indices", "tasks", "variants", "right_drivers",
+    "requests",
+    "neighbours",
+    "shapes",
+    "segments",
+    "scale",
+    "fields",
+    "indices",
+    "tasks",
+    "variants",
+    "right_drivers",
+    *("requests", "segments", "scale", "fields", "tasks", "claims", "variants", "right_drivers"),
 )
 """The modules and packages of exhibits and variants."""
 

@@ -60,8 +60,10 @@ _EARLIER = ("cudagraph_support", "attn_cudagraph_support")
 _PROBED = (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.MIXED)
 _SUFFIXES = ("", _V1 := "-v1", _DIFFERENT_LENGTHS := "-varlen")
 """Suffixes of a plain lane and of the lanes that are derived from it."""
-_OF_V1 = (Case(ForwardMode.DECODE), Case(ForwardMode.TARGET_VERIFY))
-"""The kinds of step that are also checked with the calls of model runner V1."""
+_OF_V1 = tuple(
+    map(Case, (ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.EXTEND, ForwardMode.MIXED))
+)
+"""The kinds of step that are also checked with the calls of model runner V1, in graphs or eagerly."""
 VARLEN = 4
 """The most tokens of a request in lanes of decodes of different lengths."""
 _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
@@ -293,7 +295,7 @@ class Builders:
         config = plan.lane.config
         support = self.declared(config)
         found = [replace(plan, lane=self._lane(config, self.backend(config, support)))]
-        if self._is_of_v1(plan, support):
+        if self._is_of_v1(plan):
             of_v1 = self._lane(config, self.backend(config, support, runner="V1"))
             found.append(replace(plan, lane=of_v1, suffix=_V1))
         if config.case == Case(ForwardMode.MIXED) and not support.covers(config.case.needs):
@@ -315,15 +317,15 @@ class Builders:
             oracle=LinearOracle if is_recurrent else OracleBackend,
         )
 
-    def _is_of_v1(self, plan: PlannedLane, support: GraphSupport) -> bool:
-        """Return whether model runner V1 makes other calls in the graphs of a plain lane.
+    def _is_of_v1(self, plan: PlannedLane) -> bool:
+        """Return whether model runner V1 makes other calls in a plain lane, in its replays or eager steps.
 
         V1 makes the metadata of a group from that of another group only if their specifications are equal.
         """
         config = plan.lane.config
-        if not plan.is_full or config.unusual or config.case not in _OF_V1 or self.kind == "sliding_window":
+        if config.unusual or config.case not in _OF_V1 or self.kind == "sliding_window":
             return False
-        return support.covers(config.case.needs) and updates_block_tables(self._new_builder(config)[0])
+        return updates_block_tables(self._new_builder(config)[0])
 
     def _of_different_lengths(self, plan: PlannedLane) -> Iterator[PlannedLane]:
         """Yield a lane of decodes of different lengths, if a builder declares graphs for them."""

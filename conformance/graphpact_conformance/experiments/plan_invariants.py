@@ -7,14 +7,12 @@ put into the memory of the plan, and at least one invariant has to be false.
 Does not: know what a plan contains. Plans on the host, and plans outside the metadata, are not exchanged.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 import torch
 
-from graphpact.attention import DraftMetadata, each_step
 from graphpact.batch import ForwardBatch
 from graphpact.pact import walk
 from graphpact.shapes import GraphShape
@@ -26,30 +24,13 @@ from graphpact_conformance.experiments.comparison import altered
 from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.records.raised import message_of
+from graphpact_conformance.records.plans import Verdict, verdicts
 from graphpact_conformance.records.steps import StepRecord
 from graphpact_conformance.results import Finding
 from graphpact_tape.writes import write
 
 PlanTensors = dict[str, dict[str, torch.Tensor]]
 """Copies of the tensors of a plan: for each slot, by path."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Verdict:
-    """What an invariant says.
-
-    Args:
-        name: The invariant.
-        holds: Whether it is true; None if it cannot tell.
-        why: What it returned or raised, if it is not true.
-        error: The error that it raised.
-    """
-
-    name: str
-    holds: bool | None
-    why: str = ""
-    error: Exception | None = None
 
 
 def plan_invariants(lane: LaneUnderTest, steps: Drawn) -> Findings:
@@ -60,29 +41,29 @@ def plan_invariants(lane: LaneUnderTest, steps: Drawn) -> Findings:
     found: dict[tuple[str, str], Finding] = {}
     exchange = _Exchange(rig)
 
-    def note(verdicts: list[_Verdict], hook: str, step: StepRecord | None, problem: Problem | None) -> None:
-        for each in verdicts:
+    def note(said: list[Verdict], hook: str, step: StepRecord | None, problem: Problem | None) -> None:
+        for each in said:
             if each.holds is False and (hook, each.name) not in found:
-                found[hook, each.name] = _broken(lane, each, hook, step, problem)
+                found[hook, each.name] = lane.of_invariant(each, hook, step=step, problem=problem)
 
     long = assorted(lane.config)
     for problem in (*steps, corner(lane.config), long, *neighbours(lane.config, long)):
-        verdicts: list[_Verdict] = []
-        look = partial(exchange.look, problem, verdicts)
+        said: list[Verdict] = []
+        look = partial(exchange.look, problem, said)
         is_later = rig.backend.records_metadata  # no hook fills metadata: the replay itself does
         step = rig.step(problem, ready=None if is_later else look)
         if is_later and step.error is None and rig.observer.view is not None:
             look(rig.observer.view, rig.observer.metadata)
-        note(verdicts, "init_metadata_replay", step, None)
+        note(said, "init_metadata_replay", step, None)
 
-    at_capture: list[_Verdict] = []
-    rig.capture(ready=lambda view, metadata: at_capture.extend(_verdicts(rig, view, metadata)))
+    at_capture: list[Verdict] = []
+    rig.capture(ready=lambda view, metadata: at_capture.extend(verdicts(rig.backend, view, metadata)))
     note(at_capture, "init_metadata_capture", None, None)
 
     rig.load(steps.exact)
     batch = rig.batch_of(steps.exact)
     made = rig.backend.init_metadata_eager(batch)
-    note([*_verdicts(rig, batch, made)], "init_metadata_eager", None, steps.exact)
+    note([*verdicts(rig.backend, batch, made)], "init_metadata_eager", None, steps.exact)
 
     yield from found.values()
     if not found:
@@ -105,10 +86,10 @@ class _Exchange:
     tried: dict[str, StepRecord] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
 
-    def look(self, problem: Problem, verdicts: list[_Verdict], view: ForwardBatch, metadata: Any) -> None:
+    def look(self, problem: Problem, said: list[Verdict], view: ForwardBatch, metadata: Any) -> None:
         """Evaluate the invariants with the right plan, then with the plan of each earlier batch."""
-        verdicts += _verdicts(self.rig, view, metadata)
-        if any(each.holds is False for each in verdicts):
+        said += verdicts(self.rig.backend, view, metadata)
+        if any(each.holds is False for each in said):
             return
         now, shape = self._plans(metadata), self.rig.observer.shape
         earlier = self.known.setdefault(shape, [])
@@ -122,7 +103,7 @@ class _Exchange:
     def _put(self, slot: str, tensors: dict[str, torch.Tensor], view: ForwardBatch, metadata: Any) -> None:
         edits = {path: partial(write, value=value) for path, value in tensors.items()}
         undo = altered(edits)(view, metadata)
-        if any(each.holds is not True for each in _verdicts(self.rig, view, metadata)):
+        if any(each.holds is not True for each in verdicts(self.rig.backend, view, metadata)):
             self.settled.add(slot)
         if undo is not None:
             undo()
@@ -158,34 +139,3 @@ def _differ(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> boo
     if one.keys() != other.keys() or any(one[path].shape != other[path].shape for path in one):
         return False
     return any(not equal(one[path], other[path]) for path in one)
-
-
-def _verdicts(rig: Rig, view: ForwardBatch, metadata: Any) -> Iterator[_Verdict]:
-    """Yield what each invariant says of each draft step."""
-    for name, holds in rig.backend.plan_invariants.items():
-        for step, (at, part) in enumerate(each_step(view, metadata)):
-            where = f" in draft step {step}" if isinstance(metadata, DraftMetadata) else ""
-            try:
-                said = holds(rig.backend, at, part)
-            except Exception as error:  # noqa: BLE001  the plugin's code may raise anything
-                yield _Verdict(name, holds=False, why=f"{message_of(error)}{where}", error=error)
-            else:
-                right = None if said is None else bool(said)
-                yield _Verdict(name, right, why="" if right else f"false{where}")
-
-
-def _broken(
-    lane: LaneUnderTest, verdict: _Verdict, hook: str, step: StepRecord | None, problem: Problem | None
-) -> Finding:
-    return lane.finding(
-        "GP09",
-        hook=hook,
-        field=verdict.name,
-        expected="this invariant is true after every right fill",
-        actual=verdict.why,
-        step=step,
-        problem=problem,
-        help="plan before every replay, from the lengths of this batch (plan_metadata); if the plan is right,"
-        " correct the invariant in `plan_invariants`",
-        error=verdict.error,
-    )

@@ -44,6 +44,7 @@ from graphpact_conformance.lane.snapshots import poison_slot
 from graphpact_conformance.lane.tested_code import KITS, PLUGIN, ForeignCode, caches_of, raised_at
 from graphpact_conformance.oracle import Answer
 from graphpact_conformance.records.global_state import DRAWS, StateWatch
+from graphpact_conformance.records.plans import PlanWatch, Verdict
 from graphpact_conformance.records.raised import CannotCaptureError, causes, message_of, need_of, rule_of
 from graphpact_conformance.records.steps import StepRecord
 from graphpact_conformance.results import Finding
@@ -74,6 +75,7 @@ class LaneUnderTest:
         driver: Graph driver; None for the tape, fast or strict as experiments need it.
         listed: The rules that the current experiment lists; None for every rule.
         watch: Charges changes of the process's state to the plugin's calls.
+        plans: Notes broken invariants of the backend's plans after each preparation.
         foreign: Code of another engine that the backend calls.
     """
 
@@ -86,6 +88,7 @@ class LaneUnderTest:
     driver: type[GraphDriver] | None = None
     listed: frozenset[str] | None = None
     watch: StateWatch = field(default_factory=StateWatch, compare=False, repr=False)
+    plans: PlanWatch = field(default_factory=PlanWatch, compare=False, repr=False)
     foreign: ForeignCode = PLUGIN
     _rigs: dict[tuple[Way, bool], Rig] = field(default_factory=dict, init=False)
     _answers: dict[int, tuple[Problem, Answer]] = field(default_factory=dict, init=False)
@@ -135,6 +138,7 @@ class LaneUnderTest:
             capture=capture,
             copies_attention=copies_attention,
             watch=self.watch,
+            plans=self.plans,
             share_pool=share_pool,
             kv_memory=self.foreign.kv_memory,
             oracle=self.foreign.oracle,
@@ -179,7 +183,7 @@ class LaneUnderTest:
             listed: The rules that the next experiment lists; this lane's by default.
         """
         self.clear_caches()
-        lane = replace(self, watch=StateWatch())
+        lane = replace(self, watch=StateWatch(), plans=PlanWatch())
         lane._ways = self._ways  # noqa: SLF001  found once for all experiments
         lane._drawn, lane._answers = self._drawn, self._answers  # noqa: SLF001
         if listed is not None:
@@ -458,6 +462,29 @@ class LaneUnderTest:
             or (named and f"`graphpact explain {named}` has the causes of such calls, and fixes"),
             error=None if refuses else error,
         )
+
+    def of_invariant(
+        self, verdict: Verdict, hook: str, *, step: StepRecord | None = None, problem: Problem | None = None
+    ) -> Finding:
+        """Return a finding about an invariant of the backend's plan that is false after a hook."""
+        return self.finding(
+            "GP09",
+            hook=hook,
+            field=verdict.name,
+            expected="this invariant is true after every right fill",
+            actual=verdict.why,
+            step=step,
+            problem=problem,
+            help="plan before every replay, from the lengths of this batch (plan_metadata); if the plan is"
+            " right, correct the invariant in `plan_invariants`",
+            error=verdict.error,
+        )
+
+    def of_plans(self) -> Iterator[Finding]:
+        """Yield a finding for each invariant that was false after a preparation of this lane."""
+        for each in self.plans.broken.values():
+            step = None if each.problem is None else StepRecord(each.problem, shape=each.shape)
+            yield self.of_invariant(each.verdict, each.hook, step=step)
 
     def of_changes(self) -> Iterator[Finding]:
         """Yield a finding for each change of the process's state in a call of the plugin."""

@@ -54,6 +54,7 @@ from graphpact_conformance.model import Model, Passes
 from graphpact_conformance.oracle import Answer, OracleBackend, answer
 from graphpact_conformance.records.global_state import Call, StateWatch
 from graphpact_conformance.records.kv_memory import KvMemory
+from graphpact_conformance.records.plans import PlanWatch
 from graphpact_conformance.records.raised import DeclinedError, need_of
 from graphpact_conformance.records.steps import Leaf, Ready, StepRecord, copies
 from graphpact_tape.poison import poison
@@ -79,6 +80,7 @@ class Rig:
         capture: Whether the runner captures its shapes.
         copies_attention: See `Model`.
         watch: Charges changes of the process's state to the plugin's calls; by default a new one.
+        plans: Notes broken invariants of plans after each preparation; None for a rig that notes none.
         share_pool: As ``Lane(share_pool=...)``.
         kv_memory: The class of its KV cache.
         oracle: The class whose attention is right.
@@ -107,6 +109,7 @@ class Rig:
         capture: bool = True,
         copies_attention: bool = False,
         watch: StateWatch | None = None,
+        plans: PlanWatch | None = None,
         share_pool: SharedBuffers | None = None,
         kv_memory: type[KvMemory] = KvMemory,
         oracle: type[OracleBackend] = OracleBackend,
@@ -115,6 +118,7 @@ class Rig:
     ) -> None:
         self.config, self.device, self.oracle = config, device, oracle
         self.watch = StateWatch() if watch is None else watch
+        self._plans = None if strict else plans  # in a strict lane copies of a plan may be in flight
         self.layers = [
             replace(at, sinks=None if at.sinks is None else at.sinks.to(device)) for at in config.layers
         ]
@@ -151,8 +155,31 @@ class Rig:
             observers=[*observers, self.observer, WatchedHooks(self.watch), *strict_observers],
             share_pool=share_pool,
         )
+        if self._plans is not None and self.backend.plan_invariants:
+            self.observer.prepared = self._note_plan
+            self.lane.composing = self._note_composed
         if capture:
             self.capture()
+
+    # -- plans -----------------------------------------------------------------------------------
+
+    def _note_plan(self, view: ForwardBatch, metadata: Any) -> None:
+        """Note the broken invariants of a replay whose hook has made the metadata."""
+        if self._plans is not None and not self.backend.records_metadata:
+            self._plans.note("init_metadata_replay", self.backend, view, metadata, self.observer.shape)
+
+    def _note_recorded(self) -> None:
+        """Note the broken invariants of a replay whose graph has made the metadata."""
+        seen, is_kit = self.observer, not self._may_draw  # regions of other runners may write the view
+        if self._plans is not None and is_kit and seen.view is not None and seen.metadata is not None:
+            self._plans.note("init_metadata_replay", self.backend, seen.view, seen.metadata, seen.shape)
+
+    def _note_composed(self, context: RegionContext) -> None:
+        """Note the broken invariants of a capture or of an eager step, before its region runs."""
+        if self._plans is None or context.backend is not self.backend:
+            return
+        hook = "init_metadata_eager" if context.registry is None else "init_metadata_capture"
+        self._plans.note(hook, self.backend, context.attended, context.metadata, context.shape)
 
     # -- capture ---------------------------------------------------------------------------------
 
@@ -352,6 +379,8 @@ class Rig:
         """
         self._clear_outputs()
         self.load(whole or problem)
+        if self._plans is not None:
+            self._plans.problem = problem
         if after_load is not None:
             after_load()
         batch = self.batch_of(problem, whole) if batch is None else batch
@@ -379,9 +408,13 @@ class Rig:
         step.eager_runs = counted.total()
         step.reason = next((reason for _, reason in counted), None)
         self._see(step)
+        if ready is None and step.error is None and self.backend.records_metadata:
+            self._note_recorded()
         if self.observer.undo is not None:
             self.observer.undo()
             self.observer.undo = None
+        if self._plans is not None:
+            self._plans.problem = None
         step.caches = self.cache.contents()
         step.table = self.table.clone().cpu()
         step.changed_fields = [

@@ -34,6 +34,7 @@ class Observer:
 
     Attributes:
         before: Called with registry and shape before a step is prepared; may be None.
+        prepared: Called with the batch and the metadata of a replay's hook, before `ready`; may be None.
         ready: Called with view and metadata after preparation and before the replay; may be None.
         undo: The result of the last call of `ready`.
     """
@@ -41,6 +42,7 @@ class Observer:
     def __init__(self, *, keeps_inputs: bool) -> None:
         self._keeps_inputs = keeps_inputs
         self.before: Callable[[CudaGraphBufferRegistry, GraphShape], None] | None = None
+        self.prepared: Callable[[ForwardBatch, Any], None] | None = None
         self.ready: Ready | None = None
         self.undo: Undo | None = None
         self.forget()
@@ -76,13 +78,15 @@ class Observer:
         return (yield from self._see())
 
     @hookimpl(wrapper=True, tryfirst=True)
-    def init_metadata_replay(self) -> _Around:
-        """Keep the metadata of a replay."""
-        return (yield from self._see())
+    def init_metadata_replay(self, view: ForwardBatch) -> _Around:
+        """Keep the metadata of a replay, which was made from ``view``."""
+        return (yield from self._see(view))
 
-    def _see(self) -> _Around:
+    def _see(self, attended: ForwardBatch | None = None) -> _Around:
         metadata = yield
         self.metadata = metadata
+        if self.prepared is not None and attended is not None:
+            self.prepared(attended, metadata)
         if self.ready is not None and self.view is not None:
             self.undo = self.ready(self.view, metadata)
         if self._keeps_inputs and self.view is not None:

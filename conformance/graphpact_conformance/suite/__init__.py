@@ -12,7 +12,8 @@ Does not: implement experiments, or survive a plugin that crashes (see `graphpac
 
 from graphpact_conformance.experiments.experiment import LaneKind, PlannedLane
 from graphpact_conformance.experiments.real_ranks.messages import Classes, ClassSource
-from graphpact_conformance.suite.adapter import Adapter, Needs, Uncalled
+from graphpact_conformance.lane.uncalled import Uncalled
+from graphpact_conformance.suite.adapter import Adapter, Needs
 from graphpact_conformance.suite.names import targets
 from graphpact_conformance.suite.plan import (
     checks_by_lane,

@@ -22,6 +22,7 @@ from graphpact.plugin_calls import describe_error
 from graphpact.plugins import PluginCatalog
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.experiments.experiment import PlannedLane
+from graphpact_conformance.lane.uncalled import Uncalled
 from graphpact_conformance.targets import Options, Target
 
 
@@ -42,22 +43,6 @@ class Needs:
     def __str__(self) -> str:
         more = f"; perhaps more, as it then raised {self.stopped}" if self.stopped else ""
         return f"needs {', '.join(self.paths)}, which its factory can give{more}"
-
-
-@dataclass(frozen=True)
-class Uncalled:
-    """A method of the code that its engine calls and no lane calls.
-
-    Args:
-        name: The method.
-        when: When the engine calls it, such as ``in steps with a common prefix``.
-    """
-
-    name: str
-    when: str
-
-    def __str__(self) -> str:
-        return f"never called here; the engine calls it {self.when}"
 
 
 @runtime_checkable

@@ -86,6 +86,7 @@ class Done:
         declined: Why the runner declined the batches that it needs; None if it took them.
         steps: Steps of the lane, by the reason why they ran eagerly; None for replays.
         error: A fault of the suite itself.
+        plans: Its findings about invariants of plans, which are evaluated after every preparation.
     """
 
     experiment: Experiment
@@ -96,6 +97,7 @@ class Done:
     declined: str | None = None
     steps: Counter[EagerReason | None] = field(default_factory=Counter)
     error: str | None = None
+    plans: list[Finding] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
@@ -174,7 +176,10 @@ def run_once(
     except Exception as error:  # noqa: BLE001  of the plugin or of the suite
         _note_error(done, lane, error)
     done.findings += lane.of_changes()
-    done.findings = [f.model_copy(update={"experiment": experiment.name}) for f in done.findings]
+    done.findings, done.plans = (
+        [f.model_copy(update={"experiment": experiment.name}) for f in found]
+        for found in (done.findings, lane.of_plans())
+    )
     done.steps = lane.steps_by_reason
     done.seconds = time.perf_counter() - start
     return done
@@ -244,7 +249,7 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Itera
             d
             for d in done
             if (not d.experiment.examines if rule is None else rule in d.experiment.examines)
-            or any(f.rule == rule for f in d.findings)
+            or any(f.rule == rule for f in (*d.findings, *d.plans))
         ]
         if not mine:
             continue
@@ -252,6 +257,8 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Itera
             yield _not_in_force(RULES[rule], plan, mine, why)
             continue
         findings = [f for d in mine for f in d.findings if f.rule == rule]
+        own = {f.field for f in findings}  # an experiment's own finding has smaller batches
+        findings += [f for d in mine for f in d.plans if f.rule == rule and f.field not in own]
         findings = sorted({f.model_dump_json(): f for f in findings}.values(), key=by_evidence)
         chosen = findings if options.all_findings else _distinct(findings)
         outcome, reason = Outcome.PASS, _say_declined(done) if rule == "GP12" else None

@@ -8,6 +8,7 @@ Does not: check requirements of a contract (see `graphpact_conformance.contracts
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -18,7 +19,7 @@ from graphpact.buffers import GraphSlot
 from graphpact.errors import ConfigError
 from graphpact.hookspecs import CONTRACT_VERSION
 from graphpact.plugins import PluginCatalog, PluginInfo
-from graphpact_conformance.claims import claims_of, undeclared
+from graphpact_conformance.claims import OF_GRAPHS, claims_of, undeclared
 from graphpact_conformance.contracts.examine import examine_contract
 from graphpact_conformance.draws import coverage
 from graphpact_conformance.draws.cases import CASES, EMBEDS, SEGMENTS, Case
@@ -28,7 +29,8 @@ from graphpact_conformance.experiments import EXPERIMENTS, OF_OUTPUTS
 from graphpact_conformance.experiments.experiment import PlannedLane
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference_backend import ReferenceBackend
-from graphpact_conformance.merge import hints_of, of_claims
+from graphpact_conformance.lane.uncalled import Uncalled, uncalled, watched_calls
+from graphpact_conformance.merge import CALLS, hints_of, of_claims
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.suite.adapter import Needs, adapter_of
 from graphpact_conformance.suite.contract_kinds import CONTRACTS
@@ -90,13 +92,17 @@ def examine(
     shown: list[tuple[Config, bool]] = []
     ran: list[tuple[Config, set[str]]] = []
     reported: list[Result] = []
-    for plan in plans:
-        results = list(examine_lane(plan, options, listener.begins, skip=skip))
-        for result in results:
-            listener.found(result)
-        reported += results
-        shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
-        ran.append((plan.lane.config, _that_ran(results)))
+    classes = _classes_of(target, catalog)
+    with watched_calls(classes) as called:
+        for plan in plans:
+            results = list(examine_lane(plan, options, listener.begins, skip=skip))
+            for result in results:
+                listener.found(result)
+            reported += results
+            shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
+            ran.append((plan.lane.config, _that_ran(results)))
+    for method in uncalled(classes, called) if plans and not skip else ():
+        listener.found(never_called(method))
     is_whole = target.partner is None and not (options.only or options.lanes or options.scenario)
     for result in _undeclared(target, catalog, every, options) if first == 0 else ():
         listener.found(result)
@@ -150,16 +156,8 @@ def _examine_adapted(
     if not options.probe and None not in lacking:
         every = lanes_of(target, options, catalog)
         ready = [plan for plan in every if str(plan.lane.config.case) not in lacking]
-    for method in adapter.uncalled(ready) if ready and first == 0 else ():
-        listener.found(
-            Result(
-                rule=None,
-                check="calls",
-                lane=method.name,
-                outcome=Outcome.UNSUPPORTED,
-                reason=str(method),
-            )
-        )
+    for method in adapter.uncalled(ready) if ready else ():
+        listener.found(never_called(method))
     plans = in_parts(ready, parts, options)[first]
     for plan in plans:
         for result in examine_lane(plan, options, listener.begins, skip=skip):
@@ -180,6 +178,19 @@ def _examine_adapted(
         hints=hints,
         not_shown=list(adapter.not_shown),
     )
+
+
+def never_called(method: Uncalled) -> Result:
+    """Return the result about a method that no lane called."""
+    return Result(rule=None, check=CALLS, lane=method.name, outcome=Outcome.UNSUPPORTED, reason=str(method))
+
+
+def _classes_of(target: Target, catalog: PluginCatalog) -> list[type[Any]]:
+    """Return the classes of a backend or a runner, and of the runner of a pair."""
+    found = [catalog.select(target.kind, target.name)]
+    if target.partner is not None:
+        found.append(catalog.select("runner", target.partner))
+    return found
 
 
 def _traits(
@@ -310,7 +321,7 @@ def probe(cls: type[AttentionBackend], options: Options) -> list[tuple[str, bool
     works = (Outcome.PASS, Outcome.UNSUPPORTED)
     for capability, wider, config in undeclared(cls):
         plan = PlannedLane(LaneUnderTest(config, wider, provider=options.kernels), is_full=True)
-        experiments = EXPERIMENTS if capability.startswith("graphs ") else OF_OUTPUTS
+        experiments = EXPERIMENTS if capability.startswith(OF_GRAPHS) else OF_OUTPUTS
         results = list(examine_lane(plan, few, experiments=experiments))
         found.append((capability, all(r.outcome in works for r in results)))
     return found

@@ -98,7 +98,7 @@ class AttentionBackend(HookMethods, abc.ABC):
     """Details about capabilities, for `graphpact check`. The value is ``"since 1.2"`` for a declared
     capability, and ``"not_implemented"`` or ``"unknown"`` for one that is not declared. Keys are, for
     example, ``"mode mixed"``, ``"page_size 1"``, ``"heads mla"``, ``"dtype bfloat16"``, ``"feature
-    sinks"``.
+    sinks"`` and ``"feature fill_is_device_only"``.
     """
 
     fill_is_device_only: ClassVar[bool] = False
