@@ -29,7 +29,7 @@ is fast.
 
 ROOMS = (
     *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    *("requests", "segments", "scale", "fields", "tasks", "variants", "right_drivers"),
+    *("requests", "whole_requests", "segments", "scale", "fields", "tasks", "variants", "right_drivers"),
 )
 """The modules and packages of exhibits and variants."""
 

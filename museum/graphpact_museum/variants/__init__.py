@@ -10,6 +10,7 @@ Edits of graphpact's plugins:
 
 Plugins that are written from scratch:
 
+    requests     backends that keep something of requests from step to step
     state        backends with constants, staging memory and state as in other engines
     styles       backends with metadata as in other engines
     kernels      backends whose kernels do other work
@@ -31,6 +32,7 @@ from graphpact_museum.variants import (
     ops,
     preparation,
     recorded,
+    requests,
     runners,
     state,
     styles,
@@ -46,6 +48,7 @@ __all__ = [
     "ops",
     "preparation",
     "recorded",
+    "requests",
     "runners",
     "state",
     "styles",
