@@ -29,7 +29,8 @@ is fast.
 
 ROOMS = (
     *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    *("requests", "whole_requests", "segments", "scale", "fields", "tasks", "variants", "right_drivers"),
+    *("requests", "whole_requests", "segments", "scale", "fields", "tasks", "python_state"),
+    *("variants", "right_drivers"),
 )
 """The modules and packages of exhibits and variants."""
 

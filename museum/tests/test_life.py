@@ -1,4 +1,4 @@
-"""Exhibits of the rooms `life`, `requests`, `whole_requests`, and the experiment that shows each of them."""
+"""Exhibits of rooms about the life of lanes and requests, and the experiment that shows each of them."""
 
 from collections import Counter
 from dataclasses import replace
@@ -28,6 +28,7 @@ SHOWN_BY = {
         *("values-copied-only-by-eager-steps", "kept-row-of-a-request-that-ended"),
         "kept-row-does-not-reach-the-next-page",
     ),
+    "python_state": ("turn-of-two-buffers-in-the-region", "positions-by-a-count-of-the-region"),
     "survives_eager_activity": ("flashinfer-keeps-sixteen-sizes", "fa3-keeps-twelve-sizes"),
     "answers_replayed": (
         *("fa3-skips-requests-of-the-fill-length", "decode-runner-masks-token-0-at-position-0"),
@@ -44,7 +45,9 @@ SHOWN_BY = {
 """The exhibits of these rooms, by the experiment that shows them. Only the first of each is not a sweep."""
 
 
-ROOMS = tuple(e for e in EXHIBITS if room_of(e.module) in ("life", "requests", "whole_requests"))
+ROOMS = tuple(
+    e for e in EXHIBITS if room_of(e.module) in ("life", "requests", "whole_requests", "python_state")
+)
 
 
 def findings_of(exhibit: Exhibit, shown_by: str, *, alone: bool) -> set[str | None]:
@@ -85,7 +88,7 @@ SEEN_BY_OTHERS = {
 
 OF_LIFE = [
     (by, name)
-    for by in ("captured_again", "rewritten_memory", "beside_other_lanes", "whole_requests")
+    for by in ("captured_again", "rewritten_memory", "beside_other_lanes", "whole_requests", "python_state")
     for name in SHOWN_BY[by]
     if name not in SEEN_BY_OTHERS
 ]

@@ -11,6 +11,7 @@
     recorded       the recorded steps of a real engine, in the recorded order
     replay_order   other orders of batches and captures, poisoned memory
     eager_activity eager steps between replays
+    python_state   Python of the region, which a replay skips
     whole_requests requests from their prompt on, in a cache that only steps write
     recapture      repeated captures, several lanes in one process, memory that the engine rewrites
     graph_choice   the choice of the graph
@@ -44,6 +45,7 @@ from graphpact_conformance.experiments import (
     padding,
     parity,
     plan_invariants,
+    python_state,
     ranks,
     recapture,
     recorded,
@@ -187,6 +189,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             _in_full_lanes(replay_order.smallest_first, "GP14", "GP15"),
             _in_full_lanes(dummies.dummies, "GP10", "GP11", "GP12"),
             _in_full_lanes(capture.cold_and_warm, "GP10"),
+            _in_full_lanes(python_state.python_state, "GP10"),
             _in_full_lanes(whole_requests.whole_requests, "GP02", "GP09", "GP10"),
             _in_full_lanes(graph_choice.graph_choice, "GP08", "GP10", "GP12", "GP20"),
         ],

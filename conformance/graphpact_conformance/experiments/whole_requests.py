@@ -79,10 +79,10 @@ class _Followed:
     Args:
         lane: The lane.
         rig: Its rig, whose cache is emptied.
-        eagerly: Whether every step runs without a graph.
+        eagerly: Whether every step runs without a graph, or none; None as the batches say.
     """
 
-    def __init__(self, lane: LaneUnderTest, rig: Rig, *, eagerly: bool = False) -> None:
+    def __init__(self, lane: LaneUnderTest, rig: Rig, *, eagerly: bool | None = None) -> None:
         self._rig, self._eagerly = rig, eagerly
         rig.load(Problem(lane.config.case, [], 0))
         self._prompts = lane.of_prompts(rig)
@@ -122,9 +122,8 @@ class _Followed:
 
     def _take(self, rig: Rig, turn: Turn, number: int) -> _Taken:
         before = {name: cache.clone() for name, cache in kv_tensors(self._right).items()}
-        step = rig.step(
-            turn.problem, eagerly=turn.eagerly or self._eagerly, may_decline=True, keeps_cache=True
-        )
+        asked = turn.eagerly if self._eagerly is None or turn.is_prompt else self._eagerly
+        step = rig.step(turn.problem, eagerly=asked, may_decline=True, keeps_cache=True)
         with torch.inference_mode():
             right = rig.answer(turn.problem, self._right)
         wrong = [] if step.error is not None else differences(rig, step, right)
@@ -166,10 +165,13 @@ def _explained(lane: LaneUnderTest, rig: Rig, taken: _Taken) -> Findings:
         found = [each for each in named if lane.listed is None or each.rule in lane.listed]
         yield from found or _results(lane, taken, None, None, "a new lane is wrong too, on the same cache")
         return
+    if _is_by_eager_step(lane, taken):
+        yield from _results(lane, taken, None, None, "without the eager steps before it is right")
+        return
     if (left := _left(lane, taken, seen)) is not None:
         yield left
         return
-    eager = None if turn.eagerly else _right_eagerly(lane, taken)
+    eager = None if turn.eagerly else _right_rig(lane, taken, eagerly=True)
     rule, help_ = ("GP02", _HELP) if eager is None else ("GP10", _IN_GRAPH_HELP)
     yield from _results(lane, taken, rule, _kept(rig, eager or fresh, taken), help_)
 
@@ -191,10 +193,18 @@ def _again(rig: Rig, taken: _Taken, ready: Any = None) -> StepRecord:
     return rig.step(turn.problem, eagerly=turn.eagerly, after_load=load, ready=ready, may_decline=True)
 
 
-def _right_eagerly(lane: LaneUnderTest, taken: _Taken) -> Rig | None:
-    """Return a rig in which all steps of the requests ran without a graph, or None if this one is wrong."""
+def _is_by_eager_step(lane: LaneUnderTest, taken: _Taken) -> bool:
+    """Return whether a wrong replay is right if eager steps before it are replayed; see `python_state`."""
+    earlier = turns_of(lane.config)[: taken.number]
+    if taken.turn.eagerly or not any(turn.eagerly and not turn.is_prompt for turn in earlier):
+        return False
+    return _right_rig(lane, taken, eagerly=False) is not None
+
+
+def _right_rig(lane: LaneUnderTest, taken: _Taken, *, eagerly: bool) -> Rig | None:
+    """Return a rig in which all steps of the requests ran eagerly, or none did; None if this one is wrong."""
     rig = lane.build()
-    last = _Followed(lane, rig, eagerly=True).run(turns_of(lane.config)[: taken.number + 1])
+    last = _Followed(lane, rig, eagerly=eagerly).run(turns_of(lane.config)[: taken.number + 1])
     return rig if last[0].number == taken.number and not last[0].is_wrong else None
 
 

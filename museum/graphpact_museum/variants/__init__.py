@@ -10,6 +10,7 @@ Edits of graphpact's plugins:
 
 Plugins that are written from scratch:
 
+    python_state plugins that change host state in the region
     requests     backends that keep something of requests from step to step
     state        backends with constants, staging memory and state as in other engines
     styles       backends with metadata as in other engines
@@ -31,6 +32,7 @@ from graphpact_museum.variants import (
     metadata,
     ops,
     preparation,
+    python_state,
     recorded,
     requests,
     runners,
@@ -47,6 +49,7 @@ __all__ = [
     "metadata",
     "ops",
     "preparation",
+    "python_state",
     "recorded",
     "requests",
     "runners",
