@@ -33,17 +33,8 @@ is fast.
 
 ROOMS = (
     *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    "requests",
-    "neighbours",
-    "shapes",
-    "segments",
-    "scale",
-    "fields",
-    "indices",
-    "tasks",
-    "variants",
-    "right_drivers",
-    *("requests", "segments", "scale", "fields", "tasks", "claims", "variants", "right_drivers"),
+    *("requests", "whole_requests", "neighbours", "shapes", "segments", "scale", "fields", "indices"),
+    *("tasks", "python_state", "claims", "variants", "right_drivers"),
 )
 """The modules and packages of exhibits and variants."""
 

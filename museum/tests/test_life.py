@@ -1,4 +1,4 @@
-"""Exhibits of the rooms `life` and `requests`, and the experiment that shows each of them."""
+"""Exhibits of rooms about the life of lanes and requests, and the experiment that shows each of them."""
 
 from collections import Counter
 from dataclasses import replace
@@ -24,6 +24,11 @@ SHOWN_BY = {
         *("flashinfer-prefill-step-writes-the-class", "flashinfer-plans-once-for-all-lanes"),
         *("decode-runner-fills-once-for-all-lanes", "verify-runner-shares-its-output-buffer"),
     ),
+    "whole_requests": (
+        *("values-copied-only-by-eager-steps", "kept-row-of-a-request-that-ended"),
+        "kept-row-does-not-reach-the-next-page",
+    ),
+    "python_state": ("turn-of-two-buffers-in-the-region", "positions-by-a-count-of-the-region"),
     "survives_eager_activity": ("flashinfer-keeps-sixteen-sizes", "fa3-keeps-twelve-sizes"),
     "answers_replayed": (
         *("fa3-skips-requests-of-the-fill-length", "decode-runner-masks-token-0-at-position-0"),
@@ -40,7 +45,9 @@ SHOWN_BY = {
 """The exhibits of these rooms, by the experiment that shows them. Only the first of each is not a sweep."""
 
 
-ROOMS = tuple(e for e in EXHIBITS if room_of(e.module) in ("life", "requests"))
+ROOMS = tuple(
+    e for e in EXHIBITS if room_of(e.module) in ("life", "requests", "whole_requests", "python_state")
+)
 
 
 def findings_of(exhibit: Exhibit, shown_by: str, *, alone: bool) -> set[str | None]:
@@ -81,7 +88,7 @@ SEEN_BY_OTHERS = {
 
 OF_LIFE = [
     (by, name)
-    for by in ("captured_again", "rewritten_memory", "beside_other_lanes")
+    for by in ("captured_again", "rewritten_memory", "beside_other_lanes", "whole_requests", "python_state")
     for name in SHOWN_BY[by]
     if name not in SEEN_BY_OTHERS
 ]
@@ -101,6 +108,16 @@ def test_every_exhibit_of_these_rooms_has_its_experiment() -> None:
     assert Counter(e.name for e in shown) == Counter(e.name for e in ROOMS)
     assert min(map(len, SHOWN_BY.values())) >= 2
     assert {*SHOWN_BY} <= {e.name for e in EXPERIMENTS}
+
+
+def test_a_write_that_replays_leave_out_is_named() -> None:
+    """If a copy of values is written by eager steps only, the finding names the copies of values alone."""
+    exhibit = named("values-copied-only-by-eager-steps")
+    chosen = [e for e in EXPERIMENTS if e.name == "whole_requests"]
+    with planted(exhibit, right_class(exhibit.base)) as plans:
+        results = [r for plan in plans for r in examine_lane(plan, OPTIONS, experiments=chosen)]
+    (field,) = {finding.field for result in results for finding in result.findings}
+    assert field == "slot 'variant.values0' of variant, slot 'variant.values1' of variant"
 
 
 def test_a_light_lane_names_the_rule_of_a_wrong_output() -> None:

@@ -13,6 +13,8 @@
     recorded       the recorded steps of a real engine, in the recorded order
     replay_order   other orders of batches and captures, poisoned memory
     eager_activity eager steps between replays
+    python_state   Python of the region, which a replay skips
+    whole_requests requests from their prompt on, in a cache that only steps write
     recapture      repeated captures, several lanes in one process, memory that the engine rewrites
     graph_choice   the choice of the graph
     ranks          agreement of ranks that step together with one batch
@@ -47,11 +49,13 @@ from graphpact_conformance.experiments import (
     padding,
     parity,
     plan_invariants,
+    python_state,
     ranks,
     recapture,
     recorded,
     refresh,
     replay_order,
+    whole_requests,
 )
 from graphpact_conformance.experiments.experiment import Experiment, Findings, PlannedLane
 from graphpact_conformance.experiments.when import (
@@ -204,6 +208,8 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 num_captures=0,
             ),
             _in_full_lanes(capture.cold_and_warm, "GP10"),
+            _in_full_lanes(python_state.python_state, "GP10"),
+            _in_full_lanes(whole_requests.whole_requests, "GP02", "GP09", "GP10"),
             _in_full_lanes(graph_choice.graph_choice, "GP08", "GP10", "GP12", "GP20"),
         ],
         last=[

@@ -102,7 +102,7 @@ def _parts(name: str, value: Any, packages: set[str]) -> list[tuple[str, Any]]:
         return [(f"{name}[{key!r}]", item) for key, item in [*value.items()]]
     if isinstance(value, _SEQUENCES) and not hasattr(value, "_fields"):
         return [(f"{name}[{at}]", item) for at, item in enumerate([*value])]
-    return [(f"{name}.{key}", item) for key, item in _attributes(value, packages).items()]
+    return [(f"{name}.{key}", item) for key, item in own_attributes(value, packages).items()]
 
 
 def _closure(name: str, function: Callable[..., Any]) -> list[tuple[str, Any]]:
@@ -113,7 +113,7 @@ def _closure(name: str, function: Callable[..., Any]) -> list[tuple[str, Any]]:
     return [(f"{variable!r} in the closure of {name}", value) for variable, value in variables.items()]
 
 
-def _attributes(value: Any, packages: set[str]) -> dict[str, Any]:
+def own_attributes(value: Any, packages: set[str]) -> dict[str, Any]:
     """Return the attributes of plain data, and of objects of the plugin's own packages."""
     if isinstance(value, tuple):  # a named tuple
         return value._asdict() if hasattr(value, "_asdict") else {}

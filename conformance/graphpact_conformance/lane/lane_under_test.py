@@ -30,6 +30,7 @@ from graphpact_conformance.draws.cases import Case, declares_graphs, support_of
 from graphpact_conformance.draws.chosen_batches import corner
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.draws.whole_requests import prompts_config
 from graphpact_conformance.lane.reference_backend import ReferenceBackend
 from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.lane.rig import CPU, Rig
@@ -109,6 +110,7 @@ class LaneUnderTest:
         capture: bool = True,
         copies_attention: bool = False,
         share_pool: SharedBuffers | None = None,
+        memory: Rig | None = None,
     ) -> Rig:
         """Return a new rig.
 
@@ -119,6 +121,7 @@ class LaneUnderTest:
             capture: See `Rig`.
             copies_attention: See `Rig`.
             share_pool: See `Rig`.
+            memory: See `Rig`.
         """
         driver: Callable[[torch.device], GraphDriver] = partial(TapeDriver, traced=True)
         if strict:
@@ -142,6 +145,7 @@ class LaneUnderTest:
             share_pool=share_pool,
             kv_memory=self.foreign.kv_memory,
             oracle=self.foreign.oracle,
+            memory=memory,
         )
 
     def build_sharing(self) -> tuple[Rig, Rig]:
@@ -225,6 +229,13 @@ class LaneUnderTest:
         case = Case(min(modes, key=lambda mode: mode.value))
         config = replace(self.config, case=case, capture_shapes=(), extra_requests=0, counts=False)
         return replace(self, config=config, runner=runner).build(capture=capture), corner(config)
+
+    def of_prompts(self, rig: Rig) -> Rig | None:
+        """Return a rig that computes prompts eagerly in the memory of ``rig``; None without such a mode."""
+        config = prompts_config(self.config)
+        if config.case.mode not in self.backend.capabilities.modes:
+            return None
+        return replace(self, config=config, runner=ReferenceRunner).build(capture=False, memory=rig)
 
     def drawn(self, count: int, seed: int) -> list[Drawn]:
         """Return ``count`` sequences of batches for the lane; see `problems.draw`."""

@@ -21,6 +21,7 @@ import torch
 from graphpact.attention import (
     AttentionBackend,
     BackendContext,
+    KVBuffers,
     ProviderName,
 )
 from graphpact.batch import ForwardBatch
@@ -86,6 +87,7 @@ class Rig:
         oracle: The class whose attention is right.
         observers: Observers of the lane, outside those of the rig.
         model: Makes the model.
+        memory: A rig whose page table and KV cache it uses; None for memory of its own.
 
     Attributes:
         table: The page table, ``[rows, positions]`` int32.
@@ -115,6 +117,7 @@ class Rig:
         oracle: type[OracleBackend] = OracleBackend,
         observers: Sequence[object] = (),
         model: Callable[..., Model] = Model,
+        memory: "Rig | None" = None,
     ) -> None:
         self.config, self.device, self.oracle = config, device, oracle
         self.watch = StateWatch() if watch is None else watch
@@ -122,10 +125,13 @@ class Rig:
         self.layers = [
             replace(at, sinks=None if at.sinks is None else at.sinks.to(device)) for at in config.layers
         ]
-        empty = Problem(config.case, [], 0)
-        self.cache = kv_memory(config, device)
-        self.cache.load(empty)
-        self.table = empty.page_table(config).to(device)
+        if memory is None:
+            empty = Problem(config.case, [], 0)
+            self.cache = kv_memory(config, device)
+            self.cache.load(empty)
+            self.table = empty.page_table(config).to(device)
+        else:
+            self.cache, self.table = memory.cache, memory.table
         mode, limits = config.case.lane_mode, config.backend_limits
         context = BackendContext(
             *(device, config.dtype, self.layers, limits, self.table, self.cache.kv, mode, provider)
@@ -333,8 +339,12 @@ class Rig:
 
     def load(self, problem: Problem) -> None:
         """Set page table and KV cache to the state before ``problem``, with poison in unowned memory."""
-        self.table.copy_(problem.page_table(self.config))
+        self.load_table(problem)
         self.cache.load(problem)
+
+    def load_table(self, problem: Problem) -> None:
+        """Set the page table to the requests of ``problem``; the KV cache keeps what earlier steps wrote."""
+        self.table.copy_(problem.page_table(self.cache.config))
 
     def batch_of(self, problem: Problem, whole: Problem | None = None) -> ForwardBatch:
         """Return the batch of a problem for this lane.
@@ -361,6 +371,7 @@ class Rig:
         batch: ForwardBatch | None = None,
         whole: Problem | None = None,
         may_decline: bool = False,
+        keeps_cache: bool = False,
     ) -> StepRecord:
         """Run one batch, and return its record, including an error.
 
@@ -373,12 +384,16 @@ class Rig:
             batch: A batch to run instead of the problem's own one.
             whole: A batch with its requests, in whose memory and with whose optional fields they run.
             may_decline: Whether the batch may be left to an eager step, with a declared reason.
+            keeps_cache: Whether the KV cache is the one that earlier steps wrote.
 
         Raises:
             DeclinedError: The runner declined the batch, and ``may_decline`` is false.
         """
         self._clear_outputs()
-        self.load(whole or problem)
+        if keeps_cache:
+            self.load_table(problem)
+        else:
+            self.load(whole or problem)
         if self._plans is not None:
             self._plans.problem = problem
         if after_load is not None:
@@ -524,14 +539,19 @@ class Rig:
 
     # -- the oracle ------------------------------------------------------------------------------
 
-    def answer(self, problem: Problem, whole: Problem | None = None) -> Answer:
+    def answer(
+        self, problem: Problem, whole: Problem | None = None, *, kv: KVBuffers | None = None
+    ) -> Answer:
         """Return the oracle's answer; it is valid for every lane of the same configuration and runner.
 
         Args:
             problem: The batch.
             whole: See `step`.
+            kv: The KV cache before it, which is written; None for the one that `load` makes.
         """
-        self.load(whole or problem)
+        if kv is None:
+            self.load(whole or problem)
+            kv = self.cache.copy()
         padded = self.padded_tokens(problem) if self.net.counts else None
         compact, batch = self.cache.compact(problem), self.batch_of(problem, whole)
         if compact is not problem:  # a region that the runner composes may move keys in the copy
@@ -543,7 +563,7 @@ class Rig:
             step = RegionContext(shape, batch, self.lane.driver, oracle, metadata, live=batch, attended=batch)
             return runner.compose(forward, step)
 
-        context = replace(self.backend.context, kv_cache=self.cache.copy())
+        context = replace(self.backend.context, kv_cache=kv)
         found = answer(compact, batch, self.net, context, padded, compose, self.oracle)
         return replace(found, caches=found.caches | self.cache.right_beside_kv(compact, found.caches))
 

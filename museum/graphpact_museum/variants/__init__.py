@@ -10,6 +10,8 @@ Edits of graphpact's plugins:
 
 Plugins that are written from scratch:
 
+    python_state plugins that change host state in the region
+    requests     backends that keep something of requests from step to step
     state        backends with constants, staging memory and state as in other engines
     styles       backends with metadata as in other engines
     kernels      backends whose kernels do other work
@@ -30,7 +32,9 @@ from graphpact_museum.variants import (
     metadata,
     ops,
     preparation,
+    python_state,
     recorded,
+    requests,
     runners,
     state,
     styles,
@@ -45,7 +49,9 @@ __all__ = [
     "metadata",
     "ops",
     "preparation",
+    "python_state",
     "recorded",
+    "requests",
     "runners",
     "state",
     "styles",
