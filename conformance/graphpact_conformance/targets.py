@@ -124,7 +124,9 @@ class Target:
             return f"--adapter {self.adapter}" + ("" if self.name == self.adapter else f" {self.name}")
         if self.kind in PREFIXES:
             return f"{PREFIXES[self.kind]}:{self.name}"
-        return self.name if self.partner is None else f"{self.name} {self.partner}"
+        if self.kind == "runner":
+            return f"runner:{self.name}"
+        return self.name if self.partner is None else f"{self.name} runner:{self.partner}"
 
 
 class Listener(Protocol):
