@@ -147,7 +147,8 @@ def to_fix(found: Iterable[Row]) -> list[Row]:
     """
     broken = [row for row in found if row.failures]
     order = causes_first(
-        (row.key for row in broken if row.rule), {row.key: row.evidence for row in broken if row.rule}
+        (row.key for row in broken if row.rule),
+        {row.key: _weight(row, broken) for row in broken if row.rule},
     )
 
     ruled = {f.raised_at for row in broken if row.rule for r in row.failures for f in r.findings}
@@ -161,6 +162,17 @@ def to_fix(found: Iterable[Row]) -> list[Row]:
         )
 
     return sorted(broken, key=rank)
+
+
+def _weight(row: Row, broken: Sequence[Row]) -> Evidence:
+    """Return the evidence of a row for the order of causes.
+
+    An idle rank that takes no graph, or another one, is first of all a rank that differs from the others. So
+    a wrong graph of idle lanes alone counts less where GP17 names its field.
+    """
+    is_idle = row.key == "GP12" and all(_kind_of(each.lane) == "idle" for each in row.failures)
+    ranks = any(other.key == "GP17" and other.evidence.level == 0 for other in broken)
+    return Evidence(1) if is_idle and ranks else row.evidence
 
 
 def why_first(broken: Sequence[Row]) -> str:

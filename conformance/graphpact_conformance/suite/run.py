@@ -290,11 +290,34 @@ def _ignore_work(_: str) -> None:
     """Ignore the name of the work."""
 
 
+_FOLLOWS = {"GP08": ("GP06", "GP12"), "GP16": ("GP10",)}
+"""Rules whose breaches follow from that of another rule, if they name no field."""
+
+
+def _consequences(plan: PlannedLane, done: Sequence[Done]) -> dict[str, str]:
+    """Return the rules of which a lane has only findings without a field, each with the rule of the cause.
+
+    A cause names hook and field, or a race. The wrong graph of a runner is the cause of a number in it.
+    """
+    best: dict[str | None, Evidence] = {}
+    for finding in (finding for each in done for finding in each.findings):
+        best[finding.rule] = min(best.get(finding.rule, Evidence()), finding.evidence)
+    found = {}
+    for cause, rules in _FOLLOWS.items():
+        is_sure = cause in best and (best[cause].level == 0 or cause == "GP16")
+        for rule in rules if is_sure else ():
+            is_runners = rule == "GP12" and plan.lane.kind == "runner"
+            if rule in best and best[rule].level > 0 and not is_runners:
+                found[rule] = cause
+    return found
+
+
 def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Iterator[Result]:
     """Yield one result for each checked rule, and one for findings without a rule."""
     ids: list[str | None] = [rule for rule in RULES if not options.only or rule in options.only]
     if not options.only:
         ids = [None, *ids]
+    consequences = _consequences(plan, done)
     for rule in ids:
         mine = [
             d
@@ -307,12 +330,15 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Itera
         if rule is not None and (why := RULES[rule].not_in_force(plan.contract)):
             yield _not_in_force(RULES[rule], plan, mine, why)
             continue
-        findings = [f for d in mine for f in d.findings if f.rule == rule]
+        cause = consequences.get(rule or "")
+        findings = [] if cause else [f for d in mine for f in d.findings if f.rule == rule]
         findings = sorted({f.model_dump_json(): f for f in findings}.values(), key=by_evidence)
         chosen = findings if options.all_findings else _distinct(findings)
         outcome, reason = Outcome.PASS, _say_declined(done) if rule == "GP12" else None
         errors = [d.error for d in mine if d.error]
-        if findings:
+        if cause:
+            outcome, reason = Outcome.NOT_RUN, f"what was found follows from {cause} in this lane"
+        elif findings:
             outcome, reason = Outcome.FAIL, f"incomplete: {errors[0]}" if errors else None
         elif errors:
             outcome, reason = Outcome.ERROR, errors[0]
