@@ -49,6 +49,7 @@ def builder_lane(
     most_tokens: int | None = None,
     kv_memory: type[KvMemory] = KvMemory,
     oracle: type[OracleBackend] = OracleBackend,
+    without_graphs: str | None = None,
 ) -> LaneUnderTest:
     """Return a lane whose attention metadata comes from builders of another engine.
 
@@ -60,6 +61,7 @@ def builder_lane(
         most_tokens: The most new tokens of a request in its batches; None for no additional bound.
         kv_memory: The class of its KV cache.
         oracle: The class that computes the right attention.
+        without_graphs: Why the lane has no graphs, if it has none, in the engine's terms.
     """
     code = ForeignCode(
         classes=_classes_of,
@@ -68,6 +70,7 @@ def builder_lane(
             "init_metadata_capture": backend.calls["capture"],
             "init_metadata_replay": backend.calls["replay"],
         },
+        without_graphs=without_graphs,
         most_tokens=most_tokens,
         kv_memory=kv_memory,
         oracle=oracle,
@@ -134,6 +137,16 @@ def is_captured_with_room(lane: LaneUnderTest) -> bool:
     except CannotCaptureError:
         return False
     return True
+
+
+def replays_with_room(lane: LaneUnderTest, problem: Problem) -> bool:
+    """Return whether a batch is replayed correctly when builders get larger sizes."""
+    roomy = type(lane.backend.__name__, (lane.backend,), {"room": ROOM})
+    try:
+        rig = replace(lane, backend=roomy).rig()
+    except CannotCaptureError:
+        return False
+    return ended_right(lane, rig, rig.step(problem))
 
 
 def ended_right(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> bool:

@@ -21,7 +21,13 @@ from graphpact.errors import ConfigError, KernelRefusal, ReplayError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import same
 from graphpact_adapters.backend import Built, begins_steps
-from graphpact_adapters.builder_lanes import backend_of, ended_right, outputs_with
+from graphpact_adapters.builder_lanes import (
+    ROOM,
+    backend_of,
+    ended_right,
+    outputs_with,
+    replays_with_room,
+)
 from graphpact_adapters.faults import (
     equal_leaves,
     faults_of,
@@ -63,7 +69,7 @@ def explain_replay(
         yield _of_tasks(lane, rig, step, step.error)
         return
     if shape is None or view is None or step.stage in ("prepare", "metadata"):
-        yield _as_it_is(lane, step, what)
+        yield _too_small(lane, rig, step, what) or _as_it_is(lane, step, what)
         return
     graph = rig.lane.captured[shape].context.metadata
     if begins_steps(graph):
@@ -215,6 +221,23 @@ def _right(lane: LaneUnderTest, fresh: Rig, step: StepRecord, view: ForwardBatch
         fresh.load(step.problem)
         right = copied(backend_of(fresh).expected(view, shape))
     return right
+
+
+def _too_small(lane: LaneUnderTest, rig: Rig, step: StepRecord, what: str) -> Finding | None:
+    """Return a finding about an error of the author's code that more room ends; None if it does not."""
+    if step.error is None or lane.raised_at(step.error) is None or not replays_with_room(lane, step.problem):
+        return None
+    subject = backend_of(rig).words.subject
+    return lane.finding(
+        "GP13",
+        hook="init_metadata_replay",
+        field=f"a buffer of the {subject}",
+        expected=f"{what} runs, as it does if the configuration allows {ROOM} times the requests and tokens",
+        actual=message_of(step.error),
+        step=step,
+        error=step.error,
+        help=help_of(rig, "GP13"),
+    )
 
 
 def _as_it_is(lane: LaneUnderTest, step: StepRecord, what: str) -> Finding:

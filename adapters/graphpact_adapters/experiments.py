@@ -38,11 +38,17 @@ from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.when import everywhere, in_full_lanes
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.records.raised import CannotCaptureError, causes, message_of, need_of
+from graphpact_conformance.records.raised import CannotCaptureError, causes, message_of, need_of, rule_of
 from graphpact_conformance.results import Finding
 
 OF_REPLAYS = ("GP01", "GP02", "GP03", "GP04", "GP05", "GP08", "GP09", "GP10", "GP13", "GP14", "GP15")
 """The rules that a wrong replay can break."""
+
+
+REFUSED = (
+    "the kernel refuses what the {subject} makes for the dummy batch of a capture: offsets rise from 0 to the"
+    " tokens of the shape, and there is one row for each of its requests"
+)
 
 
 def captures_dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
@@ -61,9 +67,10 @@ def captures_dummies(lane: LaneUnderTest, steps: Drawn) -> Findings:
             # If no reader understands the metadata, that is not a fault of the capture.
             is_unread = any(isinstance(each, ConfigError) for each in causes(stopped.error))
             rule = None if is_unread or lane.raised_at(stopped.error) is not None else "GP20"
-            yield lane.of_error(
-                stopped.error, expected=expected, problem=steps.exact, rule=rule, help=words.no_graphs
-            )
+            rule = rule_of(stopped.error) or rule
+            refused = isinstance(stopped.error, KernelRefusal)
+            help_ = REFUSED.format(subject=words.subject) if refused else words.no_graphs
+            yield lane.of_error(stopped.error, expected=expected, problem=steps.exact, rule=rule, help=help_)
             return
         yield lane.finding(
             "GP13",
@@ -189,7 +196,7 @@ _EXPERIMENT = {experiment.name: experiment for experiment in EXPERIMENTS}
 BUILDER_EXPERIMENTS: tuple[Experiment, ...] = (
     Experiment(
         "captures_dummies",
-        (*OF_REPLAYS, "GP19", "GP20"),
+        (*OF_REPLAYS, "GP07", "GP19", "GP20"),
         captures_dummies,
         in_full_lanes,
         after_failed_captures=everywhere,

@@ -267,6 +267,8 @@ REAL_BUGS: dict[str, RealBug] = {
         `fill_is_device_only` records it in the graph. Host work of every step belongs in `plan_metadata`.
         Metadata of eager calls is made in every step: upgrade it in `init_metadata_eager`, in each call.
         Keep no state on `self` that an earlier phase may have filled, such as `if self._plan is None`.
+        Python in a region runs only at capture: a counter that it advances, a slot that it chooses, or a list
+        that it fills stays as it was there. Let tensors decide, or do it in a hook.
         """,
     ),
     "GP11": _pull(
@@ -312,7 +314,8 @@ REAL_BUGS: dict[str, RealBug] = {
         `fit` and return an `EagerReason` of your own, which the class attribute `declines` lists and the lane
         counts. Put all else that a recorded kernel depends
         on (a length tier, a LoRA set) into the `variant` of the `GraphShape`. Declare only the
-        `graph_support` that your kernels have.
+        `graph_support` that your kernels have. Compare `forward_mode`, not widths alone: a prompt, or a chunk
+        of one, may have as many tokens as a verify has drafts.
         """,
     ),
     "GP13": _pull(
@@ -401,7 +404,8 @@ REAL_BUGS: dict[str, RealBug] = {
         Declare staging memory as a slot of the role `staging`. Copy it with
         `self.driver.copy_async(target, source)`, then `record()` an event from `self.driver.event()`, and
         `synchronize()` that event before the buffer is written again. Work on `self.driver.stream()` waits
-        for the current stream first, and the current stream waits for it: `wait_stream`.
+        for the current stream first, and the current stream waits for it: `wait_stream`. The host reads or
+        rewrites the target of a copy from the device only after an event behind that copy.
         """,
     ),
     "GP17": _pull(

@@ -7,6 +7,7 @@ Does not: draw new batches. It drops recorded batches and requests, and shortens
 rules are broken.
 """
 
+import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import TypeAlias
 
@@ -57,6 +58,17 @@ def shrunk(
             if {finding.rule for finding in now} >= rules:
                 best, steps, candidates = now, candidate, smaller(candidate)
     return best
+
+
+def is_clear(finding: Finding) -> bool:
+    """Return whether a smaller batch cannot say more: hook and field are known, or it has one request."""
+    return (
+        finding.evidence.level == 0 or finding.batch is None or _ONE_REQUEST.match(finding.batch) is not None
+    )
+
+
+_ONE_REQUEST = re.compile(r"[^;]*, [01] requests?;")
+"""How the words of a batch of one request, or of none, begin; see `Problem.words`."""
 
 
 def _found_in(lane: LaneUnderTest, experiment: Experiment, steps: Steps) -> list[Finding]:

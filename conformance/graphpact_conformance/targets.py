@@ -4,12 +4,12 @@ Does not: find plugins, or check them; see `graphpact_conformance.suite` and `gr
 """
 
 import shlex
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
 
 from graphpact.plugins import PluginCatalog, PluginInfo
-from graphpact_conformance.results import PluginResults, Result
+from graphpact_conformance.results import Outcome, PluginResults, Result
 from graphpact_conformance.target_kinds import PREFIXES, TargetKind
 
 Size = Literal["quick", "normal", "thorough"]
@@ -20,6 +20,11 @@ TIMEOUT = 120.0
 """Seconds for one piece of work."""
 TIMEOUT_VARIABLE = "GRAPHPACT_CHECK_TIMEOUT"
 """Environment variable: timeout of one piece of work, in seconds."""
+
+FAIL_FAST = "fail-fast"
+"""The check of the result for what a run with `Options.fail_fast` left out."""
+IsKnown = Callable[[str, str], bool]
+"""``(rule, lane) -> bool``: whether the failure of a rule in a lane is a known one, which ends no run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +46,7 @@ class Options:
         kernels: Kernel provider of the checked backends.
         probe: Whether to look only for values that code of another engine reads and its adapter lacks.
         ranks: Number of processes that step together in additional lanes; None for no such lanes.
+        fail_fast: Whether the run of a plugin ends at the first finding that names a rule.
     """
 
     seed: int = 0
@@ -56,6 +62,7 @@ class Options:
     kernels: Kernels = "auto"
     probe: bool = False
     ranks: int | None = None
+    fail_fast: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +124,9 @@ class Target:
             return f"--adapter {self.adapter}" + ("" if self.name == self.adapter else f" {self.name}")
         if self.kind in PREFIXES:
             return f"{PREFIXES[self.kind]}:{self.name}"
-        return self.name if self.partner is None else f"{self.name} {self.partner}"
+        if self.kind == "runner":
+            return f"runner:{self.name}"
+        return self.name if self.partner is None else f"{self.name} runner:{self.partner}"
 
 
 class Listener(Protocol):
@@ -128,6 +137,17 @@ class Listener(Protocol):
 
     def found(self, result: Result) -> None:
         """Called with each result."""
+
+
+def left_out() -> Result:
+    """Return the result for the part of a plugin's run that ``fail_fast`` left out."""
+    return Result(
+        rule=None,
+        check=FAIL_FAST,
+        lane="the rest",
+        outcome=Outcome.NOT_RUN,
+        reason="the run ended at the first broken rule (--fail-fast)",
+    )
 
 
 def reproduce_line(names: str, only: Iterable[str], lane: str, options: Options) -> str:

@@ -30,7 +30,7 @@ from graphpact.plugins import PluginCatalog, PluginInfo
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import find_rule
 from graphpact_conformance.target_kinds import LANE_KINDS, PREFIXES, TARGET_KINDS
-from graphpact_conformance.targets import Options, Target
+from graphpact_conformance.targets import FAIL_FAST, Options, Target
 
 FILE = "xfails.toml"
 _KEYS = ("rule", "reason", "lane", "plugin", "issue")
@@ -112,6 +112,13 @@ class Xfails:
                 return result.model_copy(update={"outcome": Outcome.XFAIL, "reason": reason})
         return result
 
+    def lists(self, target: Target, rule: str, lane: str) -> bool:
+        """Return whether the failure of a rule in a lane is a known one."""
+        return any(
+            entry.concerns(target) and entry.rule == rule and fnmatchcase(lane, entry.lane)
+            for entry in self._entries
+        )
+
     def judge(self, plugins: Sequence[PluginResults], options: Options) -> list[PluginResults]:
         """Return the results of a whole run, with xpasses and with a failure for each stale entry.
 
@@ -126,7 +133,7 @@ class Xfails:
             where = [i for i, plugin in enumerate(plugins) if entry.concerns(plugin)]
             results = [result for i in where for result in plugins[i].results]
             covered = [result for result in results if entry.covers(result)]
-            if any(result.outcome is Outcome.ERROR or result.check == "ends" for result in results):
+            if any(result.outcome is Outcome.ERROR or result.check in _CUTS for result in results):
                 continue  # the run was incomplete
             fails = any(result.outcome is Outcome.XFAIL for result in covered)
             if not covered and not narrowed:
@@ -138,6 +145,10 @@ class Xfails:
                     updated = [_xpass(entry, result) for result in judged[i].results]
                     judged[i] = judged[i].model_copy(update={"results": updated})
         return judged
+
+
+_CUTS = ("ends", FAIL_FAST)
+"""Checks whose results say that a run was incomplete."""
 
 
 def plugin_home(target: str) -> Path | None:

@@ -73,6 +73,7 @@ def test_a_terminated_run_prints_what_it_had(
         (["--strict"], {"strict": True}),
         (["--quick"], {"size": "quick"}),
         (["--thorough"], {"size": "thorough"}),
+        (["--fail-fast"], {"fail_fast": True}),
         (["--seed", "0", "--examples", "5"], {"seed": 0, "examples": 5}),
     ],
 )

@@ -288,6 +288,15 @@ def test_a_failure_is_printed_whole_in_a_terminal() -> None:
         assert f"\n{line}\n" in text
 
 
+def test_a_terminal_prints_the_rule_to_begin_with_first() -> None:
+    """Broken rules come first, in the order in which to fix them; then the others by id."""
+    broken = [result("fail", "GP02", findings=[finding("GP02", hook=None)]), result("fail", "GP09")]
+    text = drawn(report(plugin([result(rule="GP01"), *broken])))
+    begin = [line for line in text.splitlines() if line.startswith(("├── ", "└── "))]
+    assert [line.split()[2] for line in begin[:3]] == ["GP09", "GP02", "GP01"]
+    assert "begin here" in begin[0]
+
+
 REASONS = ("no graphs: declared", "another machine", None)
 
 

@@ -16,10 +16,12 @@ from graphpact_cli import main
 from graphpact_conformance import suite, vocabulary
 from graphpact_conformance.draws.cases import CASES, DRAFTS, EMBEDS, SEGMENTS
 from graphpact_conformance.draws.choice import configs_of
+from graphpact_conformance.draws.chosen_batches import of_size
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments import EXPERIMENTS
 from graphpact_conformance.experiments.comparison import same_step
 from graphpact_conformance.experiments.real_ranks import RealRanks
+from graphpact_conformance.experiments.uneven_ranks import differ_in_variant
 from graphpact_conformance.lane.holders import holder_of, storages_of
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference_backend import ReferenceBackend
@@ -35,6 +37,7 @@ from support import ListedCatalog
 
 QUICK = Options(size="quick", examples=1, shrink=False)
 DECODE = next(c for c in configs_of(ReferenceBackend.capabilities) if str(c) == "decode-page16-gqa-float32")
+LONG = next(c for c in configs_of(ReferenceBackend.capabilities) if str(c) == "extend-page16-gqa-float32")
 CATALOG = ListedCatalog(mine=ReferenceBackend)
 
 
@@ -113,6 +116,16 @@ def test_what_a_plugin_raised_comes_first() -> None:
     assert [each.lane for each in first.failures] == ["b", "a"]
     assert why_first([first, second]) == "the plugin raised an error at my/backend.py:3 in Mine.populate"
     assert "raised at" in drawn(report(plugin(results)))
+
+
+def test_an_error_that_a_rule_describes_comes_under_the_rule() -> None:
+    """An error without a rule comes after the rule of a finding with the same line."""
+    place = "my/backend.py:3 in Mine.populate"
+    results = [
+        result("fail", "GP13", findings=[finding("GP13", raised_at=place)]),
+        result("fail", None, findings=[finding(None, raised_at=place)]),
+    ]
+    assert [row.key for row in to_fix(rows(plugin(results)))] == ["GP13", "general"]
 
 
 def test_two_errors_are_the_same_only_by_type_message_and_line() -> None:
@@ -237,6 +250,32 @@ def test_the_evidence_of_a_finding_is_its_hook_and_field(changes: dict[str, Any]
 def test_a_batch_that_overruns_begins_with_its_buffer() -> None:
     """GP13 comes before GP06 for equal evidence: rows that leak follow from a buffer that is too small."""
     assert causes_first(["GP06", "GP13"]) == ["GP13", "GP06"]
+
+
+def test_a_long_batch_is_shown_by_its_first_requests_and_tokens() -> None:
+    """A finding shows four requests and eight tokens of each, and how many more there are."""
+    problem = of_size(replace(LONG, extra_requests=40), 40, 20)
+    told = LaneUnderTest(LONG).finding("GP02", expected="", actual="", problem=problem).batch
+    assert str(told).startswith(f"{LONG.case}, 40 requests; row ")
+    assert "; and 36 more requests; seed " in str(told)
+    assert " and 12 more" in str(told)
+    assert len(str(told)) < 1000
+    few = of_size(LONG, 2, 3)
+    assert few.brief == few.words
+
+
+def test_ranks_whose_variants_differ_are_told_of_the_variant() -> None:
+    """The help of GP17 speaks of the variant only if the shapes of ranks differ in nothing else."""
+    shape = GraphShape(DECODE.case.mode, 4, 4)
+    assert differ_in_variant([shape, replace(shape, variant="long")])
+    assert not differ_in_variant([shape, GraphShape(DECODE.case.mode, 8, 8)])
+    assert not differ_in_variant([shape, None])
+
+
+def test_a_runner_is_named_with_its_kind_in_commands() -> None:
+    """The command that reproduces a finding has `runner:NAME`, as the documentation has."""
+    assert Target("runner", "cuda_graph").names == "runner:cuda_graph"
+    assert Target("attention_backend", "fa3", "cuda_graph").names == "fa3 runner:cuda_graph"
 
 
 # -- names of memory -------------------------------------------------------------------------------

@@ -155,7 +155,7 @@ BREACHES: dict[BreachKind, tuple[str, str]] = {
         "GP08",
         (
             "a host number is frozen into the graph: keep it constant for the shape, put it in a tensor, or"
-            " declare it bounded() if smaller values are valid"
+            " declare it bounded() if smaller values are valid, or updated() if it is an argument of tasks"
         ),
     ),
     "bound": (

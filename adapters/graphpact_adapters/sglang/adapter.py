@@ -16,7 +16,8 @@ import torch
 
 from graphpact.attention import Capabilities, GraphSupport, HeadLayout
 from graphpact.batch import ForwardMode
-from graphpact.errors import named_options
+from graphpact.errors import ConfigError, named_options
+from graphpact.plugin_calls import describe_error, place_of
 from graphpact_adapters import stand_ins
 from graphpact_adapters.backend import DEVICE, Make
 from graphpact_adapters.builder_lanes import TaskTape, builder_lane
@@ -30,6 +31,7 @@ from graphpact_adapters.sglang.readers import read_sglang_metadata
 from graphpact_adapters.tasks import Tasks
 from graphpact_conformance.experiments import Experiment
 from graphpact_conformance.lane.reference_runner import ReferenceRunner
+from graphpact_conformance.records.raised import NeedsValueError
 from graphpact_conformance.suite import Needs, PlannedLane, Uncalled, planned_lanes
 from graphpact_conformance.targets import Options
 from graphpact_tape import HostMemory, two_memories
@@ -43,6 +45,7 @@ _LAYOUTS: dict[Kind, frozenset[HeadLayout]] = {
     "mha": frozenset({HeadLayout.MHA, HeadLayout.GQA}),
     "mla": frozenset({HeadLayout.MLA}),
 }
+_MADE = "the factory is called with a model runner, and returns an attention backend of SGLang"
 _GRAPHS = frozenset({ForwardMode.DECODE, ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_EXTEND})
 _MODES: dict[Kind, frozenset[ForwardMode]] = {"mha": _GRAPHS | {ForwardMode.EXTEND}, "mla": _GRAPHS}
 
@@ -125,8 +128,20 @@ class Backends:
             is_draft_worker=True,
             drafts=True,
         )
-        with two_memories(HostMemory(), DEVICE):
-            made = self.make(model_runner(sizes, table))
+        try:
+            with two_memories(HostMemory(), DEVICE):
+                made = self.make(model_runner(sizes, table))
+        except NeedsValueError:
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"{self.name} makes no backend: {describe_error(error)}, at {place_of(error)}",
+                hint=_MADE,
+            ) from error
+        if not any(hasattr(made, name) for name in ("init_forward_metadata", "attn_backends")):
+            raise ConfigError(
+                f"{self.name} makes a {type(made).__name__}, which has no init_forward_metadata", hint=_MADE
+            )
         stand_ins.called()  # calls made by imports do not count
         return made
 
@@ -186,10 +201,14 @@ class Backends:
                 continue
             if self.tasks is not None and config.case.mode is ForwardMode.DRAFT_DECODE:
                 continue
-            in_graphs = self.graph_modes is None or config.case.mode in self.graph_modes
+            mode = config.case.mode
+            in_graphs = self.graph_modes is None or mode in self.graph_modes
             driver = None if self.tasks is None else TaskTape
-            lane = builder_lane(config, backend if in_graphs else without_graphs, driver=driver)
-            yield replace(plan, lane=lane)
+            why = f"SGLang captures no graph of {mode.value} by the backend's methods"
+            if not in_graphs:
+                why = f"graph_modes of Backends leaves out {mode.value}"
+            used = backend if in_graphs else without_graphs
+            yield replace(plan, lane=builder_lane(config, used, driver=driver, without_graphs=why))
 
     def probes(self, options: Options) -> Iterator[tuple[str, PlannedLane]]:
         """Yield plain lanes with graphs that `graph_modes` leaves out, each with the declaration."""

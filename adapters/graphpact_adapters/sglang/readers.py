@@ -63,6 +63,13 @@ def slots(metadata: Any, batch: Any) -> IndexedReads:
     """Return the reads of a kernel with a list of KV slots and offsets."""
     offsets = getattr(metadata, "qo_indptr", None)
     extends = offsets is not None
+    if extends and _lists_new_keys(metadata.kv_indptr, batch):
+        raise ConfigError(
+            f"{type(metadata).__name__}.kv_indptr counts all keys of each request, as FlashInfer's lists do;"
+            " the default reader takes lists of cached keys alone, as Triton's, and lets the new keys follow",
+            hint="list the cached keys alone, or write a reader that returns IndexedReads without"
+            " appends_new: Backends(make, read=...)",
+        )
     return IndexedReads(
         kv_indptr=metadata.kv_indptr,
         kv_indices=widened(metadata.kv_indices),
@@ -73,6 +80,15 @@ def slots(metadata: Any, batch: Any) -> IndexedReads:
         mask_indptr=getattr(metadata, "mask_indptr", None) if extends else None,
         max_query_len=getattr(metadata, "max_extend_len", None) if extends else None,
     )
+
+
+def _lists_new_keys(kv_indptr: torch.Tensor, batch: Any) -> bool:
+    """Return whether the lists of an extend contain the new keys too."""
+    prefixes = batch.extend_prefix_lens
+    if prefixes is None or not batch.forward_mode.is_extend():
+        return False  # a capture, or a draft extend
+    counts = kv_indptr[: len(prefixes) + 1].diff()
+    return torch.equal(counts.long(), batch.seq_lens.long())
 
 
 def widened(view: torch.Tensor) -> torch.Tensor:

@@ -51,8 +51,11 @@ SUPPORT = {
     "NEVER": GraphSupport.NEVER,
 }
 """Graph support by the names of vLLM's ``AttentionCGSupport``; the values have changed between releases."""
-_NAMES = {GraphSupport.ALWAYS: "ALWAYS", GraphSupport.UNIFORM: "UNIFORM_BATCH"} | {
-    GraphSupport.UNIFORM_DECODE: "UNIFORM_SINGLE_TOKEN_DECODE"
+_NAMES = {
+    GraphSupport.ALWAYS: "ALWAYS",
+    GraphSupport.UNIFORM: "UNIFORM_BATCH",
+    GraphSupport.UNIFORM_DECODE: "UNIFORM_SINGLE_TOKEN_DECODE",
+    GraphSupport.NEVER: "NEVER",
 }
 """vLLM's names of graph support."""
 _EARLIER = ("cudagraph_support", "attn_cudagraph_support")
@@ -264,6 +267,18 @@ class Builders:
             return GraphSupport.NEVER
         return declared_support(builder, engine, spec)
 
+    def _without_graphs(self, config: Config) -> str:
+        """Return why a lane has no graphs if its builder does not declare them."""
+        builder, engine, spec = self._new_builder(config)
+        name = type(builder).__name__
+        drafts = config.case.mode is ForwardMode.DRAFT_DECODE
+        if drafts and not hasattr(builder, "update_draft_decode_metadata"):
+            return f"{name} has no method update_draft_decode_metadata, which a graph of draft steps records"
+        if drafts and not getattr(builder, "supports_draft_decode_metadata_update", False):
+            return f"{name}.supports_draft_decode_metadata_update is not set"
+        says, needed = (_NAMES[each] for each in (declared_support(builder, engine, spec), config.case.needs))
+        return f"{name} declares the graph support {says}, and these batches need {needed}"
+
     def needs(self, options: Options) -> Iterator[Needs]:
         """Yield the values of configurations and batches that builders read and the adapter does not have."""
         return needs_of(lambda asked: [*self._plain(asked)], options, self._declared)
@@ -294,7 +309,8 @@ class Builders:
         """Return a lane with the graph support that its builder declares, and the lanes derived from it."""
         config = plan.lane.config
         support = self.declared(config)
-        found = [replace(plan, lane=self._lane(config, self.backend(config, support)))]
+        why = None if support.covers(config.case.needs) else self._without_graphs(config)
+        found = [replace(plan, lane=self._lane(config, self.backend(config, support), without_graphs=why))]
         if self._is_of_v1(plan):
             of_v1 = self._lane(config, self.backend(config, support, runner="V1"))
             found.append(replace(plan, lane=of_v1, suffix=_V1))
@@ -303,7 +319,11 @@ class Builders:
         return found
 
     def _lane(
-        self, config: Config, backend: type[VllmBackend], most_tokens: int | None = None
+        self,
+        config: Config,
+        backend: type[VllmBackend],
+        most_tokens: int | None = None,
+        without_graphs: str | None = None,
     ) -> LaneUnderTest:
         """Return a lane for the kind of KV cache."""
         is_recurrent = self.kind == "mamba"
@@ -315,6 +335,7 @@ class Builders:
             most_tokens=most_tokens,
             kv_memory=StateMemory if is_recurrent else KvMemory,
             oracle=LinearOracle if is_recurrent else OracleBackend,
+            without_graphs=without_graphs,
         )
 
     def _is_of_v1(self, plan: PlannedLane) -> bool:

@@ -148,6 +148,14 @@ def check(
         int | None,
         typer.Option("--workers", min=1, help="Number of plugins that are checked in parallel."),
     ] = None,
+    fail_fast: Annotated[
+        bool,
+        typer.Option(
+            "--fail-fast",
+            help="End the check of each plugin at the first finding that names a rule; the others stay"
+            " unchecked.",
+        ),
+    ] = False,
     all_findings: Annotated[
         bool,
         typer.Option(
@@ -214,6 +222,7 @@ def check(
         strict=strict,
         scenario=None if scenario is None else str(scenario.resolve()),
         all_findings=all_findings,
+        fail_fast=fail_fast,
         probe=probe,
         ranks=ranks,
         size=_size(quick=quick, thorough=thorough),

@@ -87,10 +87,11 @@ def _print_plugin(console: Console, plugin: PluginResults, *, strict: bool, most
         f" contract {plugin.contract or 'not declared'}"
     )
     console.print(Text.assemble((_line(plugin.label), "bold"), (_line(about), "dim")), soft_wrap=True)
-    found = rows(plugin)
+    in_order = rows(plugin)
+    broken = to_fix(in_order)
+    found = [*broken, *(row for row in in_order if row not in broken)]
     width = max((len(row.label) for row in found), default=0)
     notes = _notes(plugin)
-    broken = to_fix(found)
     for at, row in enumerate(found):
         last = at == len(found) - 1 and not notes
         _print_row(console, row, width, last=last, first=row in broken[:1], most=most)

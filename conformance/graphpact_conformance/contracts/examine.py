@@ -23,7 +23,7 @@ from graphpact_conformance.contracts.requirement import Requirement, Subject
 from graphpact_conformance.records.global_state import seeded
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import EVERY_RULE
-from graphpact_conformance.targets import Listener, Options, Target, reproduce_line
+from graphpact_conformance.targets import IsKnown, Listener, Options, Target, left_out, reproduce_line
 
 
 class Unchecked(NamedTuple):
@@ -102,6 +102,7 @@ def examine_contract(
     *,
     skip: Collection[str] = (),
     part: tuple[int, int] = (0, 1),
+    is_known: IsKnown = lambda _, __: False,
 ) -> PluginResults:
     """Run all requirements of a plugin, and pass each result to the listener.
 
@@ -112,6 +113,7 @@ def examine_contract(
         listener: Receives the names of work and the results.
         skip: Names of work to leave out, as passed to `Listener.begins`.
         part: Index of a part of the lanes, and number of parts. `merged` of the suite joins the parts.
+        is_known: See `IsKnown`.
 
     Returns:
         The results object, with an empty list of results: the listener has them.
@@ -123,7 +125,7 @@ def examine_contract(
     info = target.infos(catalog)[0]
     plugin: Any = catalog.select(target.kind, target.name)
     first, parts = part
-    has_run = False
+    has_run = has_failed = False
     for lane in contract.lanes_of(plugin, options)[first::parts]:
         for result in examine_contract_lane(
             lane,
@@ -135,6 +137,11 @@ def examine_contract(
         ):
             has_run |= result.outcome.ran
             listener.found(result)
+            named = result.outcome is Outcome.FAIL and result.rule
+            has_failed |= bool(named) and not is_known(str(named), result.lane)
+        if options.fail_fast and has_failed:
+            listener.found(left_out())
+            break
     return target.results(
         info,
         options.device,

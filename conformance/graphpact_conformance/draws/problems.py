@@ -8,7 +8,7 @@ Does not: draw a batch (see `graphpact_conformance.draws.batches`), or compute a
 """
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -92,13 +92,25 @@ class Problem:
     @property
     def words(self) -> str:
         """One line that describes the batch: request rows, cached keys, new tokens and their KV slots."""
-        size = f"{self.case}, {_counted(len(self.requests), 'request')}"
-        return "; ".join([size, *map(self._words_of, self.requests), f"seed {self.seed}"])
+        return self._line(map(self._words_of, self.requests))
 
-    def _words_of(self, request: ProblemRequest) -> str:
+    @property
+    def brief(self) -> str:
+        """The line for findings: the first requests and tokens, and how many more there are."""
+        shown = self.requests if len(self.requests) <= _MOST_REQUESTS + 1 else self.requests[:_MOST_REQUESTS]
+        words = [self._words_of(request, _MOST_TOKENS) for request in shown]
+        more = len(self.requests) - len(shown)
+        return self._line([*words, f"and {more} more requests"] if more else words)
+
+    def _line(self, requests: Iterable[str]) -> str:
+        size = f"{self.case}, {_counted(len(self.requests), 'request')}"
+        return "; ".join([size, *requests, f"seed {self.seed}"])
+
+    def _words_of(self, request: ProblemRequest, most: int | None = None) -> str:
+        """Return the words of a request, with the ids and slots of its first tokens; None for all."""
         tokens = request.tokens
-        ids = ", ".join(str(t.token_id) for t in tokens)
-        slots = ", ".join(" then ".join(map(str, t.slots)) for t in tokens)
+        ids = _listed([str(t.token_id) for t in tokens], most)
+        slots = _listed([" then ".join(map(str, t.slots)) for t in tokens], most)
         text = (
             f"row {request.row}: {_counted(len(request.cached), 'cached key')} and"
             f" {_counted(len(tokens), 'new token')} with id{_s(len(tokens))} {ids}"
@@ -106,7 +118,7 @@ class Problem:
         if self.case.num_slots:
             text += f", written to KV slot{_s(len(tokens) * self.case.num_slots)} {slots}"
         if self.case.tree:
-            parents = ", ".join("none" if t.parent is None else str(t.parent) for t in tokens)
+            parents = _listed(["none" if t.parent is None else str(t.parent) for t in tokens], most)
             text += f", after new tokens {parents}"
         if self.case.mode is ForwardMode.DRAFT_EXTEND:
             text += f", {_counted(request.accepted, 'draft')} accepted"
@@ -208,6 +220,17 @@ class Problem:
         paths = [{*r.path(j)} for r in self.requests for j in range(len(r.tokens))]
         rows = [[i in path for i in range(width)] for path in paths]
         return torch.tensor(rows, dtype=torch.bool).view(-1, width)
+
+
+_MOST_REQUESTS, _MOST_TOKENS = 4, 8
+"""The requests of a batch, and the tokens of a request, that a finding shows."""
+
+
+def _listed(texts: Sequence[str], most: int | None) -> str:
+    """Return the first texts, and how many more there are."""
+    shown = texts if most is None or len(texts) <= most + 1 else texts[:most]
+    more = len(texts) - len(shown)
+    return ", ".join(shown) + (f" and {more} more" if more else "")
 
 
 def _counted(number: int, noun: str) -> str:

@@ -61,7 +61,8 @@ def compare_numbers(lane: LaneUnderTest, rig: Rig, step: StepRecord, seen: StepR
             actual=f"the graph recorded {now!r}",
             step=step,
             help="use a number that is valid for every batch of the shape (from the limits), put it into a"
-            " tensor, or declare it bounded() and capture its largest value",
+            " tensor, declare it bounded() and capture its largest value, or declare it updated() if it is an"
+            " argument of tasks that each replay updates",
         )
 
 

@@ -13,7 +13,7 @@ import torch
 from graphpact.batch import ForwardBatch
 from graphpact.errors import Breach
 from graphpact.pact import walk
-from graphpact.tensors import equal
+from graphpact.tensors import equal, same
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
@@ -338,6 +338,28 @@ def values_at(tensor: torch.Tensor, mask: torch.Tensor, most: int = 8) -> str:
     values = tensor[mask].flatten()[: most + 1].tolist()
     text = ", ".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in values[:most])
     return f"{text}, ..." if len(values) > most else text
+
+
+def other_result(rig: Rig, first: StepRecord, second: StepRecord) -> tuple[str, str, str]:
+    """Return where two steps of a batch first differ, and both values, for texts. They must differ."""
+    one, two = first.rows or {}, second.rows or {}
+    for name, was in one.items():
+        now = two.get(name)
+        if now is None or now.shape != was.shape or equal(was, now):
+            continue
+        at = int((~same(was, now)).flatten().nonzero()[0])
+        row, column = divmod(at, was[0].numel())
+        unit = "request" if second.axes.get(name) == "bs" else "token"
+        what = f"a replay: {unit} {row} of the batch, {rig.where(name, column)}"
+        return what, f"{was.flatten()[at].item():.6g}", f"{now.flatten()[at].item():.6g}"
+    first_slot = rig.config.page_size
+    for name, cache in first.caches.items():
+        now = second.caches[name]
+        differs = (~same(cache[first_slot:], now[first_slot:])).flatten(1).any(dim=1).nonzero()
+        if len(differs):
+            what, _ = rig.cache.place(name, [int(differs[0]) + first_slot])
+            return what, "the values of the first replay", "other values"
+    return "the outputs, or the KV cache", "equal results", "other results"
 
 
 def gives_the_same(rig: Rig, step: StepRecord, other: StepRecord) -> bool:

@@ -35,6 +35,7 @@ from graphpact_conformance.experiments.comparison import (
 from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.look_alikes import takes_live_rows_for_padding
 from graphpact_conformance.experiments.parity import compare_with_capture
+from graphpact_conformance.experiments.unlike_eager import is_right_with_copies, unlike_eager
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.records.raised import DeclinedError
@@ -112,30 +113,34 @@ def answers_replayed(lane: LaneUnderTest, steps: Drawn) -> Findings:
     if without:
         return
     declined: StepRecord | None = None
+    are_right = True
     for problem in (*steps, steps.exact, steps.small):
         step = rig.step(problem, may_decline=True)
         if step.declined is not None:
             declined = declined or step
             continue
         if step.error is not None:
+            are_right = False
             yield lane.of_error(
                 step.error, expected="a batch that fits a captured shape is replayed", step=step
             )
             continue
         yield from _judge_run(lane, rig, step)
         for found in differences(rig, step, lane.answer(rig, problem)):
+            are_right = False
             yield from _of_difference(lane, rig, step, found, steps.exact)
-    yield from _at_edges(lane, rig)
-    yield from takes_live_rows_for_padding(lane, rig, steps)
+    yield from _at_edges(lane, rig, are_special=are_right)
+    yield from takes_live_rows_for_padding(lane, rig, steps, are_special=are_right)
     if declined is not None and declined.declined is not None:
         yield from _every_batch_declined(lane, declined, steps)
         raise DeclinedError(declined.declined)
 
 
-def _at_edges(lane: LaneUnderTest, rig: Rig) -> Findings:
+def _at_edges(lane: LaneUnderTest, rig: Rig, *, are_special: bool) -> Findings:
     """Replay requests whose lengths are at page, window or graph boundaries, and requests of equal lengths.
 
-    No other experiment uses these batches, so a wrong replay is compared with a capture here.
+    No other experiment uses these batches, so a wrong replay is compared with a capture here. Their lengths
+    are the cause only if they are special: other batches are right.
     """
     for problem in (*edges(lane.config), *_at_tiers(lane, rig)):
         step = rig.step(problem, may_decline=True)
@@ -152,7 +157,8 @@ def _at_edges(lane: LaneUnderTest, rig: Rig) -> Findings:
                 return
             named = compare_with_capture(lane, rig, "graph", problem)
             yield from (found for found in named if lane.listed is None or found.rule in lane.listed)
-            yield from wrong
+            if are_special:
+                yield from wrong
             return
 
 
@@ -260,11 +266,10 @@ def _of_difference(
     elif _is_overwritten(lane, rig, step):
         rule, help_ = "GP15", _OVERWRITTEN_HELP
     elif not _is_prepared_otherwise(lane, rig, problem) and is_right(lane, rig, problem, eagerly=True):
-        rule = "GP10"
-        help_ = (
-            "the hooks prepare the same inputs as for a capture of this batch, so the recorded work is wrong"
-            " for it: look for work that runs once, outside the hooks"
-        )
+        if (cause := unlike_eager(lane, rig, step)) is not None:
+            yield cause
+            return
+        rule, help_ = "GP10", _ALIKE_HELP
     yield lane.finding(
         rule,
         field=f"a replay: {found.what}",
@@ -275,6 +280,11 @@ def _of_difference(
     )
 
 
+_ALIKE_HELP = (
+    "the hooks prepare the same inputs as for a capture of this batch, and an eager run is right. Metadata of"
+    " an eager run has the same dtypes and is no larger, and no layer overwrites the result of another: so"
+    " the recorded work is wrong for this batch; look for work that runs once, outside the hooks"
+)
 _OVERWRITTEN_HELP = (
     "if each result of attention is copied, it is right: the eager call of a later layer overwrites this"
     " result while a segment still needs it. Return a copy that belongs to the segment after the call, or"
@@ -284,10 +294,8 @@ _OVERWRITTEN_HELP = (
 
 def _is_overwritten(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> bool:
     """Return whether a wrong replay in segments is right if the model copies each result of attention."""
-    if step.shape is None or rig.num_segments(step.shape) == 1:
-        return False
-    copying = lane.build(copies_attention=True)
-    return is_right(lane, copying, step.problem, may_decline=True)
+    has_segments = step.shape is not None and rig.num_segments(step.shape) > 1
+    return has_segments and is_right_with_copies(lane, step)
 
 
 def _other_input(lane: LaneUnderTest, rig: Rig, step: StepRecord) -> Finding | None:

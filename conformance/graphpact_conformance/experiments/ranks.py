@@ -23,7 +23,7 @@ from graphpact_conformance.experiments.comparison import differences, is_right
 from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.graph_choice import with_room
 from graphpact_conformance.experiments.padding import pads_leak
-from graphpact_conformance.experiments.uneven_ranks import uneven_ranks
+from graphpact_conformance.experiments.uneven_ranks import VARIANT_HELP, differ_in_variant, uneven_ranks
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.model import own_rows
@@ -275,7 +275,9 @@ def _same_steps(
             expected=f"the same on all ranks: {answers[0]}",
             actual=", ".join(f"rank {rank}: {answer}" for rank, answer in enumerate(answers)),
             problem=problem,
-            help="let fit() depend only on data that all ranks have: the batch, and global_num_tokens_cpu",
+            help=VARIANT_HELP
+            if differ_in_variant(answers)
+            else "let fit() depend only on data that all ranks have: the batch, and global_num_tokens_cpu",
         )
     elif declined is not None:
         raise DeclinedError(declined)

@@ -19,6 +19,7 @@ from graphpact_conformance.draws.batches import Drawn
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.breaches import of_breaches
 from graphpact_conformance.experiments.comparison import (
+    other_result,
     same_step,
     same_tensors,
     strict_rig,
@@ -213,13 +214,14 @@ def _of_other_results(
     if _comes_by_slots(lane, rig, before, problem):
         return
     culprit = _at_fault(rig, before, first, used)
+    what, was, now_is = other_result(rig, first, step)
     yield lane.finding(
         rule,
         # If neither lane nor backend holds the memory any more, it was rebound, and no hook can renew it.
         hook="init_metadata_replay" if culprit is not None and rig.holds(now[culprit]) else None,
-        field=culprit or "the outputs, or the KV cache",
-        expected=expected,
-        actual="other results" if culprit is None else "not renewed for this batch: other results",
+        field=culprit or what,
+        expected=f"{expected}: {was}",
+        actual=now_is if culprit is None else f"not renewed for this batch: {now_is}, in {what}",
         step=step,
         help="do not read memory of an earlier step or of another graph: copy outputs before another"
         " graph replays, plan for each batch, and do not share memory that a capture allocated",
@@ -346,11 +348,12 @@ def smallest_first(lane: LaneUnderTest, steps: Drawn) -> Findings:
         if _same_real(rig, right, step):
             continue
         if _same_real(rig, step, rig.step(problem, fill=reset_slot)):
+            what, was, now = other_result(rig, right, step)
             yield lane.finding(
                 "GP15",
-                field="the outputs, or the KV cache",
-                expected="the same for any order of captures",
-                actual="other results" if step.error is None else message_of(step.error),
+                field=what if step.error is None else None,
+                expected="the same for any order of captures" + (f": {was}" if step.error is None else ""),
+                actual=now if step.error is None else message_of(step.error),
                 step=step,
                 error=step.error,
                 help="size and allocate shared memory before the first capture",

@@ -110,6 +110,18 @@ def _by_default(lane: LaneUnderTest, rig: Rig) -> Findings:
         yield from _of_answers(lane, rig, together, answers)
 
 
+VARIANT_HELP = (
+    "the shapes differ only in their variant: choose it, like the size, from data that all ranks have;"
+    " lengths of one rank's requests are not known to the others"
+)
+
+
+def differ_in_variant(answers: Sequence[GraphShape | EagerReason | None]) -> bool:
+    """Return whether ranks took shapes of one size that differ in their variant."""
+    shapes = [answer for answer in answers if isinstance(answer, GraphShape)]
+    return len(shapes) == len(answers) and len({replace(shape, variant="") for shape in shapes}) == 1
+
+
 def _of_answers(
     lane: LaneUnderTest,
     rig: Rig,
@@ -130,6 +142,8 @@ def _of_answers(
         actual="; ".join(shown),
         help=_DECLINE_RANK_HELP
         if any(answer in rig.declines for answer in answers)
+        else VARIANT_HELP
+        if differ_in_variant(answers)
         else "where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit()"
         " uses global_num_tokens_cpu",
     )

@@ -91,6 +91,8 @@ def check_plugins(
     resolved = resolution.found
     xfails = Xfails.read(resolved.targets, catalog)
     parts = max(1, workers // max(len(resolved.targets), 1))  # per target, if there are few targets
+    if options.fail_fast:
+        parts = 1  # else the first finding depends on the timing of processes
     examinations = [
         [
             TargetTask(target, options, catalog, xfails, bound, on_result, on_begin, (first, parts))

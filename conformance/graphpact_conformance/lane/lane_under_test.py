@@ -339,7 +339,8 @@ class LaneUnderTest:
         if not declares_graphs(self.runner):
             return f"no graphs: {self.runner.__name__} declares that it captures nothing"
         if not support.covers(needed):
-            return f"no graphs: needs graph support {needed.value!r}, declared {support.value!r}"
+            levels = f"needs graph support {needed.value!r}, declared {support.value!r}"
+            return f"no graphs: {self.foreign.without_graphs or levels}"
         return None
 
     @property
@@ -430,7 +431,7 @@ class LaneUnderTest:
             field=field,
             expected=_ADDRESS.sub("0x…", expected),
             actual=_ADDRESS.sub("0x…", actual),
-            batch=None if problem is None else problem.words,
+            batch=None if problem is None else problem.brief,
             shape=shape,
             raised_at=place,
             help=help,

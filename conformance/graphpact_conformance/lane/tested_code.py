@@ -42,6 +42,8 @@ class ForeignCode:
         classes: ``(backend) -> classes``: its classes so far, with their bases, of a lane's backend class.
         whose: Whether a frame is in its author's code; None to decide by ``classes``.
         hooks: The names that findings give to hooks of the backend.
+        without_graphs: Why the lane has no graphs, in the terms of the engine; None to say it by levels of
+            graph support.
         most_tokens: The most new tokens of a request in the lane's batches; None for no further bound.
         kv_memory: The class of the lane's KV cache.
         oracle: The class whose attention is right.
@@ -50,6 +52,7 @@ class ForeignCode:
     classes: Callable[[type[Any]], Iterable[type[Any]]] = lambda _: ()
     whose: Whose | None = None
     hooks: Mapping[str, str] = field(default_factory=dict)
+    without_graphs: str | None = None
     most_tokens: int | None = None
     kv_memory: type[KvMemory] = KvMemory
     oracle: type[OracleBackend] = OracleBackend

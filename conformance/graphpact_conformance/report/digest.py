@@ -140,21 +140,39 @@ def rows(plugin: PluginResults) -> list[Row]:
 def to_fix(found: Iterable[Row]) -> list[Row]:
     """Return the rows with failures, the one to begin with first.
 
-    An error of the plugin that no rule describes comes first, because it ended a step about which nothing is
-    known. Then come broken rules in the order of `causes_first`, and then other general checks, which in the
-    museum fail as a consequence of a broken rule. Rows that contain only errors of the suite come last,
-    because their results are incomplete.
+    An error of the plugin comes first if no finding of a rule has its line, because it ended a step about
+    which nothing is known. Then come broken rules in the order of `causes_first`, and then other general
+    checks, which in the museum fail as a consequence of a broken rule. Rows that contain only errors of the
+    suite come last, because their results are incomplete.
     """
     broken = [row for row in found if row.failures]
     order = causes_first(
-        (row.key for row in broken if row.rule), {row.key: row.evidence for row in broken if row.rule}
+        (row.key for row in broken if row.rule),
+        {row.key: _weight(row, broken) for row in broken if row.rule},
     )
+
+    ruled = {f.raised_at for row in broken if row.rule for r in row.failures for f in r.findings}
 
     def rank(row: Row) -> tuple[bool, bool, int]:
         is_error = row.outcome is Outcome.ERROR
-        return is_error, row.raised_at is None, order.index(row.key) if row.rule else len(order)
+        return (
+            is_error,
+            row.raised_at is None or row.raised_at in ruled,
+            order.index(row.key) if row.rule else len(order),
+        )
 
     return sorted(broken, key=rank)
+
+
+def _weight(row: Row, broken: Sequence[Row]) -> Evidence:
+    """Return the evidence of a row for the order of causes.
+
+    An idle rank that takes no graph, or another one, is first of all a rank that differs from the others. So
+    a wrong graph of idle lanes alone counts less where GP17 names its field.
+    """
+    is_idle = row.key == "GP12" and all(_kind_of(each.lane) == "idle" for each in row.failures)
+    ranks = any(other.key == "GP17" and other.evidence.level == 0 for other in broken)
+    return Evidence(1) if is_idle and ranks else row.evidence
 
 
 def why_first(broken: Sequence[Row]) -> str:

@@ -5,6 +5,7 @@
     contract_kinds  the kinds that are checked by the requirements of a contract
     plan      the lanes of a target, the experiments in each, and the parts of a run
     run       the experiments of one lane, and a result for each rule
+    fail_fast  the lanes of a run, to the first named rule with ``--fail-fast``
     target    the whole run for one target, in this process
 
 Does not: implement experiments, or survive a plugin that crashes (see `graphpact_conformance.isolation`).

@@ -24,7 +24,7 @@ from graphpact_conformance.records.raised import CannotCaptureError, causes, mes
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.rule import Rule
 from graphpact_conformance.rules import RULES, Evidence
-from graphpact_conformance.shrink import Steps, shrunk
+from graphpact_conformance.shrink import Steps, is_clear, shrunk
 from graphpact_conformance.suite.plan import choices_of, experiments_of, is_wanted
 from graphpact_conformance.targets import (
     Options,
@@ -49,28 +49,9 @@ def examine_lane(
         skip: Names of work that are left out.
         experiments: The experiments to choose from; by default those of the lane.
     """
-    done: list[Done] = []
-    experiments = choices_of(plan, experiments)
-    chosen = experiments_of(plan, options, experiments)
-    captures_nothing = plan.lane.captures_nothing
-    following = (e for e in experiments if e not in chosen and _follows(e, plan, options, done))
-    used: LaneUnderTest | None = None
-    for experiment in chain(chosen, following):
-        if captures_nothing and experiment.needs_graphs:
-            continue
-        work = f"{plan} :: {experiment.name}"
-        if work in skip:
-            continue
-        if begins is not None:
-            begins(work)
-        tried = f"{work} :: smaller batches"
-        on_trial = None if tried in skip else partial(begins or _ignore_work, tried)
-        each, used = _run_beside(used, experiment, plan, options, on_trial)
-        done.append(each)
-    results = list(_by_rule(plan, options, done))
-    if captures_nothing:
-        results = list(_without_graphs(plan, options, chosen, results))
-    yield from results
+    run = LaneRun(plan, options, begins, skip=skip, experiments=experiments)
+    run.all()
+    yield from run.results()
 
 
 @dataclass
@@ -103,6 +84,80 @@ class Done:
     def is_clean(self) -> bool:
         """Whether its lane can be used again."""
         return not (self.findings or self.error or self.not_run or self.declined)
+
+
+class LaneRun:
+    """The experiments of one lane. Some may run first, and others later.
+
+    Args:
+        plan: See `examine_lane`.
+        options: See `examine_lane`.
+        begins: See `examine_lane`.
+        skip: See `examine_lane`.
+        experiments: See `examine_lane`.
+
+    Attributes:
+        plan: The lane.
+        done: What the experiments found, in the order in which they ran.
+    """
+
+    def __init__(
+        self,
+        plan: PlannedLane,
+        options: Options,
+        begins: Any = None,
+        *,
+        skip: Collection[str] = (),
+        experiments: Sequence[Experiment] | None = None,
+    ) -> None:
+        self.plan, self.done = plan, list[Done]()
+        self._options, self._begins, self._skip = options, begins or _ignore_work, skip
+        self._among = choices_of(plan, experiments)
+        self._chosen = experiments_of(plan, options, self._among)
+        self._captures_nothing = plan.lane.captures_nothing
+        self._used: LaneUnderTest | None = None
+
+    def all(self) -> None:
+        """Run all experiments that have not run."""
+        for _ in self.each():
+            pass
+
+    def each(self, only: Collection[str] | None = None) -> Iterator[Done]:
+        """Run the experiments that have not run, one by one, and yield what each found.
+
+        Args:
+            only: Names of experiments; the others run in a later call. None for all.
+        """
+        following = (
+            e
+            for e in self._among
+            if e not in self._chosen and _follows(e, self.plan, self._options, self.done)
+        )
+        for experiment in chain(self._chosen, following):
+            work = f"{self.plan} :: {experiment.name}"
+            has_run = any(each.experiment == experiment for each in self.done)
+            is_later = only is not None and experiment.name not in only
+            if (
+                has_run
+                or is_later
+                or work in self._skip
+                or (self._captures_nothing and experiment.needs_graphs)
+            ):
+                continue
+            self._begins(work)
+            tried = f"{work} :: smaller batches"
+            on_trial = None if tried in self._skip else partial(self._begins, tried)
+            each, self._used = _run_beside(self._used, experiment, self.plan, self._options, on_trial)
+            self.done.append(each)
+            yield each
+
+    def results(self) -> list[Result]:
+        """Return a result for each rule that the experiments checked."""
+        done = sorted(self.done, key=lambda each: self._among.index(each.experiment))
+        results = list(_by_rule(self.plan, self._options, done))
+        if self._captures_nothing:
+            results = list(_without_graphs(self.plan, self._options, self._chosen, results))
+        return results
 
 
 def _follows(experiment: Experiment, plan: PlannedLane, options: Options, done: Sequence[Done]) -> bool:
@@ -168,7 +223,8 @@ def run_once(
                     raise found.error  # noqa: TRY301  judged below, like one of the runner's fit()
                 if found.findings:
                     break
-            if done.findings and options.shrink and experiment.shrinks and on_trial is not None:
+            may_shrink = options.shrink and experiment.shrinks and done.findings
+            if may_shrink and on_trial is not None and not is_clear(min(done.findings, key=by_evidence)):
                 smaller = shrunk(lane, experiment, steps, done.findings, on_trial)
                 done.findings = experiment.listed(smaller)
     except CannotCaptureError as error:
@@ -239,11 +295,34 @@ def _ignore_work(_: str) -> None:
     """Ignore the name of the work."""
 
 
+_FOLLOWS = {"GP08": ("GP06", "GP12"), "GP16": ("GP10",)}
+"""Rules whose breaches follow from that of another rule, if they name no field."""
+
+
+def _consequences(plan: PlannedLane, done: Sequence[Done]) -> dict[str, str]:
+    """Return the rules of which a lane has only findings without a field, each with the rule of the cause.
+
+    A cause names hook and field, or a race. The wrong graph of a runner is the cause of a number in it.
+    """
+    best: dict[str | None, Evidence] = {}
+    for finding in (finding for each in done for finding in each.findings):
+        best[finding.rule] = min(best.get(finding.rule, Evidence()), finding.evidence)
+    found = {}
+    for cause, rules in _FOLLOWS.items():
+        is_sure = cause in best and (best[cause].level == 0 or cause == "GP16")
+        for rule in rules if is_sure else ():
+            is_runners = rule == "GP12" and plan.lane.kind == "runner"
+            if rule in best and best[rule].level > 0 and not is_runners:
+                found[rule] = cause
+    return found
+
+
 def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Iterator[Result]:
     """Yield one result for each checked rule, and one for findings without a rule."""
     ids: list[str | None] = [rule for rule in RULES if not options.only or rule in options.only]
     if not options.only:
         ids = [None, *ids]
+    consequences = _consequences(plan, done)
     for rule in ids:
         mine = [
             d
@@ -256,14 +335,18 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Itera
         if rule is not None and (why := RULES[rule].not_in_force(plan.contract)):
             yield _not_in_force(RULES[rule], plan, mine, why)
             continue
-        findings = [f for d in mine for f in d.findings if f.rule == rule]
+        cause = consequences.get(rule or "")
+        findings = [] if cause else [f for d in mine for f in d.findings if f.rule == rule]
         own = {f.field for f in findings}  # an experiment's own finding has smaller batches
-        findings += [f for d in mine for f in d.plans if f.rule == rule and f.field not in own]
+        if not cause:
+            findings += [f for d in mine for f in d.plans if f.rule == rule and f.field not in own]
         findings = sorted({f.model_dump_json(): f for f in findings}.values(), key=by_evidence)
         chosen = findings if options.all_findings else _distinct(findings)
         outcome, reason = Outcome.PASS, _say_declined(done) if rule == "GP12" else None
         errors = [d.error for d in mine if d.error]
-        if findings:
+        if cause:
+            outcome, reason = Outcome.NOT_RUN, f"what was found follows from {cause} in this lane"
+        elif findings:
             outcome, reason = Outcome.FAIL, f"incomplete: {errors[0]}" if errors else None
         elif errors:
             outcome, reason = Outcome.ERROR, errors[0]

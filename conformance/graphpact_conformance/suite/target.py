@@ -7,6 +7,7 @@ Does not: check requirements of a contract (see `graphpact_conformance.contracts
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,14 +35,12 @@ from graphpact_conformance.merge import CALLS, hints_of, of_claims
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.suite.adapter import Needs, adapter_of
 from graphpact_conformance.suite.contract_kinds import CONTRACTS
+from graphpact_conformance.suite.fail_fast import run_lanes
 from graphpact_conformance.suite.plan import in_parts, lanes_of
 from graphpact_conformance.suite.run import examine_lane
-from graphpact_conformance.targets import (
-    Listener,
-    Options,
-    Target,
-)
+from graphpact_conformance.targets import FAIL_FAST, IsKnown, Listener, Options, Target
 from graphpact_conformance.traits import traits_of
+from graphpact_conformance.xfails import Xfails
 
 _NEEDS = "missing values"
 """Name of the work that looks for values that code of another engine reads and its adapter lacks."""
@@ -76,16 +75,17 @@ def examine(
     Raises:
         PluginError: The plugin cannot be loaded.
     """
-    if target.kind in CONTRACTS:
-        return examine_contract(CONTRACTS[target.kind], target, options, listener, skip=skip, part=part)
     catalog = PluginCatalog.scan()
+    if target.kind in CONTRACTS:
+        contract, known = CONTRACTS[target.kind], _known(target, catalog)
+        return examine_contract(contract, target, options, listener, skip=skip, part=part, is_known=known)
     info = target.infos(catalog)[0]
     if target.kind == "adapter":
         return _examine_adapted(target, catalog, options, listener, skip=skip, part=part)
-    contract = contract_of(target, catalog)
+    version = contract_of(target, catalog)
     first, parts = part
     every = [
-        replace(plan, names=target.names, contract=contract) for plan in lanes_of(target, options, catalog)
+        replace(plan, names=target.names, contract=version) for plan in lanes_of(target, options, catalog)
     ]
     every.sort(key=lambda plan: not plan.has_all)
     plans = in_parts(every, parts, options)[first]
@@ -94,16 +94,18 @@ def examine(
     reported: list[Result] = []
     classes = _classes_of(target, catalog)
     with watched_calls(classes) as called:
-        for plan in plans:
-            results = list(examine_lane(plan, options, listener.begins, skip=skip))
+        for plan, results in run_lanes(
+            plans, options, listener.begins, skip=skip, is_known=_known(target, catalog)
+        ):
             for result in results:
                 listener.found(result)
             reported += results
             shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
             ran.append((plan.lane.config, _that_ran(results)))
-    for method in uncalled(classes, called) if plans and not skip else ():
+    is_cut = any(result.check == FAIL_FAST for result in reported)
+    for method in uncalled(classes, called) if plans and not (skip or is_cut) else ():
         listener.found(never_called(method))
-    is_whole = target.partner is None and not (options.only or options.lanes or options.scenario)
+    is_whole = target.partner is None and not (options.only or options.lanes or options.scenario or is_cut)
     for result in _undeclared(target, catalog, every, options) if first == 0 else ():
         listener.found(result)
     claims: list[Claim] = []
@@ -159,17 +161,19 @@ def _examine_adapted(
     for method in adapter.uncalled(ready) if ready else ():
         listener.found(never_called(method))
     plans = in_parts(ready, parts, options)[first]
-    for plan in plans:
-        for result in examine_lane(plan, options, listener.begins, skip=skip):
+    is_cut = False
+    for _, results in run_lanes(plans, options, listener.begins, skip=skip, is_known=_known(target, catalog)):
+        for result in results:
+            is_cut |= result.check == FAIL_FAST
             listener.found(result)
     hints = []
-    is_whole = options.size != "quick" and not (options.only or options.lanes or options.probe)
+    is_whole = not is_cut and options.size != "quick" and not (options.only or options.lanes or options.probe)
     if is_whole and not needs and first == parts - 1 and _PROBES not in skip:
         listener.begins(_PROBES)
         few = replace(options, examples=1, shrink=False)
         for declaration, plan in adapter.probes(options):
-            results = examine_lane(plan.of(target.names, adapter.experiments), few)
-            if all(result.outcome is Outcome.PASS for result in results):
+            probed = examine_lane(plan.of(target.names, adapter.experiments), few)
+            if all(result.outcome is Outcome.PASS for result in probed):
                 hints.append(f"{declaration} works in {plan} and is not declared")
     return target.results(
         info,
@@ -191,6 +195,11 @@ def _classes_of(target: Target, catalog: PluginCatalog) -> list[type[Any]]:
     if target.partner is not None:
         found.append(catalog.select("runner", target.partner))
     return found
+
+
+def _known(target: Target, catalog: PluginCatalog) -> IsKnown:
+    """Return whether the failure of a rule in a lane is listed in the ``xfails.toml`` of the plugin."""
+    return partial(Xfails.read([target], catalog).lists, target)
 
 
 def _traits(

@@ -181,6 +181,11 @@ class HostReadGuard(TorchFunctionMode):
             "a graph replays device work only: keep the value in a tensor, or pass a host number that"
             " is fixed for the shape; declared host tensors may be read"
         )
+        if "numpy" in what:
+            hint += (
+                '; host memory from which a copy fills a slot is a slot with role="staging", which hooks may'
+                " write by numpy too, after they have waited for the last copy from it"
+            )
         if self._operators:
             hint += (
                 f"; the Python implementation of {self._operators[-1]} reads it: if it models one kernel,"

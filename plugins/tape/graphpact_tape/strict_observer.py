@@ -156,8 +156,9 @@ class StrictObserver:
         first = int(output.isnan().reshape(output.shape[0], -1).any(dim=1).nonzero()[0])
         raise PoisonError(
             f"lane {lane.name!r}: the {name} of {row} {first} are NaN after a replay{self._unwritten()}",
-            hint="in a strict lane, memory that the step does not own or did not write is NaN; if an eager"
-            " run gives NaN too, the cause is the model",
+            hint="in a strict lane, memory that the step does not own or did not write is NaN: look for a"
+            " read of it, such as KV slots beyond those of a request, rows that no hook wrote, or output that"
+            " no kernel wrote",
             rule=self._rule(),
         )
 

@@ -160,7 +160,9 @@ def _reason(model_runner: Any, tokens: int) -> str:
     if tokens > most:
         return f"larger than the largest captured size, {most}"
     if compilation.cudagraph_mode.mixed_mode() == CUDAGraphMode.NONE:
-        return "no graph of batches with a prefill is captured"
+        return (
+            "no graph of requests with unequal numbers of tokens is captured (a prefill, or unequal drafts)"
+        )
     return "vLLM's dispatcher declined the batch"
 
 
