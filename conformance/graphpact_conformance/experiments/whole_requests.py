@@ -125,7 +125,7 @@ class _Followed:
         asked = turn.eagerly if self._eagerly is None or turn.is_prompt else self._eagerly
         step = rig.step(turn.problem, eagerly=asked, may_decline=True, keeps_cache=True)
         with torch.inference_mode():
-            right = rig.answer(turn.problem, self._right)
+            right = rig.answer(turn.problem, kv=self._right)
         wrong = [] if step.error is not None else differences(rig, step, right)
         if rig.feeds_itself and not wrong:  # rounding of keys must not add up over steps
             _put(rig, self._right)

@@ -390,10 +390,7 @@ class Rig:
             DeclinedError: The runner declined the batch, and ``may_decline`` is false.
         """
         self._clear_outputs()
-        if keeps_cache:
-            self.load_table(problem)
-        else:
-            self.load(whole or problem)
+        (self.load_table if keeps_cache else self.load)(whole or problem)
         if self._plans is not None:
             self._plans.problem = problem
         if after_load is not None:

@@ -322,7 +322,8 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Itera
     ids: list[str | None] = [rule for rule in RULES if not options.only or rule in options.only]
     if not options.only:
         ids = [None, *ids]
-    consequences = _consequences(plan, done)
+    asks_for_all = options.only or options.all_findings
+    consequences = {} if asks_for_all else _consequences(plan, done)
     for rule in ids:
         mine = [
             d
@@ -336,11 +337,7 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Itera
             yield _not_in_force(RULES[rule], plan, mine, why)
             continue
         cause = consequences.get(rule or "")
-        findings = [] if cause else [f for d in mine for f in d.findings if f.rule == rule]
-        own = {f.field for f in findings}  # an experiment's own finding has smaller batches
-        if not cause:
-            findings += [f for d in mine for f in d.plans if f.rule == rule and f.field not in own]
-        findings = sorted({f.model_dump_json(): f for f in findings}.values(), key=by_evidence)
+        findings = [] if cause else _findings_of(rule, mine)
         chosen = findings if options.all_findings else _distinct(findings)
         outcome, reason = Outcome.PASS, _say_declined(done) if rule == "GP12" else None
         errors = [d.error for d in mine if d.error]
@@ -365,6 +362,14 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Itera
             examples=sum(d.examples for d in mine),
             seconds=sum(d.seconds / (len(d.experiment.examines) or 1) for d in mine),
         )
+
+
+def _findings_of(rule: str | None, done: Sequence[Done]) -> list[Finding]:
+    """Return the different findings of a rule, those with the best evidence first."""
+    found = [f for d in done for f in d.findings if f.rule == rule]
+    own = {f.field for f in found}  # an experiment's own finding has smaller batches
+    found += [f for d in done for f in d.plans if f.rule == rule and f.field not in own]
+    return sorted({f.model_dump_json(): f for f in found}.values(), key=by_evidence)
 
 
 def _say_declined(done: Sequence[Done]) -> str | None:
