@@ -14,6 +14,7 @@
     scale      bugs that only unusual values of scale expose
     fields     optional fields of batches: GP02, 04, 05
     indices    padding rows and dummies that a consumer indexes with: GP04, 11
+    host       host tensors of the view, and copies to the host: GP02 to 04, 16
     tasks      updates of tasks: GP21
     variants   correct plugins in other styles
     right_drivers   correct graph drivers in other styles
@@ -30,7 +31,7 @@ is fast.
 
 ROOMS = (
     *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    *("requests", "segments", "scale", "fields", "indices", "tasks", "variants", "right_drivers"),
+    *("requests", "segments", "scale", "fields", "indices", "host", "tasks", "variants", "right_drivers"),
 )
 """The modules and packages of exhibits and variants."""
 
