@@ -16,6 +16,7 @@
     scale      bugs that only unusual values of scale expose
     fields     optional fields of batches: GP02, 04, 05
     indices    padding rows and dummies that a consumer indexes with: GP04, 11
+    host       host tensors of the view, and copies to the host: GP02 to 04, 16
     tasks      updates of tasks: GP21
     claims     declared invariants of plans, and layers that only read a KV cache: GP09 and others
     variants   correct plugins in other styles
@@ -33,8 +34,20 @@ is fast.
 
 ROOMS = (
     *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    *("requests", "whole_requests", "neighbours", "shapes", "segments", "scale", "fields", "indices"),
-    *("tasks", "python_state", "claims", "variants", "right_drivers"),
+    "requests",
+    "whole_requests",
+    "neighbours",
+    "shapes",
+    "segments",
+    "scale",
+    "fields",
+    "indices",
+    "host",
+    "tasks",
+    "python_state",
+    "claims",
+    "variants",
+    "right_drivers",
 )
 """The modules and packages of exhibits and variants."""
 

@@ -3,6 +3,7 @@
     outputs        outputs and KV cache against attention in float64
     padding        effects of padding rows on outputs and KV cache
     indices        negative indices and offsets in padding rows and dummies
+    host_rows      host tensors of the view; a part of ``padding``
     look_alikes    live requests that look like padding rows; a part of ``answers_replayed``
     independent_requests   requests alone, and in another order
     refresh        entries that a replay does not write, or that depend on earlier batches
@@ -170,7 +171,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
             ),
             Experiment(
                 "padding",
-                ("GP03", "GP04", "GP05", "GP06"),
+                ("GP02", "GP03", "GP04", "GP05", "GP06"),
                 padding.padding,
                 any_of(unless_quick, with_optional_fields),
                 repeats=True,

@@ -1,4 +1,4 @@
-"""The effects of padding rows on outputs and KV cache: GP03 to GP06.
+"""The effects of padding rows on outputs and KV cache: GP03 to GP06. It also runs `host_rows`.
 
 Does not: compare padding rows with those of a capture; see `graphpact_conformance.experiments.parity`.
 """
@@ -25,6 +25,7 @@ from graphpact_conformance.experiments.comparison import (
     values_at,
 )
 from graphpact_conformance.experiments.experiment import Findings
+from graphpact_conformance.experiments.host_rows import host_rows
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.model import IDS_OF_PASS, ROWS_OF_PASS, own_rows
@@ -51,6 +52,7 @@ def padding(lane: LaneUnderTest, steps: Drawn) -> Findings:
             continue
         yield from _extents(lane, base)
         yield from _sentinels(lane, rig, base)
+        yield from host_rows(lane, rig, base)
         found = [
             *pads_leak(lane, rig, base),
             *_scratch_leaks(lane, rig, base),
