@@ -181,7 +181,8 @@ _RULES = (
         "missed-task-update",
         "MUST",
         "Before each replay every task of its graph is updated once, in captured order, under its own key,"
-        " with the arguments of this step and of its own layer, and only after the previous replay.",
+        " with the arguments of this step and of its own layer, and only after the previous replay. The host"
+        " reads nothing of a launched replay that still waits for an update.",
         ("prepare_replay", "init_metadata_replay"),
     ),
 )

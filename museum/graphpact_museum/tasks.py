@@ -7,9 +7,10 @@ from typing import Any
 
 from graphpact.attention import LayerSpec
 from graphpact.graphs import TaskKey
+from graphpact.step import StepOutputs
 from graphpact_museum.edits.override import override, overrides
 from graphpact_museum.exhibit import exhibit
-from graphpact_museum.variants.tasks import TaskBackend, TaskMetadata
+from graphpact_museum.variants.tasks import TaskBackend, TaskMetadata, UpdatesLate
 
 
 @exhibit("GP21", "vllm-project/vllm-ascend#11408", on="reference", lanes="decode")
@@ -132,3 +133,28 @@ def tasks_updated_during_the_replay(_: type[Any]) -> type[Any]:
 def task_update_not_awaited(_: type[Any]) -> type[Any]:
     """Tasks are updated on a stream that the replay does not wait for."""
     return _on_a_stream(forks=True, joins=False)
+
+
+@exhibit("GP21", "vllm-project/vllm-ascend#8354", on="reference", lanes="decode")
+@overrides("after_launch", of=UpdatesLate)
+def tasks_updated_after_a_read_of_outputs(
+    self: Any, right: Any, metadata: TaskMetadata, outputs: StepOutputs
+) -> None:
+    """The host looks for NaN in the outputs of a launched replay, which waits for updates that come after."""
+    self.has_nan = any(bool(each.isnan().any()) for each in outputs.values())
+    right(metadata, outputs)
+
+
+@exhibit("GP21", "vllm-project/vllm-ascend#8316", on="reference", lanes="decode")
+def tasks_updated_with_lengths_of_the_device(_: type[Any]) -> type[Any]:
+    """After the launch the host reads lengths from the device, for the updates for which the replay waits."""
+
+    def fill_metadata(self: Any, right: Any, view: Any, metadata: TaskMetadata) -> None:
+        right(view, metadata)
+        self.on_device = view.seq_lens
+
+    def after_launch(self: Any, right: Any, metadata: TaskMetadata, outputs: StepOutputs) -> None:
+        metadata.lens = self.on_device.tolist()
+        right(metadata, outputs)
+
+    return override(UpdatesLate, fill_metadata, after_launch, on_device=None)

@@ -17,6 +17,7 @@ SHOWN_BY = {
         *("task-updated-twice", "tasks-missed", "tasks-out-of-order", "task-of-another-layer"),
         *("task-of-another-graph", "task-of-an-unknown-key"),
         *("tasks-updated-during-the-replay", "task-update-not-awaited"),
+        *("tasks-updated-after-a-read-of-outputs", "tasks-updated-with-lengths-of-the-device"),
     ),
     "replay_against_capture": (
         *("tasks-missed", "task-length-not-refreshed", "tasks-one-step-late", "task-tail-overwritten"),
@@ -33,6 +34,8 @@ SAYS = {
     "task-of-an-unknown-key": ("is not a task", ""),
     "tasks-updated-during-the-replay": ("its arguments are in use", ""),
     "task-update-not-awaited": ("its arguments are in use", ""),
+    "tasks-updated-after-a-read-of-outputs": ("a device would wait forever", ""),
+    "tasks-updated-with-lengths-of-the-device": ("a device would wait forever", ""),
     "task-length-not-refreshed": ("", "task 1: starts"),
     "tasks-one-step-late": ("", "task 0: ends"),
     "task-tail-overwritten": ("", "task 0: ends"),

@@ -48,7 +48,13 @@ from graphpact_conformance.lane.runners import (
     planned_shapes,
     runner_context,
 )
-from graphpact_conformance.lane.snapshots import Observer, arguments_of, each_due, snapshot
+from graphpact_conformance.lane.snapshots import (
+    Observer,
+    arguments_of,
+    awaited_updates,
+    each_due,
+    snapshot,
+)
 from graphpact_conformance.lane.tracer import tracing_captures
 from graphpact_conformance.lane.watched_hooks import WatchedHooks
 from graphpact_conformance.model import Model, Passes
@@ -463,6 +469,8 @@ class Rig:
         """Replay a graph on its current inputs, without hooks; the record names ``problem``."""
         graph = self.lane.captured[shape].graph
         graph.replay()
+        for key, updated, rebound in awaited_updates(graph):
+            self.lane.driver.update_task(key, updated, rebound=rebound)
         step = StepRecord(problem, stage="done", shape=shape)
         step.leaves, step.numbers = self._prepared(problem)
         step.outputs, step.axes = copies(graph.outputs), graph.outputs.axes

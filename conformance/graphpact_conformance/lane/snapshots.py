@@ -13,7 +13,7 @@ import torch
 
 from graphpact.batch import ForwardBatch
 from graphpact.buffers import BoundSlot, CudaGraphBufferRegistry
-from graphpact.graphs import Graph
+from graphpact.graphs import Graph, TaskKey
 from graphpact.hookspecs import hookimpl
 from graphpact.pact import walk
 from graphpact.shapes import GraphShape
@@ -144,6 +144,19 @@ def arguments_of(graph: Graph) -> dict[str, Any]:
         for task in (() if tasks is None else tasks.tasks.values())
         for name, value in task.arguments.items()
     }
+
+
+def awaited_updates(graph: Graph) -> list[tuple[TaskKey, dict[str, Any], dict[str, torch.Tensor]]]:
+    """Return the updates for which a launched replay of a tape waits, with the arguments of its tasks."""
+    tasks = graph.tasks if isinstance(graph, Tape) else None
+    if tasks is None or not tasks.still_waits():
+        return []
+    found = []
+    for task in tasks.tasks.values():
+        values = {name: task.arguments[name] for name in task.captured}
+        rebound = {name: value for name, value in task.arguments.items() if name not in task.captured}
+        found.append((task.key, values, rebound))
+    return found
 
 
 def each_due(

@@ -5,7 +5,7 @@ The attention of NPUs works in this way; see `graphpact.graphs.GraphDriver.task`
 Does not: contain bugs; see `graphpact_museum.tasks`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +16,10 @@ from graphpact.batch import ForwardBatch
 from graphpact.buffers import GraphSlot
 from graphpact.graphs import Stream, TaskKey, declare_kernel
 from graphpact.hookspecs import hookimpl
+from graphpact.lane import PreparedStep
 from graphpact.pact import updated
 from graphpact.shapes import GraphShape
+from graphpact.step import StepOutputs
 from graphpact_museum.exhibit import variant
 from graphpact_museum.variants.attention import (
     KVBackend,
@@ -69,6 +71,8 @@ class TaskBackend(KVBackend):
     """A backend that updates a task for each layer in its replay hook."""
 
     capabilities = capabilities(sliding_window=True)
+    waits = False
+    """Whether graphs wait for the updates."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return the table."""
@@ -126,7 +130,8 @@ class TaskBackend(KVBackend):
         if self.driver is None:
             attend_spans(*args, **spans)
         else:
-            self.driver.task(TaskKey(metadata.shape, layer.layer_id), attend_spans, args, spans)
+            key = TaskKey(metadata.shape, layer.layer_id)
+            self.driver.task(key, attend_spans, args, spans, waits=self.waits)
         return out
 
 
@@ -294,3 +299,34 @@ class _ReboundTable(TaskBackend):
 def tasks_with_a_rebound_table(_: type[Any]) -> type[Any]:
     """Each step makes a page table in new memory, and updates give its address to the tasks."""
     return _ReboundTable
+
+
+class UpdatesLate(TaskBackend):
+    """A backend whose graphs wait for the updates of their tasks, which come after the launch."""
+
+    waits = True
+    fresh: TaskMetadata | None = None
+
+    def update_tasks(self, metadata: TaskMetadata) -> None:
+        """Keep the metadata until the replay is launched."""
+        self.fresh = metadata
+
+    @hookimpl(wrapper=True)
+    def launch(self, prepared: PreparedStep) -> Generator[None, StepOutputs, StepOutputs]:
+        """Update the tasks of a launched replay."""
+        outputs = yield
+        metadata, self.fresh = self.fresh, None
+        if metadata is not None and prepared.fit == metadata.shape:
+            self.after_launch(metadata, outputs)
+        return outputs
+
+    def after_launch(self, metadata: TaskMetadata, outputs: StepOutputs) -> None:
+        """Update the tasks."""
+        del outputs
+        super().update_tasks(metadata)
+
+
+@variant(on="reference", lanes=("decode", "idle"))
+def tasks_updated_after_the_launch(_: type[Any]) -> type[Any]:
+    """Graphs wait for the updates of their tasks, which come after the launch of the replay."""
+    return UpdatesLate

@@ -31,6 +31,7 @@ from graphpact_tape.draws import default_generator
 from graphpact_tape.externals import Borrowed, External, Rebound, StrictNode, hold_weakly
 from graphpact_tape.host_guard import DispatchMode, HostReadGuard
 from graphpact_tape.host_tensors import HostMemory, WeakTensor, kind_of, plain_tensors
+from graphpact_tape.late_reads import LateReads
 from graphpact_tape.memories import two_memories
 from graphpact_tape.operators import UNINITIALISED, Contents, may_hide_writes, whole, written_by
 from graphpact_tape.order import Order
@@ -428,6 +429,30 @@ class StrictShared:
         with two_memories(self._host, self._device):
             yield
         self.order.finish_copies()
+
+    @contextlib.contextmanager
+    def step(self, memory: DeclaredMemory) -> Iterator[None]:
+        """Refuse host reads while a launched replay waits for updates, and a step that ends before these."""
+        if not self.tasks.may_wait:
+            yield
+            return
+
+        def used() -> set[int]:
+            external = {each.tensor.storage.cdata for tape in self._tapes for each in tape.external}
+            declared = (*memory.refreshed, *memory.caches, *memory.workspaces)
+            return external | self.pools() | {storage_id(tensor) for tensor in declared}
+
+        reads = LateReads(self.tasks, used)
+        first, second = reads.modes
+        try:
+            with first, second:
+                yield
+        finally:
+            if reads.refused is not None:
+                self.tasks.forget()
+        if reads.refused is not None:  # the plugin caught the error
+            raise reads.refused
+        self.tasks.settle()
 
     def _learn(self, memory: DeclaredMemory, host: Iterable[torch.Tensor]) -> None:
         self._host.prune()

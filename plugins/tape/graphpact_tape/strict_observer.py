@@ -114,7 +114,8 @@ class StrictObserver:
             self._ownership.poison_free()
         before, self._prepared = lane.stats.replays, None
         try:
-            outputs: StepOutputs = yield
+            with self._driver.step():
+                outputs: StepOutputs = yield
         except PoisonError as error:
             unwritten = self._unwritten()
             if not unwritten or unwritten in error.message:

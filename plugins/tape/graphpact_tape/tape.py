@@ -330,6 +330,15 @@ class TapeDriver(RecordingDriver):
         with self._shared.unprepared(self.memory, host):
             yield
 
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """In strict mode, refuse host reads while a replay waits for an update, and a step that ends so."""
+        if self._shared is None:
+            yield
+            return
+        with self._shared.step(self.memory):
+            yield
+
     def stream(self) -> Stream:
         """Return a new stream. In strict mode its work is checked for missing waits."""
         return super().stream() if self._shared is None else self._shared.order.stream()

@@ -275,6 +275,33 @@ class TaskTable:
             for each in others:
                 each.updated.clear()
 
+    @property
+    def may_wait(self) -> bool:
+        """Whether some graph has a task that waits for its update."""
+        return any(graph.waits for graph in self._graphs.values())
+
+    def waiting(self) -> tuple[RecordedTask, Line | None] | None:
+        """Return the next task for whose update a launched replay waits, and the launch's line; or None.
+
+        None also if the current stream does not wait for that replay, as a side stream.
+        """
+        with self._lock:
+            launch, streams = self._launched, self._streams
+            if launch is None:
+                return None
+            if streams is not None and launch.point is not None and not streams.comes_after(launch.point):
+                return None
+            graph = launch.graph
+            late = (task for layer, task in graph.tasks.items() if layer not in graph.updated)
+            return next(task for task in late if task.waits), self._launched_at
+
+    def forget(self) -> None:
+        """Discard a launched replay that still waits, after an error."""
+        with self._lock:
+            launch, self._launched = self._launched, None
+            if launch is not None:
+                launch.graph.updated.clear()
+
     def settle(self, clock: Mapping[int, int] | None = None) -> None:
         """Raise `ReplayError` if a launched replay still waits for an update, and discard that replay.
 

@@ -1,5 +1,6 @@
 """Tasks whose tensors are rebound, and whose updates follow the launch of their replay."""
 
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -395,3 +396,76 @@ def test_one_key_in_two_graphs_is_an_error(*, strict: bool) -> None:
     first.graph.release()
     with pytest.raises(EngineError):
         first.graph.replay()
+
+
+def _of_outputs(layers: Tabled) -> object:
+    return layers.graph.outputs.tolist()
+
+
+def _of_what_is_computed(layers: Tabled) -> object:
+    return bool((layers.graph.outputs * 2).isnan().any())
+
+
+def _of_an_input(layers: Tabled) -> object:
+    return layers.x[0, 0].item()
+
+
+READS = [_of_outputs, _of_what_is_computed, _of_an_input]
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_host_read_before_an_awaited_update_is_refused(read: Callable[[Tabled], object]) -> None:
+    """Between launch and updates a host read of memory of graphs is GP21, also if its error is caught."""
+    layers, tables = Tabled(strict=True, waits=True), [_table(1), _table(2)]
+
+    def step() -> None:
+        with layers.driver.step():
+            layers.graph.replay()
+            layers.update(0, tables[0])
+            with contextlib.suppress(ReplayError):
+                read(layers)
+            layers.update(1, tables[1])
+
+    with pytest.raises(
+        ReplayError, match=r"after the launch at .* before the update of task 1 of g"
+    ) as refused:
+        step()
+    assert refused.value.rule == "GP21"
+    with layers.driver.step():
+        layers.graph.replay()
+        layers.update_all(tables)
+        read(layers)
+    layers.require(3)
+
+
+def test_other_host_reads_before_an_awaited_update_are_allowed() -> None:
+    """The host may read its own numbers, and on a stream that does not wait for the replay, its results."""
+    layers, tables = Tabled(strict=True, waits=True), [_table(1), _table(2)]
+    lens, own, side = torch.tensor([3, 4]), torch.ones(2), layers.driver.stream()
+    own.copy_(lens)
+    side.wait_stream(layers.driver.current_stream())
+    with layers.driver.step():
+        layers.graph.replay()
+        assert lens.tolist() == [3, 4]
+        assert bool((own > 0).all())
+        with side:
+            assert layers.x[0, 0].item() == 0
+        layers.update_all(tables)
+    layers.require(3)
+
+
+def test_a_step_ends_after_all_updates() -> None:
+    """A step whose launched replay still waits at its end is refused, and the next step may run."""
+    layers, tables = Tabled(strict=True, waits=True), [_table(1), _table(2)]
+
+    def step() -> None:
+        with layers.driver.step():
+            layers.graph.replay()
+            layers.update(0, tables[0])
+
+    with pytest.raises(ReplayError, match="was not updated for the replay that was launched"):
+        step()
+    with layers.driver.step():
+        layers.graph.replay()
+        layers.update_all(tables)
+    layers.require(3)
