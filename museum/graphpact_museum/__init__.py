@@ -33,21 +33,9 @@ is fast.
 """
 
 ROOMS = (
-    *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers", "life"),
-    "requests",
-    "whole_requests",
-    "neighbours",
-    "shapes",
-    "segments",
-    "scale",
-    "fields",
-    "indices",
-    "host",
-    "tasks",
-    "python_state",
-    "claims",
-    "variants",
-    "right_drivers",
+    *("bindings", "recordings", "plans", "padding", "memory", "runners", "drafts", "drivers"),
+    *("life", "requests", "whole_requests", "neighbours", "shapes", "segments", "scale", "fields"),
+    *("indices", "host", "tasks", "python_state", "claims", "variants", "right_drivers"),
 )
 """The modules and packages of exhibits and variants."""
 
