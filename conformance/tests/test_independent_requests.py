@@ -80,12 +80,29 @@ def test_a_right_region_has_no_finding(runner: type[GraphRunner], kind: str) -> 
 
 @pytest.mark.parametrize(("runner", "kind"), RIGHT)
 def test_a_row_of_another_request_is_found(runner: type[GraphRunner], kind: str) -> None:
-    """A region that returns the first request's rows for all is GP05, and the request is named."""
+    """A region that returns the first request's rows for all is GP05, and another request is named."""
     (only,) = found(lane_of(returning(runner, of_the_first), kind))
     assert only.rule == "GP05"
     assert only.field is not None
-    assert only.field.startswith("a replay: request 1 of the batch, output ")
+    assert only.field.startswith(("a replay: request 1 of", "a replay: request 2 of"))
+    assert "of the batch, output " in only.field
     assert "alone" in only.expected
+
+
+def test_an_index_in_the_batch_is_no_finding() -> None:
+    """An integer output may name requests or tokens of the batch, with -1 for none; another one may not."""
+
+    def right(step: RegionContext, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        first = torch.arange(len(rows["next_tokens"])) * step.view.tokens_per_request
+        return rows | {"next_tokens": torch.stack([first + 1, torch.full_like(first, -1)], dim=1)}
+
+    def wrong(step: RegionContext, rows: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        shown = right(step, rows)
+        return shown | {"next_tokens": 2 * shown["next_tokens"]}
+
+    assert not found(lane_of(returning(EagleDraftExtendRunner, right), "draft_extend_tree"))
+    (only,) = found(lane_of(returning(EagleDraftExtendRunner, wrong), "draft_extend_tree"))
+    assert "next_tokens" in str(only.field)
 
 
 def test_eager_steps_have_no_rule() -> None:

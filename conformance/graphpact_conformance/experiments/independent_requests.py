@@ -4,7 +4,8 @@ A region that a runner composes also computes the oracle's results. A row that i
 is wrong on both sides. So each request of a batch also runs alone, and the batch in another order, on the
 same memory. All outputs of a request are equal, those of every pass too.
 
-The column of pooling is left out, because it depends on the whole batch.
+The column of pooling is left out, because it depends on the whole batch. An integer may be the index of a
+request or a token in the batch, counted from 0.
 
 Does not: report a step that disagrees with the oracle; see `graphpact_conformance.experiments.outputs`.
 """
@@ -101,6 +102,8 @@ def _first_other(rig: Rig, among: StepRecord, step: StepRecord) -> tuple[str, in
         here, alone = (_own(rig, name, each) for each in (among.rows[name][rows[axis]], step.rows[name]))
         if here.shape != alone.shape:
             continue  # the oracle's comparison reports it
+        if not here.dtype.is_floating_point and _are_indices(among.problem, step.problem, axis, here, alone):
+            continue
         off = excess(here, alone, tolerance_in(rig, name))
         if off.numel() and float(off.max()) > 1:
             at = int(off.argmax())
@@ -108,6 +111,19 @@ def _first_other(rig: Rig, among: StepRecord, step: StepRecord) -> tuple[str, in
             request = _request_at(among.problem, axis, rows[axis][row])
             return name, request, column, float(alone.flatten()[at]), float(here.flatten()[at])
     return None
+
+
+def _are_indices(whole: Problem, part: Problem, axis: str, here: torch.Tensor, alone: torch.Tensor) -> bool:
+    """Return whether all integers are equal, or differ as the first row or token of their request does."""
+    same = here == alone
+    for start in ("bs", "tokens"):
+        shifts = []
+        for request in part.requests:
+            shift = whole.rows_of([request])[start][0] - part.rows_of([request])[start][0]
+            shifts += [shift] * len(part.rows_of([request])[axis])
+        by_row = torch.tensor(shifts).view(-1, *[1] * (here.dim() - 1))
+        same |= here.long() - alone.long() == by_row
+    return bool(same.all())
 
 
 def _own(rig: Rig, name: str, rows: torch.Tensor) -> torch.Tensor:
