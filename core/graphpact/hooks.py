@@ -12,7 +12,8 @@ Does not: know which hooks a step calls, or in which order (`graphpact.lane` doe
 (`graphpact.plugin_checks` does).
 """
 
-from collections.abc import Callable, Iterable, Sequence
+import functools
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import pluggy
@@ -71,20 +72,30 @@ class Hooks:
 
 
 class _Manager(pluggy.PluginManager):
-    """A manager that does not look for hooks among special methods, which are half of a class.
+    """A manager that only looks for hooks among the marked methods of a class.
 
     It does not warn of deprecated hooks and arguments. The check of a plugin's class does, once; there is a
     manager for each lane.
     """
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> pluggy.HookimplOpts | None:
-        return None if name.startswith("__") else super().parse_hookimpl_opts(plugin, name)
+        cls = plugin if isinstance(plugin, type) else type(plugin)
+        if name not in getattr(plugin, "__dict__", ()) and name not in _marked_names(cls):
+            return None  # nearly every name ends here, and pluggy's own search takes long
+        return super().parse_hookimpl_opts(plugin, name)
 
     def parse_hookspec_opts(self, module_or_class: Any, name: str) -> pluggy.HookspecOpts | None:
         options = super().parse_hookspec_opts(module_or_class, name)
         if options is not None:
             options = {**options, "warn_on_impl": None, "warn_on_impl_args": None}
         return options
+
+
+@functools.lru_cache(maxsize=64)
+def _marked_names(cls: type[Any]) -> Collection[str]:
+    """Return the names of the methods of a class that are marked as implementations of hooks."""
+    mark = f"{hookspecs.PROJECT}_impl"
+    return {name for base in cls.__mro__ for name, value in vars(base).items() if hasattr(value, mark)}
 
 
 def _picking(function: Callable[..., Any], names: Sequence[str]) -> Callable[..., Any]:

@@ -19,6 +19,7 @@ Does not: choose lanes (see `graphpact_conformance.draws.choice`), or draw batch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal
 
 import torch
@@ -150,13 +151,13 @@ class Config:
             return 3
         return 4 if self.case.tokens_per_request >= DRAFT_WIDTH else 2
 
-    @property
+    @cached_property
     def shapes(self) -> Sequence[GraphShape]:
         """The captured shapes, the smallest first."""
         if self.capture_shapes:
             return self.capture_shapes
         ladder, _ = SCALES[self.scale]
-        return static_shapes(self.case, ladder)
+        return tuple(static_shapes(self.case, ladder))
 
     def divided(self, ranks: int) -> "Config":
         """Return the configuration with larger shapes where ``ranks`` cannot divide the tokens of a shape."""
