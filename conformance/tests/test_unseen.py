@@ -137,6 +137,55 @@ def test_unequal_ranks_take_one_graph_in_every_mode(runner: type[GraphRunner], c
     assert findings(results(right, "ranks_agree")) == {}
 
 
+class _CountOfAllRanks(ReferenceRunner):
+    """Writes the tokens of all ranks to a count of the view."""
+
+    name = "num_token_non_padded"
+
+    def populate(self, registry: Any, batch: ForwardBatch, shape: GraphShape) -> None:
+        super().populate(registry, batch, shape)
+        if batch.global_num_tokens_cpu is not None:
+            registry.get_slot(self.name).slice_for(0, 0).fill_(sum(batch.global_num_tokens_cpu))
+
+
+class _OtherRows(ReferenceRunner):
+    """Writes other positions if ranks have unequal numbers of tokens."""
+
+    def populate(self, registry: Any, batch: ForwardBatch, shape: GraphShape) -> None:
+        super().populate(registry, batch, shape)
+        if len({*(batch.global_num_tokens_cpu or ())}) > 1:
+            registry.get_slot("positions").slice_for(0, batch.num_tokens).add_(1)
+
+
+@pytest.mark.parametrize("case", ["decode", "extend"])
+@pytest.mark.parametrize(
+    ("runner", "members", "field"),
+    [
+        (_CountOfAllRanks, {}, "view.num_token_non_padded on rank"),
+        (_CountOfAllRanks, {"name": "global_num_tokens_gpu"}, "view.global_num_tokens_gpu on rank"),
+        (_OtherRows, {}, "tokens on the ranks: token "),
+    ],
+)
+def test_counts_and_results_of_unequal_ranks_are_compared(
+    runner: type[GraphRunner], members: dict[str, str], field: str, case: str
+) -> None:
+    """A count, or a result, that is wrong only if ranks have unequal batches breaks GP17, with the loads."""
+    (plan,) = lanes(runner=type("Uneven", (runner,), members), case=case)
+    found = findings(results(plan, "ranks_agree"))
+    assert found.keys() == {"GP17"}
+    assert field in (found["GP17"].field or "")
+    assert "tokens on the ranks" in (found["GP17"].field or "")
+
+
+def test_ranks_whose_requests_are_in_different_tiers_take_one_graph() -> None:
+    """A choice of the graph by a rank's own lengths breaks GP17 where ranks gather."""
+    (plan,) = lanes(runner=type("Tiers", (_Tiers,), {"gathers_apart": True}), case="decode")
+    found = findings(results(plan, "ranks_agree"))
+    assert found["GP17"].field == "the replayed shape"
+    (right,) = lanes(runner=type("Tiers", (_Tiers,), {}), case="decode")
+    assert findings(results(right, "ranks_agree")) == {}
+
+
 # -- graphs by length ---------------------------------------------------------------------------------
 
 _SHORT = 37
@@ -147,6 +196,7 @@ class _TiersOfLength(ReferenceRunner):
     """Has a second graph of each size, which is wrong for requests of more than `_SHORT` tokens."""
 
     reach: int = _SHORT
+    gathers_apart = False
 
     def shapes(self) -> Any:
         return tuple(replace(s, variant=v) for s in super().shapes() for v in ("", "short"))
@@ -155,7 +205,7 @@ class _TiersOfLength(ReferenceRunner):
         shapes = [replace(shape, variant="") for shape in self.shapes()]
         found = ReferenceSizes(tuple(dict.fromkeys(shapes))).fit(batch)
         is_short = max(batch.seq_lens_cpu.tolist(), default=0) <= self.reach
-        no_ranks = batch.global_num_tokens_cpu is None
+        no_ranks = self.gathers_apart or batch.global_num_tokens_cpu is None
         is_graph = isinstance(found, GraphShape)
         return replace(found, variant="short") if is_graph and is_short and no_ranks else found
 

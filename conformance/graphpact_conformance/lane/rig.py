@@ -481,10 +481,16 @@ class Rig:
 
     # -- the oracle ------------------------------------------------------------------------------
 
-    def answer(self, problem: Problem) -> Answer:
-        """Return the oracle's answer; it is valid for every lane of the same configuration and runner."""
+    def answer(self, problem: Problem, padded_tokens: int | None = None) -> Answer:
+        """Return the oracle's answer; it is valid for every lane of the same configuration and runner.
+
+        Args:
+            problem: The batch.
+            padded_tokens: Tokens of the shape that ranks share; None for those of `padded_tokens`.
+        """
         self.load(problem)
-        padded = self.padded_tokens(problem) if self.net.counts else None
+        padded = self.padded_tokens(problem) if padded_tokens is None else padded_tokens
+        padded = padded if self.net.counts else None
         compact, batch = self.cache.compact(problem), self.batch_of(problem)
         if compact is not problem:  # a region that the runner composes may move keys in the copy
             batch = replace(batch, out_cache_loc=self.batch_of(compact).out_cache_loc)
