@@ -20,7 +20,7 @@ from graphpact.step import StepOutputs
 from graphpact.tensors import same
 from graphpact_conformance.draws.batches import Drawn, draw
 from graphpact_conformance.draws.cases import Case
-from graphpact_conformance.draws.choice import CPU, can_be_high
+from graphpact_conformance.draws.choice import CPU, can_be_high, of_another_model
 from graphpact_conformance.draws.chosen_batches import corner, edges, of_mixed_tiers, steady, tier_ends
 from graphpact_conformance.draws.lanes import TILES, Config
 from graphpact_conformance.draws.problems import Problem
@@ -497,6 +497,21 @@ def test_mixed_layers_differ_in_all_that_a_layer_has() -> None:
     assert len({layer.sliding_window for layer in (first, special, other)}) == 3
     assert (shared.cache_layer, shared.sliding_window) == (first.layer_id, None)
     assert shared.softcap is not None
+
+
+def test_another_model_differs_in_layers_of_the_same_numbers() -> None:
+    """In every lane the first layers have other heads, widths and scales, and there are more or fewer."""
+    can = ReferenceBackend.capabilities
+    for values in ((), ("mixed",)):
+        for plan in planned_lanes(ReferenceBackend, ReferenceRunner, OPTIONS, values=values):
+            config = plan.lane.config
+            other = of_another_model(config, can, CPU)
+            assert other is not None
+            assert len(other.layers) != len(config.layers)
+            for mine, theirs in zip(config.layers, other.layers, strict=False):
+                assert mine.layer_id == theirs.layer_id
+                for name in ("num_q_heads", "scaling", "head_dim"):
+                    assert getattr(mine, name) != getattr(theirs, name), (str(plan), name)
 
 
 def _with_one_beginning(plan: PlannedLane) -> Problem:

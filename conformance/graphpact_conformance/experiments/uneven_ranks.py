@@ -22,6 +22,7 @@ from graphpact_conformance.experiments.graph_choice import MOST_SIZES, ask_runne
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.records.steps import StepRecord
+from graphpact_conformance.results import Finding
 
 Compare = Callable[[int, Rig, StepRecord, tuple[int, ...]], Findings]
 """``(rank, rig, step, tokens of the ranks) -> findings``: compares counts and results of a rank's step."""
@@ -109,7 +110,7 @@ def _in_steps(
     for group in _groups(lane, rigs[0]):
         together = tuple(len(problem.tokens) for problem in group)
         answers: list[GraphShape | EagerReason | None] = []
-        wrong = []
+        wrong: list[Finding] = []
         for (rank, rig), problem in zip(rigs.items(), group, strict=True):
             with as_rank(rank):
                 batch = replace(rig.batch_of(problem), global_num_tokens_cpu=together)

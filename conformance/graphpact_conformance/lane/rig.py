@@ -490,7 +490,7 @@ class Rig:
         """
         self.load(problem)
         padded = self.padded_tokens(problem) if padded_tokens is None else padded_tokens
-        padded = padded if self.net.counts else None
+        shared = padded if self.net.counts else None
         compact, batch = self.cache.compact(problem), self.batch_of(problem)
         if compact is not problem:  # a region that the runner composes may move keys in the copy
             batch = replace(batch, out_cache_loc=self.batch_of(compact).out_cache_loc)
@@ -502,7 +502,7 @@ class Rig:
             return runner.compose(forward, step)
 
         context = replace(self.backend.context, kv_cache=self.cache.copy())
-        found = answer(compact, batch, self.net, context, padded, compose, self.oracle)
+        found = answer(compact, batch, self.net, context, shared, compose, self.oracle)
         return replace(found, caches=found.caches | self.cache.right_beside_kv(compact, found.caches))
 
     def padded_tokens(self, problem: Problem) -> int:
