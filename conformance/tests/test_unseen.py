@@ -20,7 +20,7 @@ from graphpact.step import StepOutputs
 from graphpact.tensors import same
 from graphpact_conformance.draws.batches import Drawn, draw
 from graphpact_conformance.draws.cases import Case
-from graphpact_conformance.draws.choice import CPU, can_be_high
+from graphpact_conformance.draws.choice import CPU, can_be_high, of_another_model
 from graphpact_conformance.draws.chosen_batches import corner, edges, of_mixed_tiers, steady, tier_ends
 from graphpact_conformance.draws.lanes import TILES, Config
 from graphpact_conformance.draws.problems import Problem
@@ -137,6 +137,55 @@ def test_unequal_ranks_take_one_graph_in_every_mode(runner: type[GraphRunner], c
     assert findings(results(right, "ranks_agree")) == {}
 
 
+class _CountOfAllRanks(ReferenceRunner):
+    """Writes the tokens of all ranks to a count of the view."""
+
+    name = "num_token_non_padded"
+
+    def populate(self, registry: Any, batch: ForwardBatch, shape: GraphShape) -> None:
+        super().populate(registry, batch, shape)
+        if batch.global_num_tokens_cpu is not None:
+            registry.get_slot(self.name).slice_for(0, 0).fill_(sum(batch.global_num_tokens_cpu))
+
+
+class _OtherRows(ReferenceRunner):
+    """Writes other positions if ranks have unequal numbers of tokens."""
+
+    def populate(self, registry: Any, batch: ForwardBatch, shape: GraphShape) -> None:
+        super().populate(registry, batch, shape)
+        if len({*(batch.global_num_tokens_cpu or ())}) > 1:
+            registry.get_slot("positions").slice_for(0, batch.num_tokens).add_(1)
+
+
+@pytest.mark.parametrize("case", ["decode", "extend"])
+@pytest.mark.parametrize(
+    ("runner", "members", "field"),
+    [
+        (_CountOfAllRanks, {}, "view.num_token_non_padded on rank"),
+        (_CountOfAllRanks, {"name": "global_num_tokens_gpu"}, "view.global_num_tokens_gpu on rank"),
+        (_OtherRows, {}, "tokens on the ranks: token "),
+    ],
+)
+def test_counts_and_results_of_unequal_ranks_are_compared(
+    runner: type[GraphRunner], members: dict[str, str], field: str, case: str
+) -> None:
+    """A count, or a result, that is wrong only if ranks have unequal batches breaks GP17, with the loads."""
+    (plan,) = lanes(runner=type("Uneven", (runner,), members), case=case)
+    found = findings(results(plan, "ranks_agree"))
+    assert found.keys() == {"GP17"}
+    assert field in (found["GP17"].field or "")
+    assert "tokens on the ranks" in (found["GP17"].field or "")
+
+
+def test_ranks_whose_requests_are_in_different_tiers_take_one_graph() -> None:
+    """A choice of the graph by a rank's own lengths breaks GP17 where ranks gather."""
+    (plan,) = lanes(runner=type("Tiers", (_Tiers,), {"gathers_apart": True}), case="decode")
+    found = findings(results(plan, "ranks_agree"))
+    assert found["GP17"].field == "the replayed shape"
+    (right,) = lanes(runner=type("Tiers", (_Tiers,), {}), case="decode")
+    assert findings(results(right, "ranks_agree")) == {}
+
+
 # -- graphs by length ---------------------------------------------------------------------------------
 
 _SHORT = 37
@@ -147,6 +196,7 @@ class _TiersOfLength(ReferenceRunner):
     """Has a second graph of each size, which is wrong for requests of more than `_SHORT` tokens."""
 
     reach: int = _SHORT
+    gathers_apart = False
 
     def shapes(self) -> Any:
         return tuple(replace(s, variant=v) for s in super().shapes() for v in ("", "short"))
@@ -155,7 +205,7 @@ class _TiersOfLength(ReferenceRunner):
         shapes = [replace(shape, variant="") for shape in self.shapes()]
         found = ReferenceSizes(tuple(dict.fromkeys(shapes))).fit(batch)
         is_short = max(batch.seq_lens_cpu.tolist(), default=0) <= self.reach
-        no_ranks = batch.global_num_tokens_cpu is None
+        no_ranks = self.gathers_apart or batch.global_num_tokens_cpu is None
         is_graph = isinstance(found, GraphShape)
         return replace(found, variant="short") if is_graph and is_short and no_ranks else found
 
@@ -447,6 +497,21 @@ def test_mixed_layers_differ_in_all_that_a_layer_has() -> None:
     assert len({layer.sliding_window for layer in (first, special, other)}) == 3
     assert (shared.cache_layer, shared.sliding_window) == (first.layer_id, None)
     assert shared.softcap is not None
+
+
+def test_another_model_differs_in_layers_of_the_same_numbers() -> None:
+    """In every lane the first layers have other heads, widths and scales, and there are more or fewer."""
+    can = ReferenceBackend.capabilities
+    for values in ((), ("mixed",)):
+        for plan in planned_lanes(ReferenceBackend, ReferenceRunner, OPTIONS, values=values):
+            config = plan.lane.config
+            other = of_another_model(config, can, CPU)
+            assert other is not None
+            assert len(other.layers) != len(config.layers)
+            for mine, theirs in zip(config.layers, other.layers, strict=False):
+                assert mine.layer_id == theirs.layer_id
+                for name in ("num_q_heads", "scaling", "head_dim"):
+                    assert getattr(mine, name) != getattr(theirs, name), (str(plan), name)
 
 
 def _with_one_beginning(plan: PlannedLane) -> Problem:

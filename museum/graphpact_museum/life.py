@@ -304,6 +304,39 @@ def decode_runner_returns_a_slot(_: Any, right: Any, forward: Forward, step: Reg
     return with_ids
 
 
+# -- lanes of other models ---------------------------------------------------------------------------
+
+
+@exhibit("GP10", "lightseekorg/tokenspeed#974", on="fa3", lanes="decode")
+def fa3_keeps_scales_by_layer_number(base: type[Any]) -> type[Any]:
+    """The class keeps the scale of each layer by its number, and a second model gets those of the first."""
+
+    def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+        scaling = self.scales.setdefault(layer.layer_id, layer.scaling)
+        return right(q, k, v, replace(layer, scaling=scaling), metadata)
+
+    return override(base, forward, scales={})
+
+
+@exhibit("GP15", "vllm-project/vllm#52288", on="flashinfer", lanes="target_verify")
+def flashinfer_second_model_writes_the_scales(base: type[Any]) -> type[Any]:
+    """Graphs read the scale of a layer from memory of the class, which the constructor of a second model
+    overwrites.
+    """
+
+    def init(self: Any, right: Any, context: Any) -> None:
+        right(context)
+        for layer in context.layers:
+            memory = self.scales.setdefault(layer.layer_id, torch.empty((), dtype=torch.float64))
+            memory.fill_(layer.scaling)
+
+    def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+        factor = self.scales[layer.layer_id] / layer.scaling
+        return right(q * factor.to(q.dtype), k, v, layer, metadata)
+
+    return override(base, forward, __init__=init, scales={})
+
+
 # -- memory of the batch -----------------------------------------------------------------------------
 
 

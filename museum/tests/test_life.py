@@ -23,6 +23,7 @@ SHOWN_BY = {
         *("trtllm-falls-back-after-a-prefill-capture", "fa3-prefill-capture-writes-the-class"),
         *("flashinfer-prefill-step-writes-the-class", "flashinfer-plans-once-for-all-lanes"),
         *("decode-runner-fills-once-for-all-lanes", "verify-runner-shares-its-output-buffer"),
+        *("fa3-keeps-scales-by-layer-number", "flashinfer-second-model-writes-the-scales"),
     ),
     "whole_requests": (
         *("values-copied-only-by-eager-steps", "kept-row-of-a-request-that-ended"),

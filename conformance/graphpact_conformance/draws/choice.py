@@ -148,6 +148,28 @@ def other_dim(config: Config, capabilities: Capabilities) -> int | None:
     return min((dim for dim in dims if dim != mine), key=lambda dim: abs(dim - mine), default=mine)
 
 
+def of_another_model(config: Config, capabilities: Capabilities, device: torch.device) -> Config | None:
+    """Return the lane of another model, whose layers have the same numbers; None if a backend allows none.
+
+    It has another scale and twice as many query heads. Where the backend allows it, it has another head width
+    and another number of layers too.
+
+    Args:
+        config: A lane.
+        capabilities: The capabilities of the backend.
+        device: The device of the lanes.
+    """
+    heads = replace(config.heads, num_q_heads=2 * config.heads.num_q_heads)
+    if heads.name == "mha":
+        heads = replace(heads, num_kv_heads=heads.num_q_heads)
+    other = replace(config, heads=heads, scale_factor=0.5)
+    dim = other_dim(config, capabilities) or heads.head_dim
+    wider = heads if heads.kv_lora_rank is not None else replace(heads, head_dim=dim)
+    longer = None if config.mixed_dim is not None else heads.head_dim
+    likely = (replace(other, heads=wider, mixed_dim=longer), replace(other, mixed_dim=longer), other)
+    return next((each for each in likely if allows(capabilities, each, device)), None)
+
+
 def dimensions(config: Config) -> dict[str, Any]:
     """Return the value of each dimension by name, except the number of ranks, which follows from others."""
     return {

@@ -98,6 +98,7 @@ class Config:
         gathers: Whether ranks gather their rows. If so, each rank has a share of the padded tokens and of the
             count; otherwise each has all of them.
         fields: Whether batches carry the optional fields for which the runner declares slots.
+        scale_factor: Factor of the scaling of all layers.
     """
 
     case: Case
@@ -116,6 +117,7 @@ class Config:
     high: bool = False
     gathers: bool = True
     fields: bool = False
+    scale_factor: float = 1.0
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -217,7 +219,7 @@ class Config:
             heads.num_kv_heads,
             heads.head_dim,
             heads.v_head_dim,
-            scaling=heads.head_dim**-0.5,
+            scaling=self.scale_factor * heads.head_dim**-0.5,
             kv_lora_rank=heads.kv_lora_rank,
         )
         sinks = torch.linspace(-1, 2, heads.num_q_heads).to(self.dtype)
@@ -239,7 +241,7 @@ class Config:
             num_kv_heads=1 if is_latent else min(2 * heads.num_kv_heads, num_q_heads),
             head_dim=self.mixed_dim,
             v_head_dim=heads.v_head_dim if is_latent else self.mixed_dim,
-            scaling=0.5 * self.mixed_dim**-0.5,
+            scaling=0.5 * self.scale_factor * self.mixed_dim**-0.5,
             sliding_window=WINDOWS[1] if self.sliding_window else None,
         )
         shared = replace(special, layer_id=3, kv_layer=0, sliding_window=None)

@@ -9,6 +9,7 @@ Does not: start processes or run collectives; give ranks unequal batches (see ``
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import zip_longest
 
 import torch
@@ -105,15 +106,21 @@ def _as_ranks(
                 )
                 return
     yield from _same_captures(lane, [*rigs.values()])
-    is_wrong_in_steps = False
+    in_steps: list[Finding] = []
     for number in range(1, len(problems) + 1):
         for found in _same_steps(lane, counted, rigs, problems[:number]):
-            is_wrong_in_steps |= (found.field or "").startswith(f"view.{COUNT}")
+            in_steps.append(found)
             yield found
-    if not is_wrong_in_steps:  # one finding about the count is enough
-        yield from at_capture
+    if not _is_about_the_count(in_steps):
+        yield from at_capture  # one finding about the count is enough
     if counted.config.gathers:
-        yield from uneven_ranks(lane, [*rigs.values()])
+        compare = None if in_steps else partial(_compare_uneven, counted)
+        yield from uneven_ranks(lane, rigs, partial(_as_rank, ranks=ranks), compare)
+
+
+def _is_about_the_count(found: Sequence[Finding]) -> bool:
+    """Return whether any finding is about the count of live tokens."""
+    return any((each.field or "").startswith(f"view.{COUNT}") for each in found)
 
 
 def _as_rank(rank: int, ranks: int) -> AbstractContextManager[object]:
@@ -306,6 +313,37 @@ def _compare_rows(
             actual=wrong[0].actual,
             step=step,
             help="pool on each rank the live tokens among its rows of the padded shape",
+        )
+
+
+def _compare_uneven(
+    lane: LaneUnderTest, rank: int, rig: Rig, step: StepRecord, together: tuple[int, ...]
+) -> Findings:
+    """Compare counts and results of a replay on a rank, whose batch is not that of the others.
+
+    Args:
+        lane: The lane, whose layers read the counts of tokens. In steps with equal batches it is right.
+        rank: The rank.
+        rig: Its rig.
+        step: Its step.
+        together: The tokens of each rank.
+    """
+    problem, shape = step.problem, step.shape
+    assert shape is not None  # noqa: S101  it was replayed
+    words = f"with {together} tokens on the ranks"
+    shares = [*_share(lane, rank, step, [problem])]
+    for found in shares:
+        yield found.model_copy(update={"rule": "GP17", "field": f"{found.field}, {words}"})
+    wrong = [] if shares else differences(rig, step, rig.answer(problem, shape.num_tokens))
+    if wrong and _is_right_alone(lane, [problem]):
+        yield lane.finding(
+            "GP17",
+            field=f"rank {rank}, {words}: {wrong[0].what}",
+            expected=wrong[0].expected,
+            actual=wrong[0].actual,
+            step=step,
+            help="with equal batches the ranks are right: prepare the rank's own batch, and pad it to the"
+            " shape that fit() returned, which may be larger than the shape of its own tokens",
         )
 
 

@@ -16,7 +16,8 @@ from graphpact.errors import ReplayError
 from graphpact.shapes import GraphShape
 from graphpact.tensors import equal
 from graphpact_conformance.draws.batches import Drawn
-from graphpact_conformance.draws.chosen_batches import corner, neighbours, of_size
+from graphpact_conformance.draws.choice import of_another_model
+from graphpact_conformance.draws.chosen_batches import corner, half_size_batch, neighbours, of_size
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.comparison import faults, is_right, same_tensors, strict_rig
 from graphpact_conformance.experiments.experiment import Findings
@@ -176,13 +177,17 @@ _WEIGHTS = (
 
 
 def beside_other_lanes(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Capture and step lanes of the same classes in one process, of another mode and of the same one."""
+    """Capture and step lanes of the same classes in one process, of another mode or model and of the same."""
     lane.clear_caches()
     rig = lane.rig()
     problems = [p for p in (steps.padded, steps.small) if is_right(lane, rig, p, may_decline=True)]
     if not problems:
         return
     found = [*_beside_another_mode(lane, rig, problems)]
+    if found:
+        yield from found
+        return
+    found = [*_beside_another_model(lane, rig, problems)]
     if found:
         yield from found
         return
@@ -230,6 +235,43 @@ def _beside_another_mode(lane: LaneUnderTest, rig: Rig, problems: list[Problem])
             if found:
                 yield from found
                 return
+
+
+def _beside_another_model(lane: LaneUnderTest, rig: Rig, problems: list[Problem]) -> Findings:
+    """Capture and step a lane of another model, and replay: its layers have the same numbers."""
+    config = of_another_model(lane.config, lane.backend.capabilities, lane.device)
+    if config is None:
+        return
+    other, largest = lane.like(config), half_size_batch(config)
+    expected = (
+        "a lane of another model in the same process is right: its layers have the same numbers, but other"
+        " heads and scales"
+    )
+    try:
+        theirs = other.build()
+    except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
+        found = lane.of_error(error, expected=expected, rule="GP10", problem=largest, help=_MODEL)
+        yield found.model_copy(update={"rule": "GP10"})
+        return
+    step = theirs.step(largest, may_decline=True)
+    wrong = faults(other, theirs, step, rule="GP10", expected=expected, help=_MODEL)
+    for problem in [] if wrong else problems:
+        step = rig.step(problem, may_decline=True)
+        wrong += faults(
+            lane,
+            rig,
+            step,
+            rule="GP15",
+            expected="the results of a lane without other lanes, also beside a lane of another model",
+            help=_MODEL,
+        )
+    yield from wrong
+
+
+_MODEL = (
+    "keep the state of a model's layers in the instance: a cache of the class or the module that is keyed by"
+    " the number of a layer, or by a shape, mixes the models of a process, such as draft and target"
+)
 
 
 def _in_turn(lane: LaneUnderTest, one: Rig, two: Rig, problems: list[Problem], how: str) -> Findings:

@@ -1,15 +1,19 @@
 """The agreement of data-parallel ranks that step together with unequal batches: GP17.
 
-Does not: start processes or run collectives; set a rank, because here only the counts of tokens matter.
+Each rank has its own requests, and is one rank of a group that shares them. All replay the shape of the
+largest batch, so the counts of tokens and the results of a small one are compared in this shape.
+
+Does not: start processes or run collectives; know the right counts (see ``ranks``).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from itertools import cycle, islice
 
 from graphpact.batch import ForwardMode
 from graphpact.shapes import EagerReason, GraphShape
-from graphpact_conformance.draws.chosen_batches import corner, of_size
+from graphpact_conformance.draws.chosen_batches import corner, of_size, tier_ends, with_prefixes
 from graphpact_conformance.draws.lanes import Config
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.asked_batches import batches_of_every_size
@@ -17,7 +21,11 @@ from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.graph_choice import MOST_SIZES, ask_runner, smallest_holding
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.records.steps import StepRecord
+from graphpact_conformance.results import Finding
 
+Compare = Callable[[int, Rig, StepRecord, tuple[int, ...]], Findings]
+"""``(rank, rig, step, tokens of the ranks) -> findings``: compares counts and results of a rank's step."""
 _GATHER_HELP = (
     "without other ranks the batch runs: check the use of global_num_tokens_cpu, and ranks that have no"
     " requests and no rows"
@@ -28,14 +36,21 @@ _DECLINE_RANK_HELP = (
 )
 
 
-def uneven_ranks(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
+def uneven_ranks(
+    lane: LaneUnderTest,
+    rigs: Mapping[int, Rig],
+    as_rank: Callable[[int], AbstractContextManager[object]],
+    compare: Compare | None,
+) -> Findings:
     """Give ranks unequal batches, in steps and with default settings: all must take one shape, or none.
 
     Args:
         lane: The lane of a single rank.
         rigs: The rig of each rank.
+        as_rank: Makes this process a rank inside a context.
+        compare: Compares the step of a rank; None if steps with equal batches are wrong already.
     """
-    yield from _in_steps(lane, rigs)
+    yield from _in_steps(lane, rigs, as_rank, compare)
     yield from _by_default(lane, rigs[0])
 
 
@@ -59,38 +74,70 @@ def _groups(lane: LaneUnderTest, rig: Rig) -> list[list[Problem]]:
     declined = next(filter(lane.declined, (corner(config.unbounded), *batches_of_every_size(config))), None)
     if declined is not None:
         groups += [[declined, *[of_size(config, config.most_requests)] * (config.ranks - 1)]]
+    groups += _in_each_tier(rig)
     # if a batch takes another graph even without other ranks, `graph_choice` reports it
     return [group for group in groups if not any(_takes_another_graph(rig, problem) for problem in group)]
 
 
-def _in_steps(lane: LaneUnderTest, rigs: Sequence[Rig]) -> Findings:
-    """Step data-parallel ranks with unequal batches: all replay the shape of the largest."""
+def _in_each_tier(rig: Rig) -> list[list[Problem]]:
+    """Return groups of batches of equal sizes, but on both sides of the lengths at which the graph changes.
+
+    None where a runner has one graph of a size: then a length does not change the graph.
+    """
+    if len({shape.variant for shape in rig.captured}) == 1:
+        return []
+    try:
+        ends = tier_ends(rig.config, lambda problem: rig.fit(rig.batch_of(problem)))
+    except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything: see `graph_choice`
+        return []
+    sides = [side for change in ends for side in (change, change[::-1])]
+    ranks = rig.config.ranks
+    return [[with_prefixes(rig.config, [n]) for n in islice(cycle(side), ranks)] for side in sides]
+
+
+def _in_steps(
+    lane: LaneUnderTest,
+    rigs: Mapping[int, Rig],
+    as_rank: Callable[[int], AbstractContextManager[object]],
+    compare: Compare | None,
+) -> Findings:
+    """Step data-parallel ranks with unequal batches: all replay the shape of the largest, with its counts.
+
+    After a wrong count or result the other batches are left out.
+    """
     if lane.config.case.mode is ForwardMode.IDLE:
         return
     for group in _groups(lane, rigs[0]):
         together = tuple(len(problem.tokens) for problem in group)
         answers: list[GraphShape | EagerReason | None] = []
-        for rig, problem in zip(rigs, group, strict=True):
-            batch = replace(rig.batch_of(problem), global_num_tokens_cpu=together)
-            asked, refused = ask_runner(lane, rig, batch, problem)
-            if refused is not None:
-                return  # `graph_choice` reports it
-            if isinstance(asked, GraphShape):
-                step = rig.step(problem, batch=batch, may_decline=True)
-                if step.error is not None:
-                    if rig.step(problem, may_decline=True).error is None:
-                        what = f"{len(problem.tokens)} tokens, with {together} on the ranks"
-                        yield lane.of_error(
-                            step.error,
-                            expected=f"a replay of {what}",
-                            rule="GP17",
-                            step=step,
-                            help=_GATHER_HELP,
-                        )
-                    return
-                asked = step.shape if step.replays == 1 else None
-            answers.append(asked)
-        yield from _of_answers(lane, rigs[0], together, answers)
+        wrong: list[Finding] = []
+        for (rank, rig), problem in zip(rigs.items(), group, strict=True):
+            with as_rank(rank):
+                batch = replace(rig.batch_of(problem), global_num_tokens_cpu=together)
+                asked, refused = ask_runner(lane, rig, batch, problem)
+                if refused is not None:
+                    return  # `graph_choice` reports it
+                if isinstance(asked, GraphShape):
+                    step = rig.step(problem, batch=batch, may_decline=True)
+                    if step.error is not None:
+                        if rig.step(problem, may_decline=True).error is None:
+                            what = f"{len(problem.tokens)} tokens, with {together} on the ranks"
+                            yield lane.of_error(
+                                step.error,
+                                expected=f"a replay of {what}",
+                                rule="GP17",
+                                step=step,
+                                help=_GATHER_HELP,
+                            )
+                        return
+                    asked = step.shape if step.replays == 1 else None
+                    if asked is not None and compare is not None and not wrong:
+                        wrong += compare(rank, rig, step, together)
+                answers.append(asked)
+        others = [*_of_answers(lane, rigs[0], together, answers)]
+        yield from others or wrong  # ranks with other graphs have other counts too
+        if wrong:
+            return
 
 
 def _by_default(lane: LaneUnderTest, rig: Rig) -> Findings:

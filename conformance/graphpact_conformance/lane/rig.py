@@ -545,7 +545,12 @@ class Rig:
     # -- the oracle ------------------------------------------------------------------------------
 
     def answer(
-        self, problem: Problem, whole: Problem | None = None, *, kv: KVBuffers | None = None
+        self,
+        problem: Problem,
+        whole: Problem | None = None,
+        *,
+        kv: KVBuffers | None = None,
+        padded_tokens: int | None = None,
     ) -> Answer:
         """Return the oracle's answer; it is valid for every lane of the same configuration and runner.
 
@@ -553,11 +558,13 @@ class Rig:
             problem: The batch.
             whole: See `step`.
             kv: The KV cache before it, which is written; None for the one that `load` makes.
+            padded_tokens: Tokens of the shape that ranks share; None for those of `padded_tokens`.
         """
         if kv is None:
             self.load(whole or problem)
             kv = self.cache.copy()
-        padded = self.padded_tokens(problem) if self.net.counts else None
+        padded = self.padded_tokens(problem) if padded_tokens is None else padded_tokens
+        shared = padded if self.net.counts else None
         compact, batch = self.cache.compact(problem), self.batch_of(problem, whole)
         if compact is not problem:  # a region that the runner composes may move keys in the copy
             batch = replace(batch, out_cache_loc=self.batch_of(compact).out_cache_loc)
@@ -569,7 +576,7 @@ class Rig:
             return runner.compose(forward, step)
 
         context = replace(self.backend.context, kv_cache=kv)
-        found = answer(compact, batch, self.net, context, padded, compose, self.oracle)
+        found = answer(compact, batch, self.net, context, shared, compose, self.oracle)
         return replace(found, caches=found.caches | self.cache.right_beside_kv(compact, found.caches))
 
     def padded_tokens(self, problem: Problem) -> int:

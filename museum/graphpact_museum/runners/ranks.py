@@ -15,7 +15,7 @@ from graphpact.parallel import get_parallel, local_num_token_non_padded
 from graphpact.shapes import CaptureSizes, EagerReason, GraphShape
 from graphpact_conformance.lane.reference_runner import ReferenceSizes
 from graphpact_museum.edits.override import overrides, replaces
-from graphpact_museum.edits.runners import LONG_CONTEXT, Fit
+from graphpact_museum.edits.runners import LONG_CONTEXT, SHORT_TIER, Fit, after_fill, with_length_tiers
 from graphpact_museum.exhibit import exhibit
 
 
@@ -126,3 +126,34 @@ def verify_capture_sizes_look_at_this_rank_alone(right: Any, sizes: Any, batch: 
     """The shape of target verify depends on the rank's own drafts."""
     fit: Fit = right(sizes, replace(batch, global_num_tokens_cpu=None))
     return fit
+
+
+@exhibit("GP17", "vllm-project/vllm#25906", on="cuda_graph", lanes="decode")
+def cuda_graph_takes_the_tier_of_its_own_requests(base: type[Any]) -> type[Any]:
+    """Each rank takes the graph for short or for long requests by its own lengths, although ranks gather."""
+    return with_length_tiers(base, lambda batch: max(batch.seq_lens_cpu.tolist(), default=0) <= SHORT_TIER)
+
+
+@exhibit("GP17", "sgl-project/sglang#30898", on="cuda_graph", lanes="decode")
+@after_fill
+def cuda_graph_counts_the_tokens_of_the_largest_rank(
+    _: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+) -> None:
+    """The live tokens are those of the rank with most tokens, so that others treat padding as live."""
+    if batch.global_num_tokens_cpu is not None and registry.has_slot("num_token_non_padded"):
+        count = local_num_token_non_padded(max(batch.global_num_tokens_cpu), shape.num_tokens)
+        registry.get_slot("num_token_non_padded").slice_for(0, 0).fill_(count)
+
+
+@exhibit("GP17", "sgl-project/sglang#37933", on="reference_runner", lanes="target_verify")
+@overrides("populate")
+def verify_runner_pads_to_the_shape_of_its_own_tokens(
+    runner: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+) -> None:
+    """Write indices are reset up to the shape of the rank's own drafts, but a larger shape is replayed."""
+    own = runner.fit(replace(batch, global_num_tokens_cpu=None))
+    beyond = registry.get_slot("out_cache_loc").slice_for(shape.batch_size, shape.num_tokens)
+    beyond = beyond[own.num_tokens :] if isinstance(own, GraphShape) else beyond[:0]
+    kept = beyond.clone()
+    right(registry, batch, shape)
+    beyond.copy_(kept)

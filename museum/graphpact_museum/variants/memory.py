@@ -44,6 +44,22 @@ def workspace_of_its_own(base: type[Any]) -> type[Any]:
     return override(base, declare_slots, forward)
 
 
+@variant(on="fa3", lanes="decode")
+def scales_of_every_model(base: type[Any]) -> type[Any]:
+    """The class keeps a factor of each layer in memory, by the values of the layer and not by its number."""
+
+    def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: LayerSpec, metadata: Any) -> Any:
+        factor = self.factors[layer.scaling]
+        return right(q * (factor / layer.scaling).to(q.dtype), k, v, layer, metadata)
+
+    def init(self: Any, right: Any, context: Any) -> None:
+        right(context)
+        for layer in context.layers:
+            self.factors.setdefault(layer.scaling, torch.tensor(layer.scaling, dtype=torch.float64))
+
+    return override(base, forward, __init__=init, factors={})
+
+
 @variant(on="reference", lanes="decode")
 def workspace_in_groups_of_eight(base: type[Any]) -> type[Any]:
     """Results pass through a workspace whose rows are rounded up to a multiple of 8."""

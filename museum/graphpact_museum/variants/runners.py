@@ -145,6 +145,18 @@ def tiers_of_length(base: type[Any]) -> type[Any]:
 
 
 @variant(on="cuda_graph", lanes="decode")
+@overrides("populate")
+def idle_ranks_that_run_the_dummy(
+    self: Any, right: Any, registry: CudaGraphBufferRegistry, batch: ForwardBatch, shape: GraphShape
+) -> None:
+    """A rank without requests prepares the dummy of the shape of the largest rank, without live tokens."""
+    if not batch.batch_size and batch.global_num_tokens_cpu is not None:
+        none = None if batch.num_token_non_padded is None else torch.zeros_like(batch.num_token_non_padded)
+        batch = replace(self.dummy(shape), num_token_non_padded=none, num_token_non_padded_cpu=0)
+    right(registry, batch, shape)
+
+
+@variant(on="cuda_graph", lanes="decode")
 @overrides("default_batch_sizes")
 def capture_sizes_with_a_cap(self: Any, _: Any) -> list[int]:
     """Steps beyond a cap run eagerly, with an eager reason."""
