@@ -140,8 +140,8 @@ _RULES = (
         "GP16",
         "staging-race",
         "MUST",
-        "Host memory is rewritten only after the copy from it has finished, and streams that share memory"
-        " wait for each other.",
+        "Host memory is rewritten only after the copy from it has finished, and used only after the copy to"
+        " it; streams that share memory wait for each other.",
         _REPLAY,
     ),
     Rule(

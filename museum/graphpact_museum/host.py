@@ -6,15 +6,17 @@ output.
 Does not: plant bugs in copies from the host; see `graphpact_museum.plans`.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
-from graphpact.buffers import GraphSlot, PaddingPolicy
-from graphpact_museum.edits.override import overrides
+from graphpact.batch import ForwardBatch
+from graphpact.buffers import GraphSlot, PaddingPolicy, metadata_slot
+from graphpact_museum.edits.override import named_after, override, overrides
 from graphpact_museum.edits.runners import keeps, keeps_tails, pads
-from graphpact_museum.exhibit import exhibit, variant
+from graphpact_museum.exhibit import Make, exhibit, variant
 
 # -- host tensors of the view ------------------------------------------------------------------------
 
@@ -56,3 +58,87 @@ def host_lengths_of_32_bits(_: Any, right: Any) -> list[GraphSlot]:
     """The host lengths are int32, for a planner in C; those on the device are int64."""
     narrow = {"dtype": torch.int32, "narrows": True}
     return [replace(slot, **narrow) if slot.name.endswith("_cpu") else slot for slot in right()]
+
+
+# -- copies to the host ------------------------------------------------------------------------------
+
+
+_KEPT = "museum.kept_lens"
+
+Use: TypeAlias = Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor | None]
+"""``(backend, memory, lens) -> read``: copies lengths to host memory, and returns what it read there."""
+
+
+def _through_the_host(use: Use) -> Make:
+    """Return an edit of backends that copy lengths to the host; attention gets those that ``use`` returns.
+
+    Args:
+        use: See `Use`.
+    """
+
+    def declare_slots(_: Any, right: Any, limits: Any) -> list[GraphSlot]:
+        return [*right(limits), metadata_slot(_KEPT, lambda bs, _: (bs,), torch.int64, role="staging")]
+
+    def init_metadata_replay(self: Any, right: Any, view: ForwardBatch, shape: Any, captured: Any) -> Any:
+        fresh = right(view, shape, captured)
+        memory = self._registry.get_slot(_KEPT).buffer[: view.batch_size]
+        read = use(self, memory, view.seq_lens)
+        if read is not None:
+            self.driver.copy_async(fresh.cache_seqlens, read.int())
+        return fresh
+
+    members: dict[str, Any] = {"fill_is_device_only": False, "alias": None}
+    return named_after(use, lambda base: override(base, declare_slots, init_metadata_replay, **members))
+
+
+def _waits(backend: Any) -> None:
+    event = backend.driver.event()
+    event.record()
+    event.synchronize()
+
+
+@exhibit("GP16", "pytorch/pytorch#19571", on="fa3", lanes="decode")
+@_through_the_host
+def fa3_counts_copied_lengths_before_the_wait(
+    backend: Any, memory: torch.Tensor, lens: torch.Tensor
+) -> torch.Tensor | None:
+    """The longest request, for a statistic, is read from pinned memory before the wait for its copy."""
+    backend.driver.copy_async(memory, lens)
+    backend.longest = int(memory.max())
+    _waits(backend)
+    return None
+
+
+@exhibit("GP16", "NVIDIA/TensorRT-LLM#14008", on="fa3", lanes="decode")
+@_through_the_host
+def fa3_clears_memory_before_the_copy_has_ended(
+    backend: Any, memory: torch.Tensor, lens: torch.Tensor
+) -> torch.Tensor | None:
+    """Pinned memory is cleared for the next step while the copy of this step may still write it."""
+    backend.driver.copy_async(memory, lens)
+    memory.zero_()
+    _waits(backend)
+    return None
+
+
+@exhibit("GP16", "RBLN-SW/torch-rbln#13", on="fa3", lanes="decode")
+@_through_the_host
+def fa3_reads_copied_lengths_by_numpy(
+    backend: Any, memory: torch.Tensor, lens: torch.Tensor
+) -> torch.Tensor | None:
+    """Lengths in pinned memory are read by an array of numpy, while those of an earlier batch are there."""
+    if backend.alias is None:
+        backend.alias = backend._registry.get_slot(_KEPT).buffer.numpy()  # noqa: SLF001  as above
+    backend.driver.copy_async(memory, lens)
+    found = torch.from_numpy(backend.alias[: len(memory)].clip(1))
+    _waits(backend)
+    return found
+
+
+@variant(on="fa3", lanes="decode")
+@_through_the_host
+def lengths_copied_to_the_host(backend: Any, memory: torch.Tensor, lens: torch.Tensor) -> torch.Tensor | None:
+    """Lengths are copied to pinned memory, and read there after an event that follows the copy."""
+    backend.driver.copy_async(memory, lens)
+    _waits(backend)
+    return memory.clone()

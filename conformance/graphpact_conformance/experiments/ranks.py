@@ -334,7 +334,7 @@ def _compare_uneven(
     shares = [*_share(lane, rank, step, [problem])]
     for found in shares:
         yield found.model_copy(update={"rule": "GP17", "field": f"{found.field}, {words}"})
-    wrong = [] if shares else differences(rig, step, rig.answer(problem, shape.num_tokens))
+    wrong = [] if shares else differences(rig, step, rig.answer(problem, padded_tokens=shape.num_tokens))
     if wrong and _is_right_alone(lane, [problem]):
         yield lane.finding(
             "GP17",

@@ -20,6 +20,8 @@ from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.breaches import of_breaches
 from graphpact_conformance.experiments.comparison import (
     other_result,
+    differences,
+    is_right,
     same_step,
     same_tensors,
     strict_rig,
@@ -32,6 +34,7 @@ from graphpact_conformance.lane.snapshots import reset_slot
 from graphpact_conformance.records.raised import message_of, rule_of
 from graphpact_conformance.records.steps import StepRecord
 from graphpact_conformance.results import Finding
+from graphpact_tape.tape import TapeDriver
 from graphpact_tape.writes import write
 
 RULES_OF_STRICT_LANES = (
@@ -69,6 +72,7 @@ def strict_replays(lane: LaneUnderTest, steps: Drawn) -> Findings:
             step = rig.step(problem)
             if step.error is None:
                 yield from _unwritten_rows(lane, way, step)
+                yield from _late_copies(lane, way, rig, step)
                 continue
             if lane.hook_raised(step):
                 plain = lane.rig(way).step(problem)
@@ -96,6 +100,27 @@ def _unwritten_rows(lane: LaneUnderTest, way: Way, step: StepRecord) -> Findings
             actual="NaN: memory that the graph has not written in this replay",
             step=step,
             help=_SPREAD_HELP,
+        )
+
+
+def _late_copies(lane: LaneUnderTest, way: Way, rig: Rig, step: StepRecord) -> Findings:
+    """Yield a finding if a step is wrong where copies to the host end late, and right where they end at once.
+
+    A read that torch does not see, such as by numpy, raises no error: it gets values of an earlier step.
+    """
+    driver = rig.lane.driver
+    if not isinstance(driver, TapeDriver) or not driver.num_copies_to_host or step.declined is not None:
+        return
+    wrong = differences(rig, step, lane.answer(rig, step.problem))
+    if wrong and is_right(lane, lane.rig(way), step.problem, may_decline=True):
+        yield lane.finding(
+            "GP16",
+            hook="init_metadata_replay",
+            field=f"a replay: {wrong[0].what}",
+            expected=f"{wrong[0].expected}, also if a copy to the host ends as late as a device may end it",
+            actual=f"{wrong[0].actual}; if the copy ends at once, the step is right",
+            step=step,
+            help="record an event after copy_async(), and synchronize() it before the host reads the memory",
         )
 
 

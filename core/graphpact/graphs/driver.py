@@ -379,16 +379,17 @@ class GraphDriver(abc.ABC):
         return Event()
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy host memory to ``target``, on the driver's device, on the current stream, without waiting.
+        """Copy between host and device, in either direction, on the current stream, without waiting.
 
-        ``source`` has the same shape and dtype, and must be pinned for a GPU. Do not write to it before the
-        host has waited for the copy (`Event.synchronize` or `synchronize`), because the device may still read
-        it.
+        ``source`` has the same shape and dtype, and the host memory must be pinned for a GPU. Until the host
+        has waited for the copy (`Event.synchronize` or `synchronize`), do not write to host memory that is
+        copied to the device, and neither read nor write host memory to which a copy goes. A strict driver may
+        refuse a copy to the host in a region.
         """
         target.copy_(source)
 
     def copy_in_flight(self, source: torch.Tensor) -> Line | None:
-        """Return the code line of an unfinished `copy_async` from the memory of ``source``.
+        """Return the code line of an unfinished `copy_async` from or to the host memory of ``source``.
 
         A copy is unfinished until the host has waited for it. Return None if there is none, or if the driver
         is not strict and does not track copies.

@@ -400,7 +400,7 @@ class DeviceDriver(GraphDriver):
         return DeviceEvent(self._torch, self.device)
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy pinned host memory to the device as work of the current stream."""
+        """Copy from or to pinned host memory as work of the current stream."""
         target.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:

@@ -13,7 +13,7 @@ Does not: record anything, or see a read that bypasses torch (a raw pointer); se
 import abc
 import contextlib
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -65,6 +65,7 @@ class HostReadGuard(TorchFunctionMode):
         addressed: The storages whose address the caller asked for, by `storage_id`, each with the first line
             that did.
         may_pin: Whether pinned memory may be made, which is allowed outside a capture.
+        check_use: Called with each host tensor that is read or written; raises if a copy to it is in flight.
     """
 
     def __init__(self, host: HostMemory, when: str, error: type[ContractError]) -> None:
@@ -78,6 +79,7 @@ class HostReadGuard(TorchFunctionMode):
         self.copying = False
         self._operators: list[str] = []  # operators with a Python implementation that run now
         self.may_pin = False
+        self.check_use: Callable[[torch.Tensor], None] = lambda _: None
 
     def __torch_function__(
         self,
@@ -89,8 +91,10 @@ class HostReadGuard(TorchFunctionMode):
         kwargs = kwargs or {}
         if self.paused:
             return func(*args, **kwargs)
-        if func in READS and args[0] not in self.host:
-            raise self.host_read(READS[func])
+        if func in READS:
+            if args[0] not in self.host:
+                raise self.host_read(READS[func])
+            self.check_use(args[0])
         if func in ADDRESSES:
             self._note_address(args[0], sys._getframe(1))  # noqa: SLF001  no public way
         if func is torch.Tensor.__deepcopy__:  # replaces storages below the dispatcher
@@ -256,6 +260,7 @@ class Watcher(DispatchMode, abc.ABC):
         on_host = [t for t in given if t in self.host]
         if self._is_host_work(func, given, on_host):
             result = self.run(func, args, kwargs)
+            self._check_use(func, args, kwargs, on_host, result)
             self.host.add(tensors_of(result))
             return result
         if reads_on_host(func, args, kwargs):
@@ -276,6 +281,17 @@ class Watcher(DispatchMode, abc.ABC):
         if on_host:
             self._check_traffic(func, args, kwargs, len(given), on_host)
         return self.perform(func, args, kwargs, given)
+
+    def _check_use(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor], result: Any
+    ) -> None:
+        """Refuse host work, other than making a view, on memory to which a copy is in flight."""
+        known = {storage_id(t) for t in given}
+        made = tensors_of(result)
+        if made and all(storage_id(t) in known for t in made) and not written_by(func, args, kwargs):
+            return
+        for tensor in given:
+            self.guard.check_use(tensor)
 
     def run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation, of the host or the device, and return its result."""

@@ -7,7 +7,9 @@ either order, and the tape raises an error at once. The order in which the tape 
 matter, so a missing wait is always detected.
 
 An asynchronous copy from host memory is carried out as late as a device might do it: when work that waits for
-it begins. The host memory must not change until the host has waited for the copy.
+it begins. The host memory must not change until the host has waited for the copy. A copy to host memory takes
+the values of its place in the stream, and writes them when the host waits for it. Until then the host memory
+keeps its old values, and must be neither read nor written.
 
 Does not: change the order of work.
 """
@@ -164,6 +166,57 @@ class _Copy:
             self._target = None
 
 
+class _CopyToHost:
+    """A copy to host memory that the host has not waited for.
+
+    Args:
+        target: The host tensor to write when the host waits.
+        source: The tensor to read. Its values are taken now, because later work of the stream comes after.
+        stream: The stream to which the copy was submitted.
+        line: The caller's line.
+    """
+
+    def __init__(self, target: torch.Tensor, source: torch.Tensor, stream: TapeStream, line: Line) -> None:
+        self.place = target.data_ptr(), target.shape, stream.number
+        self.line = line
+        self._target = target
+        self._values = source.clone()
+        self._stream, self._count = stream.number, stream.count
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Take the present contents of the target as those before the copy."""
+        self._before = self._target.clone()
+
+    def is_before(self, clock: _Clock) -> bool:
+        return clock.get(self._stream, 0) >= self._count
+
+    def writes(self, tensor: torch.Tensor) -> bool:
+        """Return whether the target and ``tensor`` share memory."""
+        (first, last), (begin, end) = extent_of(self._target), extent_of(tensor)
+        return storage_id(self._target) == storage_id(tensor) and first < end and begin < last
+
+    def check(self, name_of: Callable[[torch.Tensor], str | None]) -> None:
+        """Raise `ReplayError` if the contents of the target changed since the copy began."""
+        if not torch.equal(_bytes(self._target), _bytes(self._before)):
+            raise self.refusal("was rewritten", name_of)
+
+    def refusal(self, what: str, name_of: Callable[[torch.Tensor], str | None]) -> ReplayError:
+        """Return the error for a use of the target; ``what`` says which."""
+        target = self._target
+        name = name_of(target) or f"of {target.dtype} {tuple(target.shape)}"
+        return ReplayError(
+            f"host memory {name} {what} while a copy to it was in flight; the copy began at {self.line}",
+            hint="record an event after copy_async() and synchronize() it before the host uses the memory; if"
+            " two buffers are used in turn, each needs an event",
+            rule="GP16",
+        )
+
+    def carry_out(self) -> None:
+        self._target.copy_(self._values)
+        self.look_again()
+
+
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
     # A clone, because torch treats a tensor of one element as contiguous whatever its stride is.
     return tensor.clone(memory_format=torch.contiguous_format).view(-1).view(torch.uint8)
@@ -175,6 +228,7 @@ class Order:
     Attributes:
         capture: The number of the current capture, 0 outside a capture.
         is_broken: Whether an eager call runs between two segments of the capture.
+        num_to_host: Number of copies to host memory that were begun.
         name_of: Returns the name of a tensor for messages, or None.
         unwatched: Returns a context for work of this class, in which the guard allows all calls.
         settle: Called before the host waits, with the work to wait for by stream, or None for all work.
@@ -188,6 +242,8 @@ class Order:
         # The weak references keep a storage's id from being reused.
         self._accesses: dict[int, tuple[StorageWeakRef, list[_Access]]] = {}
         self._copies: list[_Copy] = []
+        self._to_host: list[_CopyToHost] = []
+        self.num_to_host = 0
         self._host: _Clock = {}  # the work that the host waited for, before its later work
         self._begun: int | None = None  # the main stream's count at the beginning of the capture
         self.is_broken = False
@@ -365,7 +421,30 @@ class Order:
         with self.unwatched():
             self._check_copies()
             self.work("an asynchronous copy", (), (target,), line, ReplayError)
+            for earlier in self._to_host:
+                if earlier.writes(source):
+                    if not earlier.is_before(stream.clock):
+                        raise earlier.refusal("is copied to the device", self.name_of)
+                    earlier.carry_out()
             self._add(_Copy(source, target, stream, line))
+
+    def copy_to_host(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Begin a copy to host memory on the current stream. The host gets the values when it waits."""
+        line = Line()
+        stream = self.current
+        assert isinstance(stream, TapeStream)  # noqa: S101  all streams of a tape are
+        with self.unwatched():
+            self._check_copies()
+            self.work("an asynchronous copy to the host", (source,), (target,), line, ReplayError)
+            copy = _CopyToHost(target, source, stream, line)
+            self._to_host = [c for c in self._to_host if c.place != copy.place] + [copy]
+            self.num_to_host += 1
+
+    def check_use(self, tensor: torch.Tensor, what: str = "is read or written") -> None:
+        """Raise `ReplayError` if a copy to the host memory ``tensor`` is in flight."""
+        for copy in self._to_host:
+            if copy.writes(tensor):
+                raise copy.refusal(what, self.name_of)
 
     def keep_in_flight(self, source: torch.Tensor, line: Line) -> None:
         """Mark ``source`` as read by the current stream's last work until the host waits for that work."""
@@ -403,24 +482,39 @@ class Order:
             self._host[number] = max(self._host.get(number, 0), count)
         self.finish_copies(clock)
 
-    def finish_copies(self, clock: _Clock | None = None) -> None:
-        """Finish the copies up to ``clock``, or all copies; the host need not wait for them any more."""
+    def finish_copies(self, clock: _Clock | None = None, *, waits: bool = True) -> None:
+        """Finish the copies up to ``clock``, or all copies; the host need not wait for them any more.
+
+        Args:
+            clock: The work up to which copies are finished; None for all of them.
+            waits: Whether the host waits. If not, copies to the host stay in flight.
+        """
         with self.unwatched():
             self._check_copies()
             for copy in self._copies:
                 if clock is None or copy.is_before(clock):
                     copy.carry_out()
+            done = [c for c in self._to_host if waits and (clock is None or c.is_before(clock))]
+            for to_host in done:
+                to_host.carry_out()
+            self._to_host = [c for c in self._to_host if c not in done]
+            for to_host in self._to_host if done else ():
+                to_host.look_again()
         self._copies = [c for c in self._copies if not (clock is None or c.is_before(clock))]
 
-    def copy_in_flight(self, source: torch.Tensor) -> Line | None:
-        """Return the code line of a copy from ``source`` that the host has not waited for, or None."""
-        return next((copy.line for copy in self._copies if copy.reads(source)), None)
+    def copy_in_flight(self, tensor: torch.Tensor) -> Line | None:
+        """Return the code line of a copy from or to ``tensor`` that the host has not waited for, or None."""
+        read = (copy.line for copy in self._copies if copy.reads(tensor))
+        return next(read, next((copy.line for copy in self._to_host if copy.writes(tensor)), None))
 
     def _check_copies(self) -> None:
         copies, self._copies = self._copies, []  # each error is raised once
+        to_host, self._to_host = self._to_host, []
         for copy in copies:
             copy.check(self.name_of)
-        self._copies = copies
+        for other in to_host:
+            other.check(self.name_of)
+        self._copies, self._to_host = copies, to_host
 
 
 def _meta_bytes(tensor: torch.Tensor) -> torch.Tensor:

@@ -406,6 +406,7 @@ class StrictShared:
         self.tasks.settle()
         guard = HostReadGuard(self._host, "while a replay is prepared", ReplayError)
         guard.may_pin = True
+        guard.check_use = self.order.check_use
         protected = {
             external.tensor.storage.cdata: external.name for tape in self._tapes for external in tape.external
         }
@@ -428,7 +429,7 @@ class StrictShared:
         self._learn(memory, host)
         with two_memories(self._host, self._device):
             yield
-        self.order.finish_copies()
+        self.order.finish_copies(waits=False)
 
     @contextlib.contextmanager
     def step(self, memory: DeclaredMemory) -> Iterator[None]:
@@ -459,8 +460,21 @@ class StrictShared:
         self._host.add([*memory.host, *host])
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor, *, capturing: bool) -> None:
-        """Copy as late as a device might do it; in a capture, record the copy as a part of the graph."""
+        """Copy as late as a device might do it; in a capture, record the copy as a part of the graph.
+
+        Raises:
+            CaptureError: A copy to the host is recorded.
+        """
         guard = self._guard
+        host = self._host if guard is None else guard.host
+        if target in host and source not in host:
+            if capturing and guard is not None:
+                raise guard.refusal(
+                    "copy_async() copies to the host",
+                    "copy to a slot or an output in the region, and from there to the host after the replay",
+                )
+            self.order.copy_to_host(target, source)
+            return
         if capturing and guard is not None:
             guard.host.add([source])
             guard.copying = True

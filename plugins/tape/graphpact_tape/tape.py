@@ -239,7 +239,7 @@ class TapeDriver(RecordingDriver):
         host = HostMemory(self.memory.host, strict=self.strict)
         guard = HostReadGuard(host, _WHEN, CaptureError)
         if self._shared is not None:
-            self._shared.order.finish_copies()
+            self._shared.order.finish_copies(waits=False)
             return StrictRecorder(guard, self._shared, self.memory, traced=self.traced)
         recorder = Recorder(guard, traced=self.traced, work_only=True)
         recorder.hold = self._hold
@@ -352,15 +352,23 @@ class TapeDriver(RecordingDriver):
         return super().event() if self._shared is None else self._shared.order.event()
 
     def copy_async(self, target: torch.Tensor, source: torch.Tensor) -> None:
-        """Copy host memory to ``target``, at once, or in strict mode as late as a device might do it."""
+        """Copy from or to host memory, at once, or in strict mode as late as a device might do it."""
         if self._shared is None:
             target.copy_(source)
         else:
             self._shared.copy_async(target, source, capturing=self.is_capturing)
 
     def copy_in_flight(self, source: torch.Tensor) -> Line | None:
-        """Return the line of a copy from ``source`` that the host has not waited for; None in fast mode."""
+        """Return the line of a copy from or to ``source`` that the host has not waited for.
+
+        None in fast mode.
+        """
         return None if self._shared is None else self._shared.order.copy_in_flight(source)
+
+    @property
+    def num_copies_to_host(self) -> int:
+        """The number of copies to the host that were delayed; 0 in fast mode, which copies at once."""
+        return 0 if self._shared is None else self._shared.order.num_to_host
 
     def synchronize(self) -> None:
         """Wait for every copy in flight. In fast mode there are none.
