@@ -94,6 +94,8 @@ class Config:
         gathers: Whether ranks gather their rows. If so, each rank has a share of the padded tokens and of the
             count; otherwise each has all of them.
         fields: Whether batches carry the optional fields for which the runner declares slots.
+        reads: Whether there are only two layers, and the second one has no keys of its own: it reads the
+            cache of the first.
     """
 
     case: Case
@@ -112,6 +114,7 @@ class Config:
     high: bool = False
     gathers: bool = True
     fields: bool = False
+    reads: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -216,6 +219,8 @@ class Config:
             scaling=heads.head_dim**-0.5,
             kv_lora_rank=heads.kv_lora_rank,
         )
+        if self.reads:
+            return [plain, replace(plain, layer_id=1, kv_layer=0, scaling=0.75 * plain.scaling)]
         sinks = torch.linspace(-1, 2, heads.num_q_heads).to(self.dtype)
         special = replace(
             plain,

@@ -12,6 +12,7 @@
     replay_order   other orders of batches and captures, poisoned memory
     eager_activity eager steps between replays
     recapture      repeated captures, several lanes in one process, memory that the engine rewrites
+    shared_cache   layers without new keys, which read the cache of another layer
     graph_choice   the choice of the graph
     ranks          agreement of ranks that step together with one batch
     uneven_ranks   agreement of ranks whose batches differ
@@ -48,6 +49,7 @@ from graphpact_conformance.experiments import (
     recorded,
     refresh,
     replay_order,
+    shared_cache,
 )
 from graphpact_conformance.experiments.experiment import Experiment, Findings, PlannedLane
 from graphpact_conformance.experiments.when import (
@@ -60,6 +62,7 @@ from graphpact_conformance.experiments.when import (
     in_plain_lanes,
     in_recorded_lanes,
     of_one_plugin,
+    of_plain_backends,
     unless_quick,
     with_optional_fields,
     without_embeddings,
@@ -198,6 +201,14 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     _in_full_lanes(recapture.beside_other_lanes, "GP02", "GP09", "GP10", "GP15", "GP19"),
     _in_full_lanes(eager_activity.survives_eager_activity, "GP14"),
     _in_full_lanes(capture.capture_side_effects, "GP19"),
+    Experiment(
+        "without_new_keys",
+        shared_cache.RULES,
+        shared_cache.without_new_keys,
+        of_plain_backends,
+        needs_graphs=False,
+        num_captures=1,
+    ),
     Experiment(
         "declared_graph_support",
         ("GP12",),
