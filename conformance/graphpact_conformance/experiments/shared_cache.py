@@ -28,7 +28,7 @@ RULES = ("GP02", "GP03", "GP04", "GP05", "GP07", "GP08", "GP09", "GP10", "GP15")
 
 def without_new_keys(lane: LaneUnderTest, steps: Drawn) -> Findings:
     """Run a second layer with `k` and `v` None on the cache of the first, eagerly and in replays."""
-    shared = lane.like(replace(lane.config, reads=True, capture_shapes=lane.config.shapes[-1:]))
+    shared = lane.like(replace(lane.config, reads=True, capture_shapes=(lane.config.shapes[-1],)))
     found = [*_replayed(shared, steps)]
     yield from found
     if not found and lane.config.case == Case(ForwardMode.DECODE):
