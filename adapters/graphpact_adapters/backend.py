@@ -140,6 +140,41 @@ def begins_steps(metadata: object) -> bool:
     return isinstance(metadata, DraftMetadata) and all(isinstance(at, DraftStep) for at in metadata.steps)
 
 
+@dataclass
+class LayerCache:
+    """The KV cache of one layer.
+
+    Args:
+        k: Its keys, by layer.
+        v: Its values, by layer.
+    """
+
+    k: Any
+    v: Any
+
+
+@contextmanager
+def renumbered(cache: KVBuffers, layer: LayerSpec, slots: torch.Tensor) -> Iterator[KVBuffers]:
+    """Yield a copy of the cache of a layer in another numbering, and write it back at the end.
+
+    Args:
+        cache: The KV cache of the suite.
+        layer: The layer.
+        slots: ``[slots]`` int64: for each slot of the suite its number in the copy, each once.
+    """
+    at, has_latents = layer.cache_layer, layer.kv_lora_rank is not None
+    k, v = torch.empty_like(cache.k[at]), torch.empty_like(cache.v[at])
+    k[slots] = cache.k[at]
+    if has_latents:
+        v = k[..., : layer.v_head_dim]
+    else:
+        v[slots] = cache.v[at]
+    yield LayerCache({at: k}, {at: v})
+    cache.k[at].copy_(k[slots])
+    if not has_latents:
+        cache.v[at].copy_(v[slots])
+
+
 class BuilderBackend(AttentionBackend):
     """A backend that calls one or more builders of an engine; see the module docstring.
 

@@ -119,9 +119,11 @@ class Model:
     ) -> StepOutputs:
         """Return ``rows``, ``[T, columns]``: all layers, the runner's own fields, then work across rows.
 
-        With the metadata of a whole draft it runs all steps, otherwise one. Its keys and values are None with
-        frozen KV. To a runner's own region it also returns ``logits``, ``[n, VOCAB]`` float32, and
-        ``hidden_states``, ``[n, HIDDEN]``: of `ForwardBatch.selected_rows`, or of all tokens.
+        With the metadata of a whole draft it runs all steps, otherwise one. Keys and values are None with
+        frozen KV, and for a layer that only reads the cache of another one (`Config.reads`).
+
+        To a runner's own region it also returns ``logits``, ``[n, VOCAB]`` float32, and ``hidden_states``,
+        ``[n, HIDDEN]``: of `ForwardBatch.selected_rows`, or of all tokens.
 
         Args:
             batch: The batch.
@@ -142,7 +144,7 @@ class Model:
                 if own is not None:
                     scale = (1 + own.mean(dim=1) / 4).to(q.dtype)[:, None, None]
                     q, k, v = q * scale, k * scale, v * scale
-                if self.config.case.frozen:
+                if self.config.case.frozen or (self.config.reads and layer.kv_layer is not None):
                     attended = attend(q, None, None, layer, part)
                 else:
                     attended = attend(q, k, v, layer, part)

@@ -193,7 +193,7 @@ DEVICE_ONLY = "feature fill_is_device_only"
 def test_a_preparation_that_graphs_record_is_proved_by_its_lanes() -> None:
     """Lanes whose graphs record the fill show the declaration; a fill from host lengths fails there."""
     for base, is_right in ((ReferenceBackend, True), (FillsFromTheHost, False)):
-        backend = type("Declares", (base,), {"fill_is_device_only": True, "__module__": base.__module__})
+        backend: Any = type("Declares", (base,), {"fill_is_device_only": True, "__module__": base.__module__})
         backend.capabilities = FillsFromTheHost.capabilities
         plans = suite.planned_lanes(backend, ReferenceRunner, FULL, values=())
         shown = []
@@ -214,7 +214,7 @@ def test_a_preparation_that_could_be_recorded_is_a_hint() -> None:
     A claim silences it, and a backend with a second method for replays is not asked.
     """
     for base, works in ((ReferenceBackend, True), (FillsFromTheHost, False)):
-        backend = type("Hides", (base,), {"fill_is_device_only": False, "__module__": base.__module__})
+        backend: Any = type("Hides", (base,), {"fill_is_device_only": False, "__module__": base.__module__})
         backend.capabilities, backend.claims = FillsFromTheHost.capabilities, FillsFromTheHost.claims
         probed = probe(backend, LIGHT)
         assert probed == [(DEVICE_ONLY, works)]

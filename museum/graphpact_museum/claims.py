@@ -1,18 +1,33 @@
-"""Exhibits of what plugins declare of themselves: invariants of plans (GP09).
+"""Exhibits of declared plans (GP09), and of layers that only read a KV cache (GP02, GP08).
 
-No output shows the wrong plans of this module: they count more work than there is.
+No output shows the wrong plans of this module: they count more work than there is. A layer that only reads a
+cache gets no new keys and values.
 
 Does not: contain plans that change outputs; see `graphpact_museum.plans`.
 """
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
+
+from graphpact.attention import Buffers, Limits
 from graphpact.batch import ForwardBatch
 from graphpact.shapes import GraphShape
 from graphpact_kernels import schedule_attention
+from graphpact_museum.edits.backends import invariants_of_inner
 from graphpact_museum.edits.override import override
 from graphpact_museum.exhibit import exhibit, variant
+from graphpact_museum.variants.slots import own_slot
+
+
+@dataclass
+class _WithReaders:
+    """The base's metadata, and the lengths for layers without new keys."""
+
+    inner: Any
+    lens: torch.Tensor
+
 
 # -- plans that count too much work ------------------------------------------------------------------
 
@@ -86,3 +101,78 @@ def plan_kept_between_equal_steps(base: type[Any]) -> type[Any]:
         self.planned[id(metadata)] = lens, copies, metadata
 
     return override(base, init_metadata_capture, plan_metadata, planned={})
+
+
+# -- layers without new keys -------------------------------------------------------------------------
+
+
+@exhibit("GP02", "vllm-project/vllm#28537", on="fa3", lanes=("decode", "extend"))
+def fa3_readers_of_a_cache_keep_lengths(base: type[Any]) -> type[Any]:
+    """Layers without new keys have lengths of their own, which are written at captures and in eager steps."""
+
+    def declare_slots(_: Any, right: Any, limits: Limits) -> Any:
+        return [*right(limits), own_slot("reader_lens", lambda bs, _: (bs,), torch.int32, role="lengths")]
+
+    def allocate_metadata(_: Any, right: Any, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Any:
+        return _WithReaders(right(view, shape, buffers), buffers("variant.reader_lens"))
+
+    def fill_metadata(self: Any, right: Any, view: ForwardBatch, metadata: _WithReaders) -> None:
+        right(view, metadata.inner)
+        if not self.replays:
+            metadata.lens.copy_(metadata.inner.cache_seqlens)
+
+    def init_metadata_replay(
+        self: Any, right: Any, view: ForwardBatch, shape: GraphShape, captured: Any
+    ) -> Any:
+        self.replays = True
+        try:
+            return right(view, shape, captured)
+        finally:
+            self.replays = False
+
+    def forward(_: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: _WithReaders) -> Any:
+        inner = metadata.inner if k is not None else replace(metadata.inner, cache_seqlens=metadata.lens)
+        return right(q, k, v, layer, inner)
+
+    methods = (declare_slots, allocate_metadata, fill_metadata, init_metadata_replay, forward)
+    edited: dict[str, Any] = {"replays": False, "fill_is_device_only": False}
+    return override(base, *methods, plan_invariants=invariants_of_inner(base), **edited)
+
+
+@exhibit("GP08", "ROCm/hip-ep#882", on="fa3", lanes=("decode", "target_verify"))
+def fa3_readers_bounded_by_the_dummy(base: type[Any]) -> type[Any]:
+    """Layers without new keys launch for the longest request of the batch, in a capture that of the dummy."""
+
+    def init_metadata_capture(self: Any, right: Any, view: ForwardBatch, shape: GraphShape) -> Any:
+        self.most = max(view.seq_lens_cpu.tolist()) + view.uncounted_keys
+        return right(view, shape)
+
+    def forward(self: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: Any) -> Any:
+        if k is None and self.driver is not None and self.driver.is_capturing:
+            lens = metadata.cache_seqlens.clamp(max=self.most)
+            metadata = replace(metadata, cache_seqlens=lens, max_seqlen_k=self.most)
+        return right(q, k, v, layer, metadata)
+
+    return override(base, init_metadata_capture, forward, most=0)
+
+
+@variant(on="fa3", lanes=("decode", "extend", "target_verify"))
+def lengths_of_layers_without_new_keys(base: type[Any]) -> type[Any]:
+    """Layers without new keys have lengths of their own, which every fill writes."""
+
+    def declare_slots(_: Any, right: Any, limits: Limits) -> Any:
+        return [*right(limits), own_slot("reader_lens", lambda bs, _: (bs,), torch.int32, role="lengths")]
+
+    def allocate_metadata(_: Any, right: Any, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> Any:
+        return _WithReaders(right(view, shape, buffers), buffers("variant.reader_lens"))
+
+    def fill_metadata(_: Any, right: Any, view: ForwardBatch, metadata: _WithReaders) -> None:
+        right(view, metadata.inner)
+        metadata.lens.copy_(metadata.inner.cache_seqlens)
+
+    def forward(_: Any, right: Any, q: Any, k: Any, v: Any, layer: Any, metadata: _WithReaders) -> Any:
+        inner = metadata.inner if k is not None else replace(metadata.inner, cache_seqlens=metadata.lens)
+        return right(q, k, v, layer, inner)
+
+    methods = (declare_slots, allocate_metadata, fill_metadata, forward)
+    return override(base, *methods, plan_invariants=invariants_of_inner(base))

@@ -72,6 +72,9 @@ class Backends:
             extends. Steps of other modes are checked only eagerly.
         engine: Makes the objects that only an installed engine can make; by default the types of
             `graphpact_adapters.sglang.batch`.
+        window_pool: Whether the backend serves layers with a sliding window whose keys are in a pool with a
+            numbering of its own, as in hybrid models. It gets ``token_to_kv_pool`` with SGLang's translation.
+            Not for draft decodes, latents and tasks.
         tasks: The kernel arguments that the engine updates for each replay, as on an NPU. An update gets the
             batch of the replay. Not for draft decodes.
     """
@@ -86,6 +89,15 @@ class Backends:
     graph_modes: frozenset[ForwardMode] | None = None
     engine: EngineTypes = OWN
     tasks: Tasks | None = None
+    window_pool: bool = False
+
+    def __post_init__(self) -> None:
+        """Refuse a window pool where no lane has one."""
+        if self.window_pool and (self.kind == "mla" or self.tasks is not None):
+            raise ConfigError(
+                "Backends(window_pool=True, ...): latents and tasks have no lanes with a window pool",
+                hint="leave window_pool out, or check kind='mha' without tasks",
+            )
 
     @property
     def name(self) -> str:
@@ -128,9 +140,11 @@ class Backends:
             is_draft_worker=True,
             drafts=True,
         )
+        sizes = replace(sizes, sliding_window=2 if self.window_pool else None)
+        slots = torch.arange(2 * sizes.page_size) if self.window_pool else None
         try:
             with two_memories(HostMemory(), DEVICE):
-                made = self.make(model_runner(sizes, table))
+                made = self.make(model_runner(sizes, table, slots))
         except NeedsValueError:
             raise
         except Exception as error:
@@ -167,6 +181,8 @@ class Backends:
             kind = adapter.kind
             trees = adapter.trees
             tasks = adapter.tasks
+            window_pool = adapter.window_pool
+            unit = "KV pool" if adapter.window_pool else SglangBackend.unit
             engine = adapter.engine
             calls = calls_of(adapter._example)
             capabilities = Capabilities(
@@ -179,6 +195,7 @@ class Backends:
                 head_dims=None if adapter.head_dims is None else frozenset(adapter.head_dims),
                 seq_len_fill_value=1,
                 needs_host_plan=True,
+                sliding_window=adapter.window_pool,
             )
 
         return OfFactory
@@ -199,7 +216,10 @@ class Backends:
             config = plan.lane.config
             if config.case.segments or config.mixed_dim is not None or config.case.frozen:
                 continue
-            if self.tasks is not None and config.case.mode is ForwardMode.DRAFT_DECODE:
+            drafts = config.case.mode is ForwardMode.DRAFT_DECODE
+            if drafts and (self.tasks is not None or self.window_pool):
+                continue
+            if self.window_pool and (config.high or not config.sliding_window):
                 continue
             mode = config.case.mode
             in_graphs = self.graph_modes is None or mode in self.graph_modes

@@ -19,17 +19,18 @@ Does not: choose lanes; see `graphpact_adapters.sglang.adapter`.
 import copy
 import dis
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
 import torch
 
-from graphpact.attention import BackendContext, DraftMetadata
+from graphpact.attention import BackendContext, DraftMetadata, KVBuffers, LayerSpec
 from graphpact.batch import ForwardBatch
 from graphpact.batch import ForwardMode as Mode
 from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
-from graphpact_adapters.backend import BuilderBackend, Built, Make, Metadata, Phase, Words
+from graphpact_adapters.backend import BuilderBackend, Built, Make, Metadata, Phase, Words, renumbered
 from graphpact_adapters.kernel_reads import Reads
 from graphpact_adapters.sglang.batch import EngineTypes
 from graphpact_adapters.sglang.plain_values import Given, Kind, ModelRunnerSizes, model_runner
@@ -51,9 +52,12 @@ WORDS = Words(
 
 
 class SglangReader(Protocol):
-    """A function that returns what the kernel of a layer reads from a backend's metadata."""
+    """A function that returns what the kernel of a layer reads from a backend's metadata.
 
-    def __call__(self, metadata: Any, batch: Any) -> Reads:
+    With a pool for layers with a window it returns two: the reads of layers without a window come first.
+    """
+
+    def __call__(self, metadata: Any, batch: Any) -> Reads | tuple[Reads, ...]:
         """Return the reads of metadata; see `graphpact_adapters.sglang.readers.read_sglang_metadata`."""
 
 
@@ -88,6 +92,7 @@ def sglang_sizes(context: BackendContext, kind: Kind, *, trees: bool = False) ->
         topk=2 if branches else 1,
         is_draft_worker=drafts or mode is Mode.DRAFT_EXTEND,
         drafts=drafts,
+        sliding_window=context.layers[1].sliding_window if len(context.layers) > 1 else None,
     )
 
 
@@ -145,6 +150,7 @@ class SglangBackend(BuilderBackend):
         kind: What the KV cache holds.
         trees: Whether drafts have branches (top-k > 1).
         engine: Makes the objects that only an installed engine can make.
+        window_pool: Whether layers with a window have a pool of their own, with other numbers of KV slots.
     """
 
     make: ClassVar[Make]
@@ -152,6 +158,7 @@ class SglangBackend(BuilderBackend):
     kind: ClassVar[Kind]
     trees: ClassVar[bool]
     engine: ClassVar[EngineTypes]
+    window_pool: ClassVar[bool] = False
     unit = "draft step"
     words = WORDS
     calls: ClassVar[Mapping[Phase, str]]
@@ -162,7 +169,8 @@ class SglangBackend(BuilderBackend):
         self.sizes = sglang_sizes(context, cls.kind, trees=cls.trees)
         self._sizes_of_calls = self.sizes.times(self.room)
         with self.two_memories():
-            self.model_runner = model_runner(self._sizes_of_calls, context.req_to_token)
+            self._in_window_pool = self._window_slots() if cls.window_pool else None
+            self.model_runner = model_runner(self._sizes_of_calls, context.req_to_token, self._in_window_pool)
             self._backend: Any = cls.make(self.model_runner)
         self._has_graphs = False
         self._buffers: GraphRunnerBuffers | None = None
@@ -171,6 +179,28 @@ class SglangBackend(BuilderBackend):
         self._shape: GraphShape | None = None
         self._runs = 0
         self._finished_in_graph: set[GraphShape] = set()
+
+    # -- the window pool -------------------------------------------------------------------------
+
+    def _window_slots(self) -> torch.Tensor:
+        """Return ``[slots]`` int64: the slots of the window pool. Page 0 stays; the others are reversed.
+
+        Unused entries of the suite's table are out of range. They are out of range here, too.
+        """
+        most, page = len(self.context.kv_cache.k[0]), self.context.limits.page_size
+        slots = torch.arange(most + 2 * (page + 1), device=self.context.req_to_token.device)
+        pages = slots[:most].view(-1, page)
+        return torch.cat([torch.cat([pages[:1], pages[1:].flip(0)]).flatten(), slots[most:]])
+
+    @contextmanager
+    def cache_of(self, group: int, layer: LayerSpec) -> Iterator[KVBuffers]:
+        """Yield the KV cache; to a layer of the window pool with the numbers of that pool."""
+        cache, slots = self.context.kv_cache, self._in_window_pool
+        if slots is None or not group:
+            yield cache
+            return
+        with renumbered(cache, layer, slots[: len(cache.k[layer.cache_layer])]) as in_window_pool:
+            yield in_window_pool
 
     # -- the object ------------------------------------------------------------------------------
 
@@ -333,9 +363,13 @@ class SglangBackend(BuilderBackend):
         return [current_metadata(each) for each in self._steps or [self._backend]]
 
     def _read(self, batch: Any) -> tuple[Reads, ...]:
-        """Return the reads of each draft step, or of the only step."""
+        """Return the reads of each draft step, or of the only step: one for each pool."""
         read = type(self).read
-        return tuple(read(part, at) for part, at in zip(self._metadata(), self._each(batch), strict=True))
+        found: list[Reads] = []
+        for part, at in zip(self._metadata(), self._each(batch), strict=True):
+            reads = read(part, at)
+            found += reads if isinstance(reads, tuple) else [reads]
+        return tuple(found)
 
     def _each(self, batch: Any) -> Iterator[Any]:
         """Yield a batch for each draft step, with the slots that it writes, or the batch of the only step."""

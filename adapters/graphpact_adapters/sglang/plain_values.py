@@ -43,6 +43,8 @@ class ModelRunnerSizes:
         topk: Branches of a draft.
         is_draft_worker: Whether the backend serves the draft model.
         drafts: Whether the lane runs draft decodes of several steps.
+        sliding_window: Keys that a query of the layers with a window sees, its own included; None without
+            such layers.
     """
 
     kind: Kind
@@ -61,6 +63,7 @@ class ModelRunnerSizes:
     topk: int = 1
     is_draft_worker: bool = False
     drafts: bool = False
+    sliding_window: int | None = None
 
     @property
     def slots_per_token(self) -> int:
@@ -116,12 +119,16 @@ class Given:
         return f"Given({self._path!r})"
 
 
-def model_runner(sizes: ModelRunnerSizes, req_to_token: torch.Tensor) -> Given:
+def model_runner(
+    sizes: ModelRunnerSizes, req_to_token: torch.Tensor, full_to_swa: torch.Tensor | None = None
+) -> Given:
     """Return a strict model runner over plain values, for the constructor of a backend.
 
     Args:
         sizes: The sizes of the lane.
         req_to_token: ``[rows, positions]`` int32: KV slots of requests; row 0 is all zeros.
+        full_to_swa: ``[slots]`` int64: for each KV slot its slot in the pool of layers with a window; None
+            without such a pool.
     """
     is_speculative = sizes.num_draft_tokens is not None
     server_args = Given(
@@ -168,6 +175,23 @@ def model_runner(sizes: ModelRunnerSizes, req_to_token: torch.Tensor) -> Given:
         ),
         server_args=server_args,
         sizes=sizes,
-        sliding_window_size=None,
+        sliding_window_size=None if sizes.sliding_window is None else sizes.sliding_window - 1,
         use_mla_backend=sizes.kind == "mla",
+        **({} if full_to_swa is None else _window_pool(full_to_swa)),
     )
+
+
+def _window_pool(full_to_swa: torch.Tensor) -> dict[str, Any]:
+    """Return the attributes of a model runner with a pool for layers with a window."""
+
+    def translated(slots: torch.Tensor) -> torch.Tensor:
+        """Return the slots of the window pool for KV slots."""
+        return full_to_swa[slots.long()].to(torch.int32)
+
+    pool: dict[str, Any] = {
+        "full_to_swa_index_mapping": full_to_swa,
+        "translate_loc_from_full_to_swa": translated,
+    }
+    names = ("token_to_kv_pool", "token_to_kv_pool_allocator")
+    pools = {name: Given(f"model_runner.{name}", absent=(), **pool) for name in names}
+    return {"is_hybrid_swa": True, **pools}

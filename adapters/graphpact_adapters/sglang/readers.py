@@ -1,6 +1,8 @@
 """What the kernels of SGLang's attention backends read from their metadata.
 
     pages     ``page_table``, ``cache_seqlens_int32``, ``cu_seqlens_q``: FlashAttention-3, TRT-LLM
+              with ``swa_page_table`` and ``swa_out_cache_loc`` also those of layers with a window, whose keys
+              are in a pool with a numbering of its own
     blocks    ``block_kv_indices``, ``seq_lens_k``: the MLA family of TRT-LLM. Without ``cu_seqlens_q`` the
               number of queries of each request comes from the batch
     slots     ``kv_indptr``, ``kv_indices``: Triton. With ``qo_indptr`` the list holds only the prefix, and
@@ -13,6 +15,7 @@ memory.
 Does not: read the metadata of other kernels; their authors write a reader.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -38,6 +41,21 @@ def pages(metadata: Any, batch: Any) -> PagedReads:
         },
     )
     return PagedReads((part,), batch.out_cache_loc, tokens)
+
+
+def window_pages(metadata: Any, batch: Any) -> tuple[PagedReads, PagedReads]:
+    """Return the reads of a kernel with a page table, of layers without a window and of those with one."""
+    slots = getattr(metadata, "swa_out_cache_loc", None)
+    if slots is None:
+        raise ConfigError(
+            f"{type(metadata).__name__} has swa_page_table and no swa_out_cache_loc",
+            hint="keep the slots of new keys in the window pool in the metadata, or write a reader",
+        )
+    full = pages(metadata, batch)
+    (part,) = full.parts
+    names = {**part.names, "block_table": "swa_page_table"}
+    window = replace(part, block_table=metadata.swa_page_table, names=names)
+    return full, PagedReads((window,), slots, full.num_tokens)
 
 
 def blocks(metadata: Any, batch: Any) -> PagedReads:
@@ -100,8 +118,8 @@ def widened(view: torch.Tensor) -> torch.Tensor:
 _FORMS = (("page_table", pages), ("block_kv_indices", blocks), ("kv_indptr", slots))
 
 
-def read_sglang_metadata(metadata: Any, batch: Any) -> Reads:
-    """Return the reads of metadata by the names of its fields.
+def read_sglang_metadata(metadata: Any, batch: Any) -> Reads | tuple[Reads, ...]:
+    """Return the reads of metadata by the names of its fields; for two pools those of each.
 
     Args:
         metadata: The captured metadata of the backend.
@@ -111,6 +129,8 @@ def read_sglang_metadata(metadata: Any, batch: Any) -> Reads:
     Raises:
         ConfigError: The fields match no known kernel.
     """
+    if getattr(metadata, "swa_page_table", None) is not None:
+        return window_pages(metadata, batch)
     for name, reader in _FORMS:
         if getattr(metadata, name, None) is not None:
             return reader(metadata, batch)

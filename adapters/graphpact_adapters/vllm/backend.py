@@ -22,7 +22,7 @@ Does not: choose lanes; see `graphpact_adapters.vllm.adapter`.
 import inspect
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, ClassVar, Literal, Protocol
 
 import torch
@@ -31,7 +31,16 @@ from graphpact.attention import BackendContext, DraftLimits, KVBuffers, LayerSpe
 from graphpact.batch import ForwardBatch, ForwardMode
 from graphpact.errors import ConfigError
 from graphpact.shapes import GraphShape
-from graphpact_adapters.backend import NUM_GROUPS, BuilderBackend, Built, DraftStep, Make, Phase, Words
+from graphpact_adapters.backend import (
+    NUM_GROUPS,
+    BuilderBackend,
+    Built,
+    DraftStep,
+    Make,
+    Phase,
+    Words,
+    renumbered,
+)
 from graphpact_adapters.kernel_reads import Reader
 from graphpact_adapters.vllm.plain_values import Kind, Sizes, plain_layers
 from graphpact_adapters.vllm.runner import Lent, RunnerBuffers, is_all_padding
@@ -111,14 +120,6 @@ def vllm_sizes(
         sliding_window=window,
         rope_size=ROPE if latent is None else layer.head_dim - latent,
     )
-
-
-@dataclass
-class _Cache:
-    """The cache of one layer."""
-
-    k: Any
-    v: Any
 
 
 WORDS = Words(
@@ -232,22 +233,12 @@ class VllmBackend(BuilderBackend):
     @contextmanager
     def cache_of(self, group: int, layer: LayerSpec) -> Iterator[KVBuffers]:
         """Yield a copy of the layer's cache with the group's block order, and write it back at the end."""
-        cache, at = self.context.kv_cache, layer.cache_layer
         slots = self.buffers.slots[group]
         if slots is None:
-            yield cache
+            yield self.context.kv_cache
             return
-        has_latents = layer.kv_lora_rank is not None
-        k, v = torch.empty_like(cache.k[at]), torch.empty_like(cache.v[at])
-        k[slots] = cache.k[at]
-        if has_latents:
-            v = k[..., : layer.v_head_dim]
-        else:
-            v[slots] = cache.v[at]
-        yield _Cache({at: k}, {at: v})
-        cache.k[at].copy_(k[slots])
-        if not has_latents:
-            cache.v[at].copy_(v[slots])
+        with renumbered(self.context.kv_cache, layer, slots) as cache:
+            yield cache
 
     def build(self, lent: Lent, phase: Phase, step: int = 0) -> Built:
         """Build for each group, in the reverse order of the step before. ``step`` is the step of a draft."""

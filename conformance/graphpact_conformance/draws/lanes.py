@@ -99,6 +99,8 @@ class Config:
             count; otherwise each has all of them.
         fields: Whether batches carry the optional fields for which the runner declares slots.
         scale_factor: Factor of the scaling of all layers.
+        reads: Whether there are only two layers, and the second one has no keys of its own: it reads the
+            cache of the first.
     """
 
     case: Case
@@ -118,6 +120,7 @@ class Config:
     gathers: bool = True
     fields: bool = False
     scale_factor: float = 1.0
+    reads: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -222,6 +225,8 @@ class Config:
             scaling=self.scale_factor * heads.head_dim**-0.5,
             kv_lora_rank=heads.kv_lora_rank,
         )
+        if self.reads:
+            return [plain, replace(plain, layer_id=1, kv_layer=0, scaling=0.75 * plain.scaling)]
         sinks = torch.linspace(-1, 2, heads.num_q_heads).to(self.dtype)
         special = replace(
             plain,

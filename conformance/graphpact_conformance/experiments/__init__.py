@@ -17,6 +17,7 @@
     python_state   Python of the region, which a replay skips
     whole_requests requests from their prompt on, in a cache that only steps write
     recapture      repeated captures, several lanes in one process, memory that the engine rewrites
+    shared_cache   layers without new keys, which read the cache of another layer
     graph_choice   the choice of the graph
     ranks          agreement of ranks that step together with one batch
     uneven_ranks   agreement of ranks whose batches differ
@@ -56,6 +57,7 @@ from graphpact_conformance.experiments import (
     recorded,
     refresh,
     replay_order,
+    shared_cache,
     whole_requests,
 )
 from graphpact_conformance.experiments.experiment import Experiment, Findings, PlannedLane
@@ -69,6 +71,7 @@ from graphpact_conformance.experiments.when import (
     in_plain_lanes,
     in_recorded_lanes,
     of_one_plugin,
+    of_plain_backends,
     unless_quick,
     with_optional_fields,
     with_own_region,
@@ -224,6 +227,14 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     _in_full_lanes(recapture.beside_other_lanes, "GP02", "GP09", "GP10", "GP15", "GP19"),
     _in_full_lanes(eager_activity.survives_eager_activity, "GP14"),
     _in_full_lanes(capture.capture_side_effects, "GP19"),
+    Experiment(
+        "without_new_keys",
+        shared_cache.RULES,
+        shared_cache.without_new_keys,
+        of_plain_backends,
+        needs_graphs=False,
+        num_captures=1,
+    ),
     Experiment(
         "declared_graph_support",
         ("GP12",),

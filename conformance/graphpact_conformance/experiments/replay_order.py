@@ -19,9 +19,9 @@ from graphpact_conformance.draws.batches import Drawn
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.breaches import of_breaches
 from graphpact_conformance.experiments.comparison import (
-    other_result,
     differences,
     is_right,
+    other_result,
     same_step,
     same_tensors,
     strict_rig,

@@ -11,6 +11,7 @@ Does not: choose the experiments of a run; see `graphpact_conformance.suite.plan
 
 from graphpact_conformance.draws.cases import composes
 from graphpact_conformance.experiments.experiment import PlannedLane, RunsIn
+from graphpact_conformance.lane.tested_code import KITS
 from graphpact_conformance.targets import Size
 
 
@@ -82,6 +83,14 @@ def outside_pairs(plan: PlannedLane, size: Size) -> bool:
     """Return whether only one plugin is checked, not a pair of a backend and a runner."""
     del size
     return not plan.is_pair
+
+
+def of_plain_backends(plan: PlannedLane, size: Size) -> bool:
+    """Return whether the lane is the plain one of its kind of step, and checks a backend alone."""
+    del size
+    lane = plan.lane
+    alone = lane.kind == "attention_backend" and lane.runner in KITS and plan.recorded is None
+    return alone and not lane.config.unusual
 
 
 of_one_plugin = all_of(outside_pairs, without_embeddings)

@@ -338,6 +338,7 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Itera
             continue
         cause = consequences.get(rule or "")
         findings = [] if cause else _findings_of(rule, mine)
+        beside = {d.experiment.name for d in mine if d.plans and rule not in d.experiment.examines}
         chosen = findings if options.all_findings else _distinct(findings)
         outcome, reason = Outcome.PASS, _say_declined(done) if rule == "GP12" else None
         errors = [d.error for d in mine if d.error]
@@ -358,7 +359,10 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Itera
             outcome=outcome,
             level=RULES[rule].level if rule else "MUST",
             reason=reason,
-            findings=[_with_line(f, plan, options) for f in chosen],
+            findings=[
+                _with_line(f, plan, options, of_rule=f.field in own or f.experiment not in beside)
+                for f in chosen
+            ],
             examples=sum(d.examples for d in mine),
             seconds=sum(d.seconds / (len(d.experiment.examines) or 1) for d in mine),
         )
@@ -438,7 +442,8 @@ def _distinct(findings: Sequence[Finding]) -> list[Finding]:
     return [*first.values()][:_MOST_FINDINGS]
 
 
-def _with_line(finding: Finding, plan: PlannedLane, options: Options) -> Finding:
-    only = [] if finding.rule is None else [finding.rule]
+def _with_line(finding: Finding, plan: PlannedLane, options: Options, *, of_rule: bool) -> Finding:
+    """Return the finding with the command that repeats it: of its rule, if its experiment checks the rule."""
+    only = [finding.rule] if of_rule and finding.rule is not None else []
     line = reproduce_line(plan.names, only, str(plan), replace(options, ranks=plan.ranks))
     return finding.model_copy(update={"reproduce": line})
