@@ -2,6 +2,7 @@
 
     outputs        outputs and KV cache against attention in float64
     padding        effects of padding rows on outputs and KV cache
+    unlike_eager   replays that are wrong like a capture; a part of ``answers_replayed``
     look_alikes    live requests that look like padding rows; a part of ``answers_replayed``
     refresh        entries that a replay does not write, or that depend on earlier batches
     plan_invariants   what a backend declares about its plans
@@ -20,6 +21,7 @@
     when           where experiments run
     comparison     the comparison of two steps, and of a step with the oracle
     breaches       breaches of the pact as findings
+    attended_slots the KV slots that a draft attends, as a part of findings
     asked_batches  the batches that are passed to `fit`
 
 A rule is checked by every experiment that lists it. It passes if none of them has a finding. An experiment
