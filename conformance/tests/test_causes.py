@@ -1,5 +1,6 @@
-"""Findings about what only a graph has, and findings that follow from another rule."""
+"""Findings about what only a graph has, about slots of drafts, and those that follow from another rule."""
 
+import re
 from dataclasses import replace
 from typing import Any
 
@@ -92,6 +93,62 @@ def test_a_slot_that_is_too_narrow_is_named() -> None:
     )
     assert "torch.int64" in first.expected
     assert "torch.uint8" in first.actual
+
+
+# -- the KV slots of a draft -----------------------------------------------------------------------
+
+DRAFT = next(
+    c for c in configs_of(ReferenceBackend.capabilities) if str(c) == "draft_decode-page16-gqa-float32"
+)
+
+
+class NextSlots(ReferenceBackend):
+    """A backend whose second draft step reads the slot of the third in place of its own."""
+
+    def drafts_of(self, view: ForwardBatch) -> torch.Tensor:
+        """Return the slots of the drafts, the last of step 1 one step too far."""
+        slots = super().drafts_of(view)
+        if view.draft_step == 1 and view.draft_cache_loc is not None:
+            slots = torch.cat([slots[:, :1], view.draft_cache_loc[:, 2:3]], dim=1)
+        return slots
+
+
+class MissesTheFirst(ReferenceBackend):
+    """A backend whose tokens do not see the first key."""
+
+    def keys_of(self, metadata: Any) -> Any:
+        """Hide the first key."""
+        slots, seen = super().keys_of(metadata)
+        return slots, seen & (torch.arange(seen.shape[1]) > 0)
+
+
+@pytest.mark.parametrize(
+    ("backend", "says"),
+    [
+        (
+            NextSlots,
+            r"; it attends KV slot (\d+), which is not of its path: cached .*, then drafts (\d+), \d+$",
+        ),
+        (MissesTheFirst, r"; it does not attend KV slot (\d+), position 0 of its path: cached (\d+)"),
+    ],
+)
+@pytest.mark.parametrize("name", ["answers_replayed", "answers_eagerly"])
+def test_a_draft_that_attends_wrong_keys_names_the_first_slot(
+    backend: type[ReferenceBackend], says: str, name: str
+) -> None:
+    """The finding about a wrong pass has the first KV slot that differs from its path, and the path."""
+    chosen = [each for each in EXPERIMENTS if each.name == name]
+    plan = PlannedLane(LaneUnderTest(DRAFT, backend), is_full=True)
+    results = [*suite.examine_lane(plan, QUICK, experiments=chosen)]
+    told = [f for r in results for f in r.findings]
+    assert told
+    found = re.search(says, told[0].actual)
+    assert found is not None, told[0].actual
+    if backend is NextSlots:
+        assert f"{found[2]} then " in str(told[0].batch)
+        assert f"then {found[1]}" in str(told[0].batch)
+    else:
+        assert found[1] == found[2]
 
 
 # -- consequences ----------------------------------------------------------------------------------

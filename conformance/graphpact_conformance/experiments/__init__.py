@@ -4,6 +4,7 @@
     padding        effects of padding rows on outputs and KV cache
     indices        negative indices and offsets in padding rows and dummies
     host_rows      host tensors of the view; a part of ``padding``
+    unlike_eager   replays that are wrong like a capture; a part of ``answers_replayed``
     look_alikes    live requests that look like padding rows; a part of ``answers_replayed``
     independent_requests   requests alone, and in another order
     refresh        entries that a replay does not write, or that depend on earlier batches
@@ -26,6 +27,7 @@
     when           where experiments run
     comparison     the comparison of two steps, and of a step with the oracle
     breaches       breaches of the pact as findings
+    attended_slots the KV slots that a draft attends, as a part of findings
     asked_batches  the batches that are passed to `fit`
 
 A rule is checked by every experiment that lists it. It passes if none of them has a finding. An experiment

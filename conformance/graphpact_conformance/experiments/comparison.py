@@ -15,6 +15,7 @@ from graphpact.errors import Breach
 from graphpact.pact import walk
 from graphpact.tensors import equal, same
 from graphpact_conformance.draws.problems import Problem
+from graphpact_conformance.experiments.attended_slots import DraftRow, attended_slots
 from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest, Way
 from graphpact_conformance.lane.rig import Rig
@@ -119,6 +120,7 @@ class Difference:
         expected: The right value.
         actual: The value of the step.
         slots: KV slots that differ.
+        of_draft: The wrong row, if the step has several passes.
     """
 
     kind: Literal["rows", "cache", "extent"]
@@ -126,6 +128,7 @@ class Difference:
     expected: str
     actual: str
     slots: tuple[int, ...] = ()
+    of_draft: DraftRow | None = None
 
 
 def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
@@ -154,6 +157,7 @@ def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
                 f" {rig.where(name, column)}",
                 f"{value:.6g}, the result of float64 attention",
                 f"{rows[name].flatten()[at].item():.6g}",
+                of_draft=_draft_row(rig, name, row, column),
             )
         )
     for name, cache in step.caches.items():
@@ -167,6 +171,26 @@ def differences(rig: Rig, step: StepRecord, answer: Answer) -> list[Difference]:
             expected = "only the tokens of the batch write the KV cache"
             found.append(Difference("cache", what, expected, "other values", slots))
     return found
+
+
+def _draft_row(rig: Rig, name: str, row: int, column: int) -> DraftRow | None:
+    """Return a row of attention of a draft, with the columns of its pass; None for other outputs."""
+    width = rig.width_of_pass
+    if rig.config.case.num_steps == 1 or column >= width * rig.config.case.num_steps:
+        return None
+    if name.startswith(ROWS_OF_PASS):
+        return DraftRow(name, row, (0, width), int(name.removeprefix(ROWS_OF_PASS)))
+    if name != "rows":
+        return None
+    step = column // width if rig.num_steps > 1 else rig.config.case.num_steps - 1
+    first = step * width if rig.num_steps > 1 else 0
+    return DraftRow(name, row, (first, first + width), step)
+
+
+def said_of(rig: Rig, step: StepRecord, wrong: Difference) -> str:
+    """Return the wrong value, and for a pass of a draft the first KV slot that it should not attend."""
+    attended = None if wrong.of_draft is None else attended_slots(rig, step, wrong.of_draft)
+    return wrong.actual if attended is None else f"{wrong.actual}; {attended}"
 
 
 def wrong_results(
@@ -195,7 +219,7 @@ def wrong_results(
             rule,
             field=f"{what}: {wrong.what}",
             expected=f"{expected}: {wrong.expected}" if expected else wrong.expected,
-            actual=wrong.actual,
+            actual=said_of(rig, step, wrong),
             step=step,
             help=help,
         )

@@ -28,6 +28,7 @@ from graphpact_conformance.experiments.comparison import (
     Difference,
     differences,
     is_right,
+    said_of,
     spell,
     values_at,
     wrong_results,
@@ -274,7 +275,7 @@ def _of_difference(
         rule,
         field=f"a replay: {found.what}",
         expected=found.expected,
-        actual=found.actual,
+        actual=said_of(rig, step, found),
         step=step,
         help=help_,
     )

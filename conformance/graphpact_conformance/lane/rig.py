@@ -590,6 +590,11 @@ class Rig:
         return self.net.num_steps
 
     @property
+    def width_of_pass(self) -> int:
+        """Columns of the attention of one pass in ``rows``: those of all layers."""
+        return sum(layer.num_q_heads * layer.v_head_dim for layer in self.net.layers)
+
+    @property
     def num_shared(self) -> int:
         """Columns of work across rows, the last ones of ``rows``."""
         return self.net.num_shared

@@ -338,6 +338,7 @@ def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Itera
             continue
         cause = consequences.get(rule or "")
         findings = [] if cause else _findings_of(rule, mine)
+        own = {f.field for d in mine for f in d.findings if f.rule == rule}
         beside = {d.experiment.name for d in mine if d.plans and rule not in d.experiment.examines}
         chosen = findings if options.all_findings else _distinct(findings)
         outcome, reason = Outcome.PASS, _say_declined(done) if rule == "GP12" else None

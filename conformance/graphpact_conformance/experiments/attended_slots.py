@@ -1,0 +1,94 @@
+"""`attended_slots`: the KV slots that a row of a draft attends, against those of its path.
+
+Slots are tried: other numbers in a slot change the row only if the row attends the slot, or if an earlier
+pass of the row does. The path of a row has the cached keys of its request, and the keys that the passes up to
+its own wrote for the request.
+
+Does not: see that a row misses a key which the step itself writes.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from graphpact.batch import ForwardMode
+from graphpact.tensors import equal
+from graphpact_conformance.lane.rig import Rig
+from graphpact_conformance.records.steps import StepRecord
+
+
+@dataclass(frozen=True)
+class DraftRow:
+    """A wrong row of a draft.
+
+    Args:
+        output: Name of its output.
+        row: Its index among live rows.
+        columns: Its columns of one pass: first, and one after the last.
+        step: The number of the pass.
+    """
+
+    output: str
+    row: int
+    columns: tuple[int, int]
+    step: int
+
+
+def attended_slots(rig: Rig, step: StepRecord, wrong: DraftRow) -> str | None:
+    """Return in words the first KV slot that a row attends and should not, or misses; None if none is found.
+
+    Args:
+        rig: The rig of the step.
+        step: A wrong step, which is repeated.
+        wrong: A row of it.
+    """
+    problem = step.problem
+    if problem.mode is not ForwardMode.DRAFT_DECODE or not problem.tokens:
+        return None
+    width = len(problem.tokens) // len(problem.requests)
+    request = problem.requests[min(wrong.row // max(width, 1), len(problem.requests) - 1)]
+    drafted = [slot for token in request.tokens for slot in token.slots[: wrong.step + 1]]
+    path = [*request.cached, *drafted]
+    scratch = range(rig.config.page_size)
+
+    def row_with(keep: Sequence[int]) -> torch.Tensor | None:
+        def spoil() -> None:
+            rig.cache.fill(2.0, keep=keep)
+
+        again = rig.step(problem, eagerly=step.shape is None, after_load=spoil)
+        return None if again.rows is None else again.rows[wrong.output][wrong.row, slice(*wrong.columns)]
+
+    every = rig.cache.slots.tolist()
+    was = row_with(every)
+    if was is None:
+        return None
+
+    def changes(slots: Sequence[int]) -> bool:
+        left = {*slots}
+        now = row_with([slot for slot in every if slot not in left])
+        return now is not None and not equal(was, now)
+
+    of_path = f"its path: cached {_listed(request.cached)}, then drafts {_listed(drafted)}"
+    others = [slot for slot in every if slot not in {*path, *scratch}]
+    if (slot := _first(others, changes)) is not None:
+        return f"it attends KV slot {slot}, which is not of {of_path}"
+    missing = next((slot for slot in request.cached if not changes([slot])), None)
+    if missing is not None:
+        return f"it does not attend KV slot {missing}, position {request.cached.index(missing)} of {of_path}"
+    return None
+
+
+def _first(slots: Sequence[int], changes: Callable[[Sequence[int]], bool]) -> int | None:
+    """Return a slot whose contents change a row, by halving; None if none does."""
+    if not slots or not changes(slots):
+        return None
+    while len(slots) > 1:
+        half = len(slots) // 2
+        slots = slots[:half] if changes(slots[:half]) else slots[half:]
+    return slots[0]
+
+
+def _listed(slots: Sequence[int], most: int = 8) -> str:
+    shown = ", ".join(map(str, slots[:most]))
+    return f"{shown} and {len(slots) - most} more" if len(slots) > most else shown or "none"
