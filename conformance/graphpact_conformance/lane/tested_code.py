@@ -13,7 +13,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import lru_cache
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -112,11 +111,6 @@ def _files_of(cls: type[Any]) -> Iterator[str]:
             yield function.__code__.co_filename
 
 
-@lru_cache(maxsize=1024)  # asked for every name of a package before each experiment
-def _is_cache(kind: type[Any]) -> bool:
-    return hasattr(kind, "cache_clear")
-
-
 def caches_of(classes: Iterable[type[Any]]) -> Iterator[Callable[[], object]]:
     """Yield a clearing function for each cache of tensors in classes and their packages."""
     classes = [*classes]
@@ -134,7 +128,9 @@ def caches_of(classes: Iterable[type[Any]]) -> Iterator[Callable[[], object]]:
     spaces += [vars(c) for c in classes]
     for function in [f for c in classes for f in vars(c).values() if inspect.isfunction(f)]:
         spaces.append(inspect.getclosurevars(function).nonlocals)
-    cached = {id(v): v for space in spaces for v in [*space.values()] if _is_cache(type(v))}
+    values = [value for space in spaces for value in [*space.values()]]
+    kinds = {kind for kind in {*map(type, values)} if hasattr(kind, "cache_clear")}
+    cached = {id(value): value for value in values if type(value) in kinds}
     for function in cached.values():
         if _holds_tensors(function):
             yield function.cache_clear
