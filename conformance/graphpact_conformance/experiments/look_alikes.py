@@ -22,7 +22,7 @@ from graphpact_conformance.lane.rig import Rig
 
 
 def takes_live_rows_for_padding(
-    lane: LaneUnderTest, rig: Rig, steps: Drawn, *, are_special: bool
+    lane: LaneUnderTest, rig: Rig, steps: Drawn, *, are_special: bool = True
 ) -> Findings:
     """Replay batches whose last live request looks like padding, with and without padding rows.
 
