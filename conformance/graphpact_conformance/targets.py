@@ -139,7 +139,7 @@ class Listener(Protocol):
         """Called with each result."""
 
 
-def left_out() -> Result:
+def ended_early() -> Result:
     """Return the result for the part of a plugin's run that ``fail_fast`` left out."""
     return Result(
         rule=None,

@@ -456,7 +456,7 @@ def test_the_variable_bounds_the_work(bench: Bench, monkeypatch: pytest.MonkeyPa
     (lost,) = [result for result in of(report, "hangs").results if result.check == "ends"]
     assert lost.rule == "GP07"
     assert "0.75 s" in lost.findings[0].actual
-    assert "graphpact check hangs --only GP07" in (lost.findings[0].reproduce or "")
+    assert "graphpact check runner:hangs --only GP07" in (lost.findings[0].reproduce or "")
 
 
 def test_known_failures_are_applied(bench: Bench) -> None:

@@ -14,7 +14,7 @@ from graphpact.runners import DecodeRunner
 from graphpact.shapes import EagerReason
 from graphpact_conformance import suite
 from graphpact_conformance.lane.reference_backend import ReferenceBackend
-from graphpact_conformance.lane.uncalled import uncalled, watched_calls
+from graphpact_conformance.lane.uncalled import uncalled_methods, watched_calls
 from graphpact_conformance.merge import merged
 from graphpact_conformance.report.digest import unchecked
 from graphpact_conformance.results import PluginResults, Result
@@ -92,7 +92,7 @@ def test_methods_are_as_before_after_a_run() -> None:
 
 
 def _names(cls: type[Any], called: set[str]) -> list[str]:
-    return [each.name for each in uncalled([cls], called)]
+    return [each.name for each in uncalled_methods([cls], called)]
 
 
 def _methods(cls: type[Any]) -> Sequence[Any]:

@@ -23,7 +23,7 @@ from graphpact_conformance.contracts.requirement import Requirement, Subject
 from graphpact_conformance.records.global_state import seeded
 from graphpact_conformance.results import Finding, Outcome, PluginResults, Result
 from graphpact_conformance.rules import EVERY_RULE
-from graphpact_conformance.targets import IsKnown, Listener, Options, Target, left_out, reproduce_line
+from graphpact_conformance.targets import IsKnown, Listener, Options, Target, ended_early, reproduce_line
 
 
 class Unchecked(NamedTuple):
@@ -140,7 +140,7 @@ def examine_contract(
             named = result.outcome is Outcome.FAIL and result.rule
             has_failed |= bool(named) and not is_known(str(named), result.lane)
         if options.fail_fast and has_failed:
-            listener.found(left_out())
+            listener.found(ended_early())
             break
     return target.results(
         info,

@@ -202,7 +202,7 @@ def covering(
     """Return lanes that together have every combination of values of some dimensions.
 
     The lanes depend only on the arguments. Each is chosen from some random lanes: the one with the most
-    combinations that are not covered yet, and of equal ones one without a tall ladder, which takes less time.
+    combinations that are not covered yet, and of equal ones a short one, which takes less time.
 
     Args:
         configs: Lanes with plain values of scale.
@@ -229,7 +229,7 @@ def covering(
     while left:
         rarest = min(left.values(), key=len)
         likely = rng.sample(rarest, min(len(rarest), CANDIDATES))
-        best = max(likely, key=lambda c: (len(combinations(c, strength) & left.keys()), not c.is_tall))
+        best = max(likely, key=lambda c: (len(combinations(c, strength) & left.keys()), c.scale == "short"))
         chosen.append(best)
         for combination in combinations(best, strength):
             left.pop(combination, None)

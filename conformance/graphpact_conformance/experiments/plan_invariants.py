@@ -24,7 +24,7 @@ from graphpact_conformance.experiments.comparison import altered
 from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
-from graphpact_conformance.records.plans import Verdict, verdicts
+from graphpact_conformance.records.plans import PlanVerdict, verdicts
 from graphpact_conformance.records.steps import StepRecord
 from graphpact_conformance.results import Finding
 from graphpact_tape.writes import write
@@ -41,14 +41,14 @@ def plan_invariants(lane: LaneUnderTest, steps: Drawn) -> Findings:
     found: dict[tuple[str, str], Finding] = {}
     exchange = _Exchange(rig)
 
-    def note(said: list[Verdict], hook: str, step: StepRecord | None, problem: Problem | None) -> None:
+    def note(said: list[PlanVerdict], hook: str, step: StepRecord | None, problem: Problem | None) -> None:
         for each in said:
             if each.holds is False and (hook, each.name) not in found:
                 found[hook, each.name] = lane.of_invariant(each, hook, step=step, problem=problem)
 
     long = assorted(lane.config)
     for problem in (*steps, corner(lane.config), long, *neighbours(lane.config, long)):
-        said: list[Verdict] = []
+        said: list[PlanVerdict] = []
         look = partial(exchange.look, problem, said)
         is_later = rig.backend.records_metadata  # no hook fills metadata: the replay itself does
         step = rig.step(problem, ready=None if is_later else look)
@@ -56,7 +56,7 @@ def plan_invariants(lane: LaneUnderTest, steps: Drawn) -> Findings:
             look(rig.observer.view, rig.observer.metadata)
         note(said, "init_metadata_replay", step, None)
 
-    at_capture: list[Verdict] = []
+    at_capture: list[PlanVerdict] = []
     rig.capture(ready=lambda view, metadata: at_capture.extend(verdicts(rig.backend, view, metadata)))
     note(at_capture, "init_metadata_capture", None, None)
 
@@ -86,7 +86,7 @@ class _Exchange:
     tried: dict[str, StepRecord] = field(default_factory=dict)
     settled: set[str] = field(default_factory=set)
 
-    def look(self, problem: Problem, said: list[Verdict], view: ForwardBatch, metadata: Any) -> None:
+    def look(self, problem: Problem, said: list[PlanVerdict], view: ForwardBatch, metadata: Any) -> None:
         """Evaluate the invariants with the right plan, then with the plan of each earlier batch."""
         said += verdicts(self.rig.backend, view, metadata)
         if any(each.holds is False for each in said):

@@ -45,7 +45,7 @@ from graphpact_conformance.lane.snapshots import poison_slot
 from graphpact_conformance.lane.tested_code import KITS, PLUGIN, ForeignCode, caches_of, raised_at
 from graphpact_conformance.oracle import Answer
 from graphpact_conformance.records.global_state import DRAWS, StateWatch
-from graphpact_conformance.records.plans import PlanWatch, Verdict
+from graphpact_conformance.records.plans import PlanVerdict, PlanWatch
 from graphpact_conformance.records.raised import CannotCaptureError, causes, message_of, need_of, rule_of
 from graphpact_conformance.records.steps import StepRecord
 from graphpact_conformance.results import Finding
@@ -476,7 +476,12 @@ class LaneUnderTest:
         )
 
     def of_invariant(
-        self, verdict: Verdict, hook: str, *, step: StepRecord | None = None, problem: Problem | None = None
+        self,
+        verdict: PlanVerdict,
+        hook: str,
+        *,
+        step: StepRecord | None = None,
+        problem: Problem | None = None,
     ) -> Finding:
         """Return a finding about an invariant of the backend's plan that is false after a hook."""
         return self.finding(

@@ -1,4 +1,4 @@
-"""`watched_calls`: which optional methods of a plugin a run calls. `uncalled`: those that no lane called.
+"""`watched_calls`: which optional methods of a plugin a run calls. `uncalled_methods`: the others.
 
 A plugin overrides a method for some kind of step. If no lane of a run has such a step, nothing is known of
 the method, although every rule passes.
@@ -72,7 +72,7 @@ def watched_calls(classes: Collection[type[Any]]) -> Iterator[set[str]]:
             setattr(owner, name, method)
 
 
-def uncalled(classes: Collection[type[Any]], called: Collection[str]) -> Iterator[Uncalled]:
+def uncalled_methods(classes: Collection[type[Any]], called: Collection[str]) -> Iterator[Uncalled]:
     """Yield the optional methods that the classes override and no lane called, each once."""
     for name in dict.fromkeys(name for cls in classes for _, name in _overridden(cls)):
         if name not in called:

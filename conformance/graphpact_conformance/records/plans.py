@@ -16,7 +16,7 @@ from graphpact_conformance.records.raised import message_of
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class PlanVerdict:
     """What an invariant says.
 
     Args:
@@ -44,7 +44,7 @@ class BrokenInvariant:
     """
 
     hook: str
-    verdict: Verdict
+    verdict: PlanVerdict
     problem: Problem | None
     shape: GraphShape | None
 
@@ -76,7 +76,7 @@ class PlanWatch:
                 self.broken.setdefault((hook, each.name), at)
 
 
-def verdicts(backend: AttentionBackend, view: ForwardBatch, metadata: Any) -> Iterator[Verdict]:
+def verdicts(backend: AttentionBackend, view: ForwardBatch, metadata: Any) -> Iterator[PlanVerdict]:
     """Yield what each invariant says of each draft step."""
     for name, holds in backend.plan_invariants.items():
         for step, (at, part) in enumerate(each_step(view, metadata)):
@@ -84,7 +84,7 @@ def verdicts(backend: AttentionBackend, view: ForwardBatch, metadata: Any) -> It
             try:
                 said = holds(backend, at, part)
             except Exception as error:  # noqa: BLE001  the plugin's code may raise anything
-                yield Verdict(name, holds=False, why=f"{message_of(error)}{where}", error=error)
+                yield PlanVerdict(name, holds=False, why=f"{message_of(error)}{where}", error=error)
             else:
                 right = None if said is None else bool(said)
-                yield Verdict(name, right, why="" if right else f"false{where}")
+                yield PlanVerdict(name, right, why="" if right else f"false{where}")

@@ -13,7 +13,7 @@ from graphpact_conformance.experiments import OF_OUTPUTS
 from graphpact_conformance.experiments.experiment import PlannedLane
 from graphpact_conformance.results import Finding, Outcome, Result
 from graphpact_conformance.suite.run import LaneRun, examine_lane
-from graphpact_conformance.targets import IsKnown, Options, left_out
+from graphpact_conformance.targets import IsKnown, Options, ended_early
 
 _FIRST = frozenset(experiment.name for experiment in OF_OUTPUTS)
 
@@ -44,7 +44,7 @@ def run_lanes(
         for run in runs:
             if _ends(run, is_known, only):
                 found = [result for result in run.results() if result.outcome is Outcome.FAIL]
-                yield run.plan, [*found, left_out()]
+                yield run.plan, [*found, ended_early()]
                 return
     for run in runs:
         yield run.plan, run.results()

@@ -417,10 +417,10 @@ def _choose(
 
     Each kind of step has one plain lane with all experiments; in a quick run mixed and idle batches and trees
     have only those of outputs. Further lanes have every value of every dimension, and in longer runs every
-    pair of values of two. In a quick run plain decode and prefill have a lane with a tall ladder. The unusual
-    lanes of a normal run, of which all experiments run in two, have the unusual value of every dimension of
-    scale; that of a runner, which does not see layers, has equal ones. A runner, which declares the slots of
-    optional fields, has a lane with them of each kind of step.
+    pair of values of two. In a quick run plain decode and prefill have a lane with a tall ladder, and decode
+    has one with a long context. The unusual lanes of a normal run, of which all experiments run in two, have
+    the unusual value of every dimension of scale; that of a runner, which does not see layers, has equal
+    ones. A runner, which declares the slots of optional fields, has a lane with them of each kind of step.
 
     Args:
         configs: All lanes with plain values of scale.
@@ -443,8 +443,10 @@ def _choose(
         ]
     strength = 1 if kind == "runner" or size == "quick" else 2
     more = []
-    if size == "quick":  # otherwise the tall ladder would be in a lane of wide drafts, which takes longer
-        more = [valued(config, capabilities, device, ["tall"]) for config in _of_two_kinds(plain)]
+    if size == "quick":  # otherwise they would be in lanes of wide drafts, which take longer
+        kinds = _of_two_kinds(plain)
+        more = [valued(config, capabilities, device, ["tall"]) for config in kinds]
+        more += [valued(config, capabilities, device, ["long"]) for config in kinds[:1]]
     more += covering(configs, capabilities, device, [*plain, *scaled, *more], strength=strength)
     if kind == "runner":
         have = {config.case.plain for config in (*scaled, *more) if config.fields}

@@ -224,7 +224,7 @@ def run_once(
                 if found.findings:
                     break
             may_shrink = options.shrink and experiment.shrinks and done.findings
-            if may_shrink and on_trial is not None and not is_clear(min(done.findings, key=by_evidence)):
+            if may_shrink and on_trial is not None and not _is_clear(experiment, done.findings):
                 smaller = shrunk(lane, experiment, steps, done.findings, on_trial)
                 done.findings = experiment.listed(smaller)
     except CannotCaptureError as error:
@@ -239,6 +239,11 @@ def run_once(
     done.steps = lane.steps_by_reason
     done.seconds = time.perf_counter() - start
     return done
+
+
+def _is_clear(experiment: Experiment, findings: Sequence[Finding]) -> bool:
+    """Return whether fewer or smaller batches cannot say more; of a recording, fewer steps always do."""
+    return not experiment.takes_recordings and is_clear(min(findings, key=by_evidence))
 
 
 def _note_error(done: Done, lane: LaneUnderTest, error: Exception) -> None:

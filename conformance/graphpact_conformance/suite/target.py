@@ -30,7 +30,7 @@ from graphpact_conformance.experiments import EXPERIMENTS, OF_OUTPUTS
 from graphpact_conformance.experiments.experiment import PlannedLane
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference_backend import ReferenceBackend
-from graphpact_conformance.lane.uncalled import Uncalled, uncalled, watched_calls
+from graphpact_conformance.lane.uncalled import Uncalled, uncalled_methods, watched_calls
 from graphpact_conformance.merge import CALLS, hints_of, of_claims
 from graphpact_conformance.results import Claim, Finding, Outcome, PluginResults, Result
 from graphpact_conformance.suite.adapter import Needs, adapter_of
@@ -103,7 +103,7 @@ def examine(
             shown.append((plan.lane.config, not any(r.outcome is Outcome.FAIL for r in results)))
             ran.append((plan.lane.config, _that_ran(results)))
     is_cut = any(result.check == FAIL_FAST for result in reported)
-    for method in uncalled(classes, called) if plans and not (skip or is_cut) else ():
+    for method in uncalled_methods(classes, called) if plans and not (skip or is_cut) else ():
         listener.found(never_called(method))
     is_whole = target.partner is None and not (options.only or options.lanes or options.scenario or is_cut)
     for result in _undeclared(target, catalog, every, options) if first == 0 else ():

@@ -40,7 +40,7 @@ from graphpact_tape.host_calls import (
     pins,
     reads_on_host,
 )
-from graphpact_tape.host_tensors import HostMemory, kind_of, plain_of
+from graphpact_tape.host_tensors import HostMemory, kind_of, plain_of, plain_tensors
 from graphpact_tape.operators import python_implementation, written_by
 from graphpact_tape.trees import leaves_of, tensors_of
 
@@ -65,7 +65,8 @@ class HostReadGuard(TorchFunctionMode):
         addressed: The storages whose address the caller asked for, by `storage_id`, each with the first line
             that did.
         may_pin: Whether pinned memory may be made, which is allowed outside a capture.
-        check_use: Called with each host tensor that is read or written; raises if a copy to it is in flight.
+        check_use: Called with each host tensor that is read or written, to raise if a copy to it is in
+            flight; None where no copy can be.
     """
 
     def __init__(self, host: HostMemory, when: str, error: type[ContractError]) -> None:
@@ -79,7 +80,7 @@ class HostReadGuard(TorchFunctionMode):
         self.copying = False
         self._operators: list[str] = []  # operators with a Python implementation that run now
         self.may_pin = False
-        self.check_use: Callable[[torch.Tensor], None] = lambda _: None
+        self.check_use: Callable[[torch.Tensor], None] | None = None
 
     def __torch_function__(
         self,
@@ -94,7 +95,8 @@ class HostReadGuard(TorchFunctionMode):
         if func in READS:
             if args[0] not in self.host:
                 raise self.host_read(READS[func])
-            self.check_use(args[0])
+            if self.check_use is not None:
+                self.check_use(args[0])
         if func in ADDRESSES:
             self._note_address(args[0], sys._getframe(1))  # noqa: SLF001  no public way
         if func is torch.Tensor.__deepcopy__:  # replaces storages below the dispatcher
@@ -286,8 +288,10 @@ class Watcher(DispatchMode, abc.ABC):
         self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], given: list[torch.Tensor], result: Any
     ) -> None:
         """Refuse host work, other than making a view, on memory to which a copy is in flight."""
+        if self.guard.check_use is None:
+            return
+        given, made = plain_tensors(given), plain_tensors(tensors_of(result))
         known = {storage_id(t) for t in given}
-        made = tensors_of(result)
         if made and all(storage_id(t) in known for t in made) and not written_by(func, args, kwargs):
             return
         for tensor in given:
