@@ -213,7 +213,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 any_of(in_full_lanes_of_one_plugin, with_optional_fields),
                 num_captures=0,
             ),
-            _in_full_lanes(capture.cold_and_warm, "GP10"),
+            _in_full_lanes(capture.cold_and_warm, "GP09", "GP10"),  # it captures again, so plans may differ
             _in_full_lanes(python_state.python_state, "GP10"),
             _in_full_lanes(whole_requests.whole_requests, "GP02", "GP09", "GP10"),
             _in_full_lanes(graph_choice.graph_choice, "GP08", "GP10", "GP12", "GP20"),

@@ -124,7 +124,7 @@ def outputs_of_padded_rows_unwritten(base: type[Any]) -> type[Any]:
         if self._registry is None:
             return out
         whole = self._registry.get_slot(f"variant.out{layer.layer_id}").slice_for(0, 0)
-        if len(q) > len(whole):
+        if len(q) > len(whole) or k is None:  # on a frozen cache live tokens have slot 0 too
             return out
         kept: torch.Tensor = whole[: len(q)]
         is_real = metadata.out_cache_loc >= self.context.limits.page_size

@@ -119,13 +119,15 @@ class _CustomOps(DecodeBackend):
         layer: LayerSpec,
         metadata: _Work,
     ) -> torch.Tensor:
-        """Write, attend, and clear padding rows, because their keys are not written."""
+        """Write, attend, and clear padding rows if keys are written, because theirs are not."""
         k_cache, v_cache = self.caches(layer)
         if k is not None and v is not None:
             _write_kv(k_cache, v_cache, k, v, metadata.slot_mapping)
-        is_live = metadata.slot_mapping >= 0
         slots, seen = self.keys_of(metadata, layer)
         out = attend(q, k_cache, v_cache, slots, seen, layer)
+        if k is None:
+            return out  # on a frozen cache live tokens have slot 0 too
+        is_live = metadata.slot_mapping >= 0
         return torch.where(is_live[:, None, None], out, 0)
 
 

@@ -177,9 +177,11 @@ class _NarrowTypes(DecodeBackend):
         return metadata.table, seen
 
     def forward(self, q: torch.Tensor, *args: Any) -> torch.Tensor:
-        """Scale queries, attend, and clear padding rows."""
+        """Scale queries, attend, and clear padding rows if keys are written."""
         metadata: _Narrow = args[-1]
         out = super().forward(q * metadata.scale.to(q.dtype)[:, None, None], *args)
+        if args[0] is None:
+            return out  # on a frozen cache live tokens have slot 0 too
         return out.masked_fill(~metadata.is_live[:, None, None], 0)
 
 
