@@ -124,12 +124,6 @@ class _Delegates(GraphDriver):
         with self.inner.unprepared(host):
             yield
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Return the context of the tape."""
-        with self.inner.step():
-            yield
-
     def stream(self) -> Stream:
         """Return a stream."""
         return self.inner.stream()

@@ -357,15 +357,6 @@ class GraphDriver(abc.ABC):
         del host
         yield
 
-    @contextlib.contextmanager
-    def step(self) -> Iterator[None]:
-        """Return a context for one step: its preparation, its launch, and updates that follow the launch.
-
-        While a launched replay waits for the update of a task, a strict driver refuses host reads of memory
-        that graphs use. At the end of the step no replay may wait.
-        """
-        yield
-
     def stream(self) -> Stream:
         """Return a new stream."""
         return Stream()

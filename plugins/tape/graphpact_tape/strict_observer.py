@@ -11,7 +11,8 @@ in `graphpact_tape.strict`.
 Does not: know the correct contents of a tensor; verification compares contents.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -40,10 +41,16 @@ class StrictObserver:
     Args:
         driver: The lane's driver, in strict mode.
         ownership: Knows which memory outside the lane is unowned; None if that is unknown.
+        step: Makes the context of each step, from its preparation to the last update that follows its launch.
     """
 
-    def __init__(self, driver: GraphDriver, ownership: Ownership | None = None) -> None:
-        self._driver = driver
+    def __init__(
+        self,
+        driver: GraphDriver,
+        ownership: Ownership | None = None,
+        step: Callable[[], AbstractContextManager[object]] = nullcontext,
+    ) -> None:
+        self._driver, self._step = driver, step
         self._ownership = ownership
         self._prepared: tuple[CudaGraphBufferRegistry, GraphShape, ForwardBatch] | None = None
 
@@ -114,7 +121,7 @@ class StrictObserver:
             self._ownership.poison_free()
         before, self._prepared = lane.stats.replays, None
         try:
-            with self._driver.step():
+            with self._step():
                 outputs: StepOutputs = yield
         except PoisonError as error:
             unwritten = self._unwritten()

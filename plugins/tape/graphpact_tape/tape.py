@@ -306,7 +306,9 @@ class TapeDriver(RecordingDriver):
         Raises:
             ConfigError: The driver is in fast mode.
         """
-        return StrictObserver(self, ownership) if self.strict else super().strict_observer(ownership)
+        if not self.strict:
+            return super().strict_observer(ownership)
+        return StrictObserver(self, ownership, self.step)
 
     @contextlib.contextmanager
     def preparation(
