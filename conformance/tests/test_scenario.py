@@ -152,9 +152,10 @@ def test_a_right_backend_passes_its_recorded_lane(experiments: Sequence[Any], re
 
 @pytest.mark.sweep
 def test_a_bug_that_drawn_batches_do_not_show() -> None:
-    """A table that is appended to passes every experiment on drawn batches in lanes of its page size."""
+    """A table that is appended to passes every experiment that loads the cache before each drawn batch."""
     drawn = Options(size="quick", shrink=False, lanes=("decode-page16-*",))
-    assert {r.outcome for r in _results(AppendsSlots, drawn, EXPERIMENTS)} == {Outcome.PASS}
+    loading = [experiment for experiment in EXPERIMENTS if experiment.name != "whole_requests"]
+    assert {r.outcome for r in _results(AppendsSlots, drawn, loading)} == {Outcome.PASS}
 
 
 def test_recorded_steps_are_shrunk_to_those_that_matter(recording: Path) -> None:

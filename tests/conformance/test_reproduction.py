@@ -45,6 +45,11 @@ CHOSEN = {
     "flashinfer-planned-by-sorted-lengths": {"plan_invariants"},
     "fa3-sinks-copied-at-construction": {"rewritten_memory"},
     "flashinfer-prefill-step-writes-the-class": {"beside_other_lanes"},
+    "fa3-scales-of-padding-are-in-row-minus-one": {"indices"},
+    "eagle-draft-gathers-drafts-without-an-offset": {"independent_requests"},
+    "kept-row-of-a-request-that-ended": {"whole_requests"},
+    "turn-of-two-buffers-in-the-region": {"python_state"},
+    "fa3-readers-of-a-cache-keep-lengths": {"without_new_keys"},
 }
 """Exhibits, each with the experiments that find its bug; together they cover all but two experiments."""
 BY_NAME = {exhibit.name: exhibit for exhibit in EXHIBITS}
