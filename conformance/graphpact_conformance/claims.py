@@ -86,7 +86,6 @@ def undeclared(
         if is_declared or capability in cls.claims:
             continue
         kind, _, value = capability.partition(" ")
-        more: dict[str, Any] = {DEVICE_ONLY: True}
         wider = can if value == DEVICE_ONLY else _wider(can, kind, value)
         candidates = [c for c in configs_of(wider) if capability in _needs(c, wider)]
         if value in ("sliding_window", "softcap", "sinks"):
@@ -94,9 +93,8 @@ def undeclared(
             candidates = [replace(c, **switched_on) for c in declared]
         best = min(candidates, key=lambda c: _distance(c, plain), default=None)
         if best is not None:
-            more = more if value == DEVICE_ONLY else {"capabilities": wider}
-            more["__module__"] = cls.__module__
-            yield capability, type(cls.__name__, (cls,), more), best
+            changed = {DEVICE_ONLY: True} if value == DEVICE_ONLY else {"capabilities": wider}
+            yield capability, type(cls.__name__, (cls,), {**changed, "__module__": cls.__module__}), best
 
 
 def _capabilities(cls: type[AttentionBackend]) -> Iterator[tuple[str, bool]]:

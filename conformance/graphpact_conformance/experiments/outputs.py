@@ -241,10 +241,7 @@ def _of_difference(
     lane: LaneUnderTest, rig: Rig, step: StepRecord, found: Difference, exact: Problem
 ) -> Findings:
     """Yield a finding about a wrong replay, with the broken rule if the step itself shows it."""
-    shape, problem = step.shape, step.problem
-    padded = shape is not None and (
-        shape.batch_size > problem.batch_size or shape.num_tokens > len(problem.tokens)
-    )
+    problem, padded = step.problem, step.has_padding
     rule, help_ = (
         None,
         "run the lane strict, or with verification, to find the first field that differs",

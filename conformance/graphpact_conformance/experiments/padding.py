@@ -258,7 +258,7 @@ def _compare_real(lane: LaneUnderTest, rig: Rig, base: StepRecord, step: StepRec
         expected=f"the same bits with {what}: {was.flatten()[at].item():.9g}",
         actual=f"{now.flatten()[at].item():.9g}",
         step=step,
-        help=_LEAK_HELP if has_padding(step) else _SCRATCH_HELP,
+        help=_LEAK_HELP if step.has_padding else _SCRATCH_HELP,
     )
 
 
@@ -270,14 +270,6 @@ _SCRATCH_HELP = (
     "no row of this batch is padding, and a live row reads scratch (row 0, or the page of KV slot 0): look"
     " for metadata of live rows that still names scratch, as in a dummy batch"
 )
-
-
-def has_padding(step: StepRecord) -> bool:
-    """Return whether the graph of a step has more requests or tokens than its batch."""
-    shape, problem = step.shape, step.problem
-    return shape is not None and (
-        shape.batch_size > problem.batch_size or shape.num_tokens > len(problem.tokens)
-    )
 
 
 def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:

@@ -1,8 +1,8 @@
 """Python beside the graph: state that the region changes on the host, which a replay therefore skips: GP10.
 
 A counter that chooses one of two buffers is right in eager steps and right in replays, and wrong where an odd
-number of eager steps lies between replays. So replays come after one eager step, after two, and after three
-of other batches.
+number of eager steps lies between replays. So replays come after one eager step, after a second, and after
+three more of other batches.
 
 A wrong replay is compared with the host state at the capture of its shape. What an eager run of the region
 changes and a replay does not is put back. If the replay is right then, the attributes that had to be put back

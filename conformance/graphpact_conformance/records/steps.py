@@ -118,6 +118,14 @@ class StepRecord:
         """The number of counted replays."""
         return len(self.replayed)
 
+    @property
+    def has_padding(self) -> bool:
+        """Whether the graph of the step has more requests or tokens than its batch."""
+        shape, problem = self.shape, self.problem
+        return shape is not None and (
+            shape.batch_size > problem.batch_size or shape.num_tokens > len(problem.tokens)
+        )
+
 
 def live_rows(step: StepRecord) -> dict[str, torch.Tensor]:
     """Return the live rows of the outputs of a graph; without an axis all of them."""
