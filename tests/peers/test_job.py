@@ -51,13 +51,13 @@ def test_builders_are_checked_in_processes_of_their_own(monkeypatch: pytest.Monk
     rows = [row("PagedBuilder"), row("FreshLengths", (FRESH,)), row("Absent", not_run="it needs a GPU")]
     right, broken, absent = run(rows, Options(size="quick", lanes=("decode-*",), shrink=False))
     assert (right.conformant, right.findings, right.fault) == (True, (), "")
-    assert (right.replayed, right.lanes) == (1, 1)
+    assert right.replayed == right.lanes > 0
     assert broken.conformant is False
     assert {f.rule for f in broken.findings} == {"GP01"}
     assert all(f.batch and f.expected != f.actual for f in broken.findings)
     assert is_as_known([right, broken, absent])
     cells = [*table([right, broken, absent])]
-    assert cells[0] == ("PagedBuilder", "ours 1.0", "1 of 1", "yes", "", "", "")
+    assert cells[0] == ("PagedBuilder", "ours 1.0", f"{right.lanes} of {right.lanes}", "yes", "", "", "")
     assert cells[1][3:5] == ("no", "GP01")
     assert cells[1][5].startswith("seq_lens[")
     assert cells[1][6] == "real"

@@ -68,14 +68,16 @@ def of_default_sizes(config: Config, most: int) -> Iterator[Problem]:
 def batches_of_every_size(config: Config) -> list[Problem]:
     """Return batches of short requests: small sizes, the largest shape, one request more, and an idle batch.
 
-    In ragged modes there are also batches with as many new tokens per request as a verified draft has.
+    In ragged modes there are also batches with as many new tokens per request as a verified draft has, of as
+    many requests as the lane's limits allow.
     """
     most = config.most_requests
     sizes = [*range(1, min(most, 9) + 1), most, most + 1]
     idle = Problem(config.case, [], 0)
     if config.case.mode is ForwardMode.IDLE:
         return [idle]
-    chunks = [of_size(config, size, DRAFT_WIDTH) for size in (1, most)] if config.case.mode.is_ragged else []
+    drafts = {1, min(most, config.limits.max_num_tokens // DRAFT_WIDTH)} if config.case.mode.is_ragged else ()
+    chunks = [of_size(config, size, DRAFT_WIDTH) for size in sorted(drafts)]
     return [*(of_size(config, size) for size in dict.fromkeys(sizes)), *chunks, idle]
 
 
