@@ -330,7 +330,7 @@ def fa3_flag_stays_up(backend: Any, call: AttentionCall) -> torch.Tensor:
     flag, base = workspace_memory(backend, "flag"), workspace_memory(backend, "base")
     if not getattr(backend.driver, "is_capturing", False):
         flag.zero_()
-    base.copy_(torch.where(flag == 0, call.k.float().mean(), base))
+    base.copy_(torch.where(flag == 0, call.q.float().mean(), base))
     flag.fill_(1)
     shift = base.to(call.out.dtype)
     return (call.out - shift) + shift
@@ -359,7 +359,7 @@ def _state(backend: Any) -> Sequence[GraphSlot]:
 def flashinfer_state_advances_in_captures(backend: Any, call: AttentionCall) -> torch.Tensor:
     """Warm-up and capture advance a recurrent state in place, and it is not restored."""
     state = workspace_memory(backend, "state")
-    state.mul_(0.5).add_(call.k.float().mean(dim=(0, 1)))
+    state.mul_(0.5).add_(call.q.float().mean())
     return call.out
 
 

@@ -226,7 +226,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
     _in_full_lanes(replay_order.repeated, "GP18"),
     # This experiment needs new captures, because it steps lanes of another mode. These may leave state on a
     # class, and then a repeated run could miss the finding.
-    _in_full_lanes(recapture.beside_other_lanes, "GP02", "GP09", "GP10", "GP15", "GP19"),
+    _in_full_lanes(recapture.beside_other_lanes, "GP02", "GP03", "GP09", "GP10", "GP15", "GP19"),
     _in_full_lanes(eager_activity.survives_eager_activity, "GP14"),
     _in_full_lanes(capture.capture_side_effects, "GP19"),
     Experiment(

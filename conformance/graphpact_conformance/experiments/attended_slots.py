@@ -1,4 +1,4 @@
-"""`attended_slots`: the KV slots that a row of a draft attends, against those of its path.
+"""The KV slots that a row of outputs attends: those of a draft against its path, those of a padding row.
 
 Slots are tried: other numbers in a slot change the row only if the row attends the slot, or if an earlier
 pass of the row does. The path of a row has the cached keys of its request, and the keys that the passes up to
@@ -14,6 +14,7 @@ import torch
 
 from graphpact.batch import ForwardMode
 from graphpact.tensors import equal
+from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.records.steps import StepRecord
 
@@ -71,7 +72,7 @@ def attended_slots(rig: Rig, step: StepRecord, wrong: DraftRow) -> str | None:
 
     of_path = f"its path: cached {_listed(request.cached)}, then drafts {_listed(drafted)}"
     others = [slot for slot in every if slot not in {*path, *scratch}]
-    if (slot := _first(others, changes)) is not None:
+    if (slot := first_slot(others, changes)) is not None:
         return f"it attends KV slot {slot}, which is not of {of_path}"
     missing = next((slot for slot in request.cached if not changes([slot])), None)
     if missing is not None:
@@ -79,8 +80,23 @@ def attended_slots(rig: Rig, step: StepRecord, wrong: DraftRow) -> str | None:
     return None
 
 
-def _first(slots: Sequence[int], changes: Callable[[Sequence[int]], bool]) -> int | None:
-    """Return a slot whose contents change a row, by halving; None if none does."""
+def owner_of(slot: int, problem: Problem) -> str:
+    """Return in words to which request of a batch a KV slot belongs."""
+    for request in problem.requests:
+        if slot in request.cached:
+            return f"key {request.cached.index(slot)} of the request in row {request.row}"
+        if slot in request.table:
+            return f"of the request in row {request.row}"
+    return "of no request of this batch"
+
+
+def first_slot(slots: Sequence[int], changes: Callable[[Sequence[int]], bool]) -> int | None:
+    """Return a slot whose contents change a row, by halving; None if none does.
+
+    Args:
+        slots: KV slots.
+        changes: Returns whether other contents of these slots change the row.
+    """
     if not slots or not changes(slots):
         return None
     while len(slots) > 1:

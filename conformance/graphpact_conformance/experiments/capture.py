@@ -68,7 +68,9 @@ _UNWRITTEN = "write every row that the kernels read, also at capture: see GP02 a
 def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> list[Finding]:
     expected = "every shape of the runner can be captured"
     rule = rule_of(error) or _rule_of_dummy(lane, live) or _rule_of_size(lane)
-    hook, help_ = "init_metadata_capture", _FAILED.get(rule or "")
+    case = lane.config.case
+    length = lane.backend.capabilities.padded_seq_len(case.lane_mode, case.tokens_per_request or 1)
+    hook, help_ = "init_metadata_capture", _FAILED.get(rule or "", "").format(length=length) or None
     found = [lane.of_error(error, expected=expected, rule=rule, hook=hook, help=help_)]
     if rule is None and not any(isinstance(cause, SlotError) for cause in causes(error)):
         found.append(found[0].model_copy(update={"rule": "GP12", "help": _SUPPORT}))
@@ -76,8 +78,9 @@ def _of_failure(lane: LaneUnderTest, error: BaseException, live: Problem) -> lis
 
 
 _FAILED = {
-    "GP04": "all rows of a dummy batch are padding, with request row 0 and KV slot 0: the kernels must accept"
-    " padding rows, and must not read other rows or pages for them",
+    "GP04": "all rows of a dummy batch are padding, with request row 0, KV slot 0 and a length of {length},"
+    " which the backend declares for padding rows: declare a length that the kernels accept, and let them"
+    " read no other rows or pages",
     "GP11": "a live batch can be captured, but the runner's dummy cannot: make dummies like live batches",
     "GP13": "size buffers by Limits, and by the counts of the shape",
 }

@@ -3,7 +3,7 @@
 Does not: compare padding rows with those of a capture; see `graphpact_conformance.experiments.parity`.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -14,6 +14,7 @@ from graphpact_conformance.draws.chosen_batches import of_size
 from graphpact_conformance.draws.fields import MROPE, SAFE, words, wrong_rows
 from graphpact_conformance.draws.lanes import HIDDEN, VOCAB
 from graphpact_conformance.draws.problems import Problem, ProblemRequest, next_id
+from graphpact_conformance.experiments.attended_slots import first_slot, owner_of
 from graphpact_conformance.experiments.comparison import (
     TensorEdit,
     altered,
@@ -30,7 +31,7 @@ from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
 from graphpact_conformance.model import IDS_OF_PASS, ROWS_OF_PASS, own_rows
 from graphpact_conformance.records.raised import causes, message_of
-from graphpact_conformance.records.steps import NAN, StepRecord, live_rows
+from graphpact_conformance.records.steps import NAN, Leaf, StepRecord, live_rows
 from graphpact_tape.writes import write
 
 
@@ -317,18 +318,53 @@ def _pads_read(lane: LaneUnderTest, rig: Rig, base: StepRecord) -> Findings:
     name = next(name for name, tensor in was.items() if not equal(tensor, seen[name]))
     real = len(live_rows(base)[name])
     row = int((~same(was[name], seen[name])).flatten(1).any(dim=1).nonzero()[0]) + real
+    read = None if is_stale else _slot_read(rig, base, was, scratch)
     yield lane.finding(
         "GP03" if is_stale else "GP04",
         hook="init_metadata_replay",
         field=f"row {row} of the graph's outputs, a padding row",
         expected="an output that depends only on scratch",
-        actual="it changes with keys of live requests or unowned KV slots"
+        actual=read
+        or "it changes with keys of live requests or unowned KV slots"
         + (", but not without earlier batches: it reads stale values of one of them" if is_stale else ""),
         step=base,
         help=_STALE_HELP
         if is_stale
         else "point padding rows to request row 0 and scratch pages: their metadata must name only these",
     )
+
+
+def _slot_read(
+    rig: Rig, base: StepRecord, was: dict[str, torch.Tensor] | None, scratch: Sequence[int]
+) -> str | None:
+    """Return in words a KV slot that padding rows attend, or None if the step itself writes their keys."""
+    every = rig.cache.slots.tolist()
+
+    def changes(slots: Sequence[int]) -> bool:
+        left = {*slots}
+
+        def spoil() -> None:
+            rig.cache.fill(2.0, keep=[slot for slot in every if slot not in left])
+
+        return not same_tensors(was, _padded_outputs(rig, rig.step(base.problem, after_load=spoil)))
+
+    slot = first_slot([slot for slot in every if slot not in scratch], changes)
+    if slot is None:
+        return None
+    places = [each for leaf in base.leaves.values() if (each := _place_in_tail(leaf, slot, rig)) is not None]
+    named = f", which {places[0]} holds" if places else ""
+    return f"it attends KV slot {slot}, {owner_of(slot, base.problem)}{named}"
+
+
+def _place_in_tail(leaf: Leaf, slot: int, rig: Rig) -> str | None:
+    """Return the entry of the padding rows of metadata that holds a KV slot or its page; None without one."""
+    if not leaf.path.startswith("metadata.") or leaf.value.dtype not in (torch.int32, torch.int64):
+        return None
+    for value in (slot, slot // rig.config.page_size):
+        held = (leaf.value == value) & leaf.in_tail
+        if value and bool(held.any()):
+            return f"{leaf.path}{spell(held)}" + (f" ({leaf.slot.label})" if leaf.slot else "")
+    return None
 
 
 def _written(request: ProblemRequest) -> list[int]:

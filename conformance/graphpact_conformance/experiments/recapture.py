@@ -1,6 +1,6 @@
 """What an engine may do to a lane later: capture it again, run other lanes, rewrite batches and weights.
 
-GP02, GP09, GP10, GP15, GP16, GP19. The contract allows an engine each of these actions.
+GP02, GP03, GP09, GP10, GP15, GP16, GP19. The contract allows an engine each of these actions.
 
 Does not: run eager batches of many sizes between replays; see ``replay_order``.
 """
@@ -14,12 +14,12 @@ import torch
 from graphpact.batch import ForwardBatch
 from graphpact.errors import ReplayError
 from graphpact.shapes import GraphShape
-from graphpact.tensors import equal
+from graphpact.tensors import equal, same
 from graphpact_conformance.draws.batches import Drawn
-from graphpact_conformance.draws.choice import of_another_model
-from graphpact_conformance.draws.chosen_batches import corner, half_size_batch, neighbours, of_size
+from graphpact_conformance.draws.chosen_batches import corner, neighbours, of_size
 from graphpact_conformance.draws.problems import Problem
-from graphpact_conformance.experiments.comparison import faults, is_right, same_tensors, strict_rig
+from graphpact_conformance.experiments.another_model import beside_another_model
+from graphpact_conformance.experiments.comparison import faults, is_right, same_tensors, spell, strict_rig
 from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.refresh import hook_of, is_plan
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
@@ -129,7 +129,8 @@ def _batch_reused(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
 
     Batches with another set of fields are left out.
     """
-    batch = rig.batch_of(problem)
+    rig.step(problem, may_decline=True)
+    batch, before = rig.batch_of(problem), problem
     for other in (problem, *neighbours(lane.config, problem)[:2]):
         following = rig.batch_of(other)
         if following.kind != batch.kind:
@@ -140,9 +141,11 @@ def _batch_reused(lane: LaneUnderTest, rig: Rig, problem: Problem) -> Findings:
         expected = "a batch that reuses the tensors of the batch before is treated as a new batch"
         found = faults(lane, rig, step, rule="GP16", expected=expected, help=_REWRITTEN)
         if found:
-            if is_right(lane, rig, other, may_decline=True):  # right in new tensors
+            rig.step(before, may_decline=True)
+            if is_right(lane, rig, other, may_decline=True):  # right in new tensors, after the same batch
                 yield from found
             return
+        before = other
 
 
 _REWRITTEN = (
@@ -187,7 +190,7 @@ def beside_other_lanes(lane: LaneUnderTest, steps: Drawn) -> Findings:
     if found:
         yield from found
         return
-    found = [*_beside_another_model(lane, rig, problems)]
+    found = [*beside_another_model(lane, rig, problems)]
     if found:
         yield from found
         return
@@ -237,43 +240,6 @@ def _beside_another_mode(lane: LaneUnderTest, rig: Rig, problems: list[Problem])
                 return
 
 
-def _beside_another_model(lane: LaneUnderTest, rig: Rig, problems: list[Problem]) -> Findings:
-    """Capture and step a lane of another model, and replay: its layers have the same numbers."""
-    config = of_another_model(lane.config, lane.backend.capabilities, lane.device)
-    if config is None:
-        return
-    other, largest = lane.like(config), half_size_batch(config)
-    expected = (
-        "a lane of another model in the same process is right: its layers have the same numbers, but other"
-        " heads and scales"
-    )
-    try:
-        theirs = other.build()
-    except (Exception, SystemExit) as error:  # noqa: BLE001  the plugin's code may raise anything
-        found = lane.of_error(error, expected=expected, rule="GP10", problem=largest, help=_MODEL)
-        yield found.model_copy(update={"rule": "GP10"})
-        return
-    step = theirs.step(largest, may_decline=True)
-    wrong = faults(other, theirs, step, rule="GP10", expected=expected, help=_MODEL)
-    for problem in [] if wrong else problems:
-        step = rig.step(problem, may_decline=True)
-        wrong += faults(
-            lane,
-            rig,
-            step,
-            rule="GP15",
-            expected="the results of a lane without other lanes, also beside a lane of another model",
-            help=_MODEL,
-        )
-    yield from wrong
-
-
-_MODEL = (
-    "keep the state of a model's layers in the instance: a cache of the class or the module that is keyed by"
-    " the number of a layer, or by a shape, mixes the models of a process, such as draft and target"
-)
-
-
 def _in_turn(lane: LaneUnderTest, one: Rig, two: Rig, problems: list[Problem], how: str) -> Findings:
     """Step two lanes in turn, with the same batch and with others, while the outputs of one are held."""
     expected = f"two lanes of one class, {how} a shared pool of inputs, do not affect each other"
@@ -316,6 +282,18 @@ def _left_unwritten(lane: LaneUnderTest, step: StepRecord, right: StepRecord) ->
         other = right.leaves.get(path)
         if not leaf.is_written or other is None or equal(leaf.value, other.value):
             continue
+        differs = ~same(leaf.value, other.value) if leaf.value.shape == other.value.shape else None
+        if differs is not None and not bool((differs & ~leaf.in_tail).any()):
+            return lane.finding(
+                "GP03",
+                hook=hook_of(leaf),
+                field=leaf.name + spell(differs),
+                expected="the padding rows that another lane of the class has for this batch",
+                actual="other values, after the other lane ran the batch",
+                step=step,
+                help="write all rows up to the padded count in every step: lanes of one pool share the memory"
+                " of inputs",
+            )
         return lane.finding(
             "GP09" if is_plan(leaf) else "GP02",
             hook=hook_of(leaf),

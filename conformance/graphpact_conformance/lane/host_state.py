@@ -45,8 +45,7 @@ class Kept(NamedTuple):
 
 def host_state(*owners: object) -> dict[str, Kept]:
     """Return the attributes of objects, of their own objects, and of the classes of the first, by name."""
-    packages = {cls.__module__.partition(".")[0] for each in owners for cls in type(each).__mro__}
-    packages -= {"graphpact", "torch", "builtins", "abc", "typing"}
+    packages = _packages_of(*owners)
     found: dict[str, Kept] = {}
     todo: deque[tuple[str, Any, int]] = deque((type(each).__name__, each, 0) for each in owners)
     seen: set[int] = set()
@@ -65,10 +64,27 @@ def host_state(*owners: object) -> dict[str, Kept]:
     return found
 
 
+def _packages_of(*owners: object) -> set[str]:
+    """Return the packages of the plugin in which the classes of objects are defined."""
+    packages = {cls.__module__.partition(".")[0] for each in owners for cls in type(each).__mro__}
+    return packages - {"graphpact", "torch", "builtins", "abc", "typing"}
+
+
 def _of_classes(owner: object, packages: set[str]) -> dict[str, Any]:
     """Return the attributes of the classes of an object that are no code."""
     classes = [cls for cls in type(owner).__mro__[::-1] if cls.__module__.partition(".")[0] in packages]
     return {n: value for cls in classes for n, value in vars(cls).items() if not _is_code(n, value)}
+
+
+def class_containers(*owners: object) -> dict[str, Any]:
+    """Return the mutable containers with contents that objects share with others of their class, by name."""
+    packages = _packages_of(*owners)
+    return {
+        f"{type(each).__name__}.{name}": value
+        for each in owners
+        for name, value in _of_classes(each, packages).items()
+        if isinstance(value, (dict, list, set, deque)) and value and name not in vars(each)
+    }
 
 
 def changed(before: Mapping[str, Kept], after: Mapping[str, Kept]) -> list[str]:

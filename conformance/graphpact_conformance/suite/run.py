@@ -300,7 +300,7 @@ def _ignore_work(_: str) -> None:
     """Ignore the name of the work."""
 
 
-_FOLLOWS = {"GP08": ("GP06", "GP12"), "GP16": ("GP10",)}
+_FOLLOWS = {"GP08": ("GP06", "GP12"), "GP16": ("GP10", "GP14")}
 """Rules whose breaches follow from that of another rule, if they name no field."""
 
 
