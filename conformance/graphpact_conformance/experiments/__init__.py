@@ -104,27 +104,12 @@ def _in_full_lanes(run: Callable[..., Findings], *examines: str) -> Experiment:
 
 
 EXPERIMENTS: tuple[Experiment, ...] = (
-    *_sharing_captures(
-        first=[
-            Experiment(
-                "captures",
-                tuple(rule for rule in RULES if rule not in _NOT_IN_CAPTURES),
-                capture.captures,
-                in_full_lanes_of_one_plugin,
-                after_failed_captures=everywhere,
-            ),
-        ],
-        others=[
-            Experiment(
-                "answers_eagerly",
-                (),
-                outputs.answers_eagerly,
-                of_one_plugin,
-                repeats=True,
-                needs_graphs=False,
-                num_captures=0,
-            ),
-        ],
+    Experiment(
+        "captures",
+        tuple(rule for rule in RULES if rule not in _NOT_IN_CAPTURES),
+        capture.captures,
+        in_full_lanes_of_one_plugin,
+        after_failed_captures=everywhere,
     ),
     *_sharing_captures(
         first=[
@@ -180,6 +165,15 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 padding.padding,
                 any_of(unless_quick, with_optional_fields),
                 repeats=True,
+                num_captures=0,
+            ),
+            Experiment(
+                "answers_eagerly",
+                (),
+                outputs.answers_eagerly,
+                of_one_plugin,
+                repeats=True,
+                needs_graphs=False,
                 num_captures=0,
             ),
         ],

@@ -47,7 +47,7 @@ from graphpact_conformance.results import Finding
 
 
 def answers_eagerly(lane: LaneUnderTest, steps: Drawn) -> Findings:
-    """Run batches without a graph, before replays and between them, and compare with attention in float64."""
+    """Run batches without a graph, after replays and between them, and compare with attention in float64."""
     rig = lane.rig()
     largest = corner(lane.config.unbounded)
     is_wrong = False

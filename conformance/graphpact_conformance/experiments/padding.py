@@ -10,7 +10,7 @@ import torch
 from graphpact.buffers import BoundSlot
 from graphpact.tensors import equal, same
 from graphpact_conformance.draws.batches import Drawn
-from graphpact_conformance.draws.chosen_batches import of_size
+from graphpact_conformance.draws.chosen_batches import corner, of_size
 from graphpact_conformance.draws.fields import MROPE, SAFE, words, wrong_rows
 from graphpact_conformance.draws.lanes import HIDDEN, VOCAB
 from graphpact_conformance.draws.problems import Problem, ProblemRequest, next_id
@@ -385,7 +385,8 @@ def _copied_rows(lane: LaneUnderTest, rig: Rig, base: StepRecord, other: StepRec
     """Yield a finding if attention of a padding row is that of a live row, before and after a change of it.
 
     Work across rows, such as a scale of all queries, also makes padding rows depend on live ones. It does not
-    make them equal.
+    make them equal. If the largest batch is wrong, memory for fewer rows may be the cause of the copy:
+    `largest_step` reports that.
     """
     if base.outputs is None or other.outputs is None or "rows" not in base.outputs:
         return
@@ -398,7 +399,7 @@ def _copied_rows(lane: LaneUnderTest, rig: Rig, base: StepRecord, other: StepRec
             same(each[tokens + row], each[:tokens]).all(dim=1) & changed[:tokens] for each in (was, now)
         ]
         copied = (equal_to[0] & equal_to[1]).nonzero().flatten().tolist()
-        if copied:
+        if copied and not _largest_is_wrong(lane, rig):
             yield lane.finding(
                 "GP04",
                 field=f"row {tokens + row} of the graph's outputs, a padding row",
@@ -409,6 +410,14 @@ def _copied_rows(lane: LaneUnderTest, rig: Rig, base: StepRecord, other: StepRec
                 " live token copies it",
             )
             return
+
+
+def _largest_is_wrong(lane: LaneUnderTest, rig: Rig) -> bool:
+    """Return whether the largest batch is replayed wrong; a batch that the runner declines shows nothing."""
+    step = rig.step(corner(rig.config), may_decline=True)
+    if step.declined is not None:
+        return False
+    return step.error is not None or bool(differences(rig, step, lane.answer(rig, step.problem)))
 
 
 def _padded_outputs(rig: Rig, step: StepRecord) -> dict[str, torch.Tensor] | None:
