@@ -31,6 +31,12 @@ def findings_of(name: str, *experiments: str) -> list[Finding]:
         ("cuda-graph-keeps-request-rows", ["unwritten_and_stale", "beside_other_lanes"], "GP03", "GP02"),
         ("extend-runner-pads-a-new-tensor", ["replay_against_capture", "beside_other_lanes"], "GP01", "GP10"),
         ("breakable-cuts-rows-as-in-the-step-before", ["answers_replayed", "rewritten_memory"], None, "GP16"),
+        (
+            "fa3-padded-tokens-write-the-last-slot",
+            ["answers_replayed", "capture_side_effects"],
+            "GP04",
+            "GP19",
+        ),
         ("fa3-workspace-lacks-a-draft-token", ["padding", "largest_step"], "GP13", "GP04"),
         ("trtllm-mla-side-stream-not-forked", ["strict_replays", "survives_eager_activity"], "GP16", "GP14"),
     ],
@@ -38,9 +44,7 @@ def findings_of(name: str, *experiments: str) -> list[Finding]:
 def test_a_rule_that_follows_from_another_is_no_finding(
     name: str, experiments: list[str], cause: str | None, follows: str
 ) -> None:
-    """Stale padding is no missed refresh, a fault of one model is none of two, a race frees nothing, and too
-    little memory is no wrong padding.
-    """
+    """Effects of stale padding, of a fault of one model, of a race and of little memory are no findings."""
     found = {finding.rule for finding in findings_of(name, *experiments)}
     assert cause in found
     assert follows not in found
