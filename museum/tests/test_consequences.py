@@ -64,6 +64,13 @@ def test_state_that_models_share_is_named(name: str, rule: str, field: str) -> N
     assert (finding.rule, finding.field) == (rule, field)
 
 
+def test_other_results_of_a_replay_are_named_by_their_output() -> None:
+    """A replay that returns the outputs of another graph is told by the first output that differs."""
+    finding = findings_of("draft-runner-returns-the-previous-graphs-outputs", "interleaved")[0]
+    assert finding.rule == "GP15"
+    assert (finding.field or "").startswith("the returned rows of output ")
+
+
 def test_the_slot_that_a_padding_row_attends_is_named_with_its_request() -> None:
     """A padding row that reads a live request is said with the KV slot and the request that has it."""
     finding = findings_of("flashinfer-padded-branches-repeat-the-first-request", "padding")[0]

@@ -367,9 +367,15 @@ def values_at(tensor: torch.Tensor, mask: torch.Tensor, most: int = 8) -> str:
 def other_result(rig: Rig, first: StepRecord, second: StepRecord) -> tuple[str, str, str]:
     """Return where two steps of a batch first differ, and both values, for texts. They must differ."""
     one, two = first.rows or {}, second.rows or {}
+    shapes = {n: (tuple(was.shape), tuple(two[n].shape) if n in two else None) for n, was in one.items()}
+    resized = {name: pair for name, pair in shapes.items() if pair[0] != pair[1]}
+    if resized:  # a missing output comes last: it may follow from one of another shape
+        name, (had, has) = min(resized.items(), key=lambda item: item[1][1] is None)
+        what = "the returned rows" if name == "rows" else f"the returned rows of {rig.where(name, 0)}"
+        return what, str(had), "no such output" if has is None else str(has)
     for name, was in one.items():
-        now = two.get(name)
-        if now is None or now.shape != was.shape or equal(was, now):
+        now = two[name]
+        if equal(was, now):
             continue
         at = int((~same(was, now)).flatten().nonzero()[0])
         row, column = divmod(at, was[0].numel())
