@@ -88,6 +88,18 @@ def test_a_new_request_has_row_first_page_and_length_of_one_that_ended() -> None
     assert any(before != now for before, now in recycled)
 
 
+def test_a_request_ends_between_two_that_stay() -> None:
+    """In some step a row in the middle of the batch before is gone, and its neighbours move together."""
+    rows = [[r.row for r in turn.problem.requests] for turn in steps_of(config_of(Case(ForwardMode.DECODE)))]
+    left = [
+        (at, len(before), [row for row in before if row in after] == after)
+        for before, after in itertools.pairwise(rows)
+        for at, row in enumerate(before)
+        if row not in after
+    ]
+    assert any(0 < at < count - 1 and is_rest for at, count, is_rest in left)
+
+
 def test_one_step_among_replays_is_eager() -> None:
     """An eager step has replays before and after it."""
     eagerly = [turn.eagerly for turn in steps_of(config_of(Case(ForwardMode.DECODE)))]

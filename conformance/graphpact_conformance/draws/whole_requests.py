@@ -1,8 +1,8 @@
 """Requests from their prompt to their end: `turns_of` returns their batches in the order of an engine.
 
     prompts     of several lengths, in chunks; one ends just before a page, one has a single token
-    steps       of the lane's mode: lengths grow over the end of a page, requests join, end and change places;
-                one step runs eagerly
+    steps       of the lane's mode: lengths grow over the end of a page, requests join, end and change places,
+                one of them ends between two that stay; one step runs eagerly
     memory      a request that ends frees its row and its pages. The next request gets that row and the first
                 of these pages, but other pages after it, and has as many keys as the other had
 
@@ -63,7 +63,7 @@ def turns_of(config: Config) -> Sequence[Turn]:
     for _ in range(3):
         script.step([first, second])
     third = script.begin(3)
-    script.step([first, third, second])
+    script.step([first, second, third])
     script.end(second)
     script.step([first, third], eagerly=True)
     script.step([first, third])
