@@ -32,7 +32,10 @@ def of_breaches(lane: LaneUnderTest, step: StepRecord, breaches: Iterable[Breach
 
 
 def _of_breach(lane: LaneUnderTest, step: StepRecord, breach: Breach, rule: str) -> Finding:
-    hook = "populate" if breach.path.startswith("view") else "init_metadata_replay"
+    hook, help_ = "init_metadata_replay", breach.advice
+    if breach.path.startswith("view"):  # its tensors come from one hook, and their values from the other
+        hook = "prepare_replay" if breach.rule == "address" else "populate"
+        help_ = _OF_VIEWS if breach.rule == "address" else help_
     whose = f" ({breach.owner})" if breach.owner else ""
     expected, actual = sides_of(breach)
     return lane.finding(
@@ -42,8 +45,14 @@ def _of_breach(lane: LaneUnderTest, step: StepRecord, breach: Breach, rule: str)
         expected=expected,
         actual=actual,
         step=step,
-        help=breach.advice,
+        help=help_,
     )
+
+
+_OF_VIEWS = (
+    "return slices of the captured slots from prepare_replay, as `registry.static_inputs(batch, shape)` does,"
+    " and copy values into them in populate: the graph never reads a new tensor"
+)
 
 
 def _counts_real_rows(step: StepRecord, breach: Breach) -> bool:

@@ -341,9 +341,10 @@ def matters(
 
 
 def sides_of(breach: Breach) -> tuple[str, str]:
-    """Return texts for the captured and the replayed value. For addresses they say only that these differ."""
+    """Return texts for the captured and the replayed value, without addresses, which differ between runs."""
     if breach.rule == "address":
-        return "the captured address", "another address"
+        _, has_slot, slot = breach.replayed.partition(" in ")
+        return "the captured address", f"another address, in {slot}" if has_slot else "another address"
     return f"{breach.rule} as captured: {breach.captured}", breach.replayed
 
 

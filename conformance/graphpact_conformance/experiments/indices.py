@@ -151,18 +151,19 @@ def _of_replay(
         field=of + _name_of(rig, step, first.tensor, slot),
         expected=f"{first.op} takes indices from 0, in padding rows too",
         actual=f"{', '.join(map(str, first.values[:8]))}, which torch counts from the end: the results depend"
-        f" on the rows there{_negative_inputs(step)}",
+        f" on the rows there{_negative_inputs(step, slot)}",
         step=step,
-        help="write an index of scratch, such as 0, or mask the rows before indexing",
+        help="write an index of scratch, such as 0 (a slot's `pad_value`), or mask the rows before indexing",
     )
 
 
-def _negative_inputs(step: StepRecord) -> str:
-    """Return a text with the tensors of view and metadata that hold negative integers."""
+def _negative_inputs(step: StepRecord, named: BoundSlot | None) -> str:
+    """Return a text with the tensors of view and metadata that hold negative integers, but for ``named``."""
     names = [
         leaf.name
         for leaf in step.leaves.values()
         if not leaf.is_alias
+        and (named is None or leaf.slot != named)
         and leaf.value.dtype in (torch.int32, torch.int64)
         and bool((leaf.value < 0).any())
     ]

@@ -270,6 +270,7 @@ def _of_difference(
         rule, help_ = "GP10", _ALIKE_HELP
     yield lane.finding(
         rule,
+        hook="compose" if rule == "GP15" else None,
         field=f"a replay: {found.what}",
         expected=found.expected,
         actual=said_of(rig, step, found),
@@ -285,8 +286,8 @@ _ALIKE_HELP = (
 )
 _OVERWRITTEN_HELP = (
     "if each result of attention is copied, it is right: the eager call of a later layer overwrites this"
-    " result while a segment still needs it. Return a copy that belongs to the segment after the call, or"
-    " give each layer separate memory"
+    " result while a segment still needs it. Return a copy that belongs to the segment after the call, such"
+    " as `driver.eager_call(...).clone()`, or give each layer separate memory"
 )
 
 

@@ -352,6 +352,11 @@ def refresh_help(lane: LaneUnderTest, rig: Rig, leaf: Leaf, rule: str, texts: Ma
     """
     if hook_of(leaf) == "populate" and rule in ("GP02", "GP09"):
         return "copy it from the batch in every step: registry.fill_from() fills every slot of a registry"
+    if hook_of(leaf) == "populate" and rule == "GP03":
+        return (
+            "reset the tail in every step: declare the slot with padding_policy=ZERO or FILL_SENTINEL, or"
+            " write all rows up to the padded count"
+        )
     if lane.kind == "runner" and hook_of(leaf) != "populate":
         return (
             "the suite's own backend writes it from the view: check the view, and whether the hook was"
@@ -363,8 +368,8 @@ def refresh_help(lane: LaneUnderTest, rig: Rig, leaf: Leaf, rule: str, texts: Ma
 _HELP = {
     "GP02": "write `{name}` in {body} in place, from the view, or do not let the kernel read past the written"
     " part; if it is the same for every batch, declare its slot with role='constant' and its `contents`",
-    "GP03": "reset the tail in every step: padding_policy=ZERO or FILL_SENTINEL where a fill copies the"
-    " head, otherwise write all rows up to the padded count",
+    "GP03": "write all rows of `{name}` in {body} up to the padded count, those of padding rows too, in every"
+    " step",
     "GP09": "plan before every replay, from the lengths of this batch (plan_metadata); the key of a cached"
     " plan must include everything that the plan depends on",
 }

@@ -146,6 +146,10 @@ _HELP = (
     " its keys, unless every step renews them. Row, first page and length do not identify a request: after"
     " its end another one gets them"
 )
+_ALONE_HELP = (
+    "earlier steps are not the cause: in a new lane this batch is wrong too, on the same KV cache, and a"
+    " capture of it is wrong alike"
+)
 _IN_GRAPH_HELP = (
     "if every step of the requests runs eagerly, this one is right: a replay leaves out a write that an eager"
     " step does. Record in the graph all writes that later steps read, and let no branch of `forward` or of"
@@ -163,7 +167,7 @@ def _explained(lane: LaneUnderTest, rig: Rig, taken: _Taken) -> Findings:
     if seen.error is not None or differences(fresh, seen, taken.answer):
         named = [] if turn.eagerly else [*compare_with_capture(lane, lane.build(), "graph", turn.problem)]
         found = [each for each in named if lane.listed is None or each.rule in lane.listed]
-        yield from found or _results(lane, taken, None, None, "a new lane is wrong too, on the same cache")
+        yield from found or _results(lane, taken, None, None, _ALONE_HELP)
         return
     if _is_by_eager_step(lane, taken):
         yield from _results(lane, taken, None, None, "without the eager steps before it is right")

@@ -50,7 +50,7 @@ from graphpact_conformance.records.raised import CannotCaptureError, causes, mes
 from graphpact_conformance.records.steps import StepRecord
 from graphpact_conformance.results import Finding
 from graphpact_conformance.rules import RULES
-from graphpact_tape.poison import is_poison
+from graphpact_tape.poison import is_poison, poison_of
 from graphpact_tape.strict_observer import is_due
 from graphpact_tape.tape import TapeDriver
 
@@ -58,6 +58,7 @@ Way = Literal["graph", "hook"]
 """The producer of metadata: the graph, where the backend supports it, or the replay hook."""
 
 _HOOKS = frozenset(hook for rule in RULES.values() for hook in rule.hooks)
+_POISON = str(poison_of(torch.int64))
 _ADDRESS = re.compile(r"0x[0-9a-f]{6,}")
 """Addresses, which differ from run to run."""
 
@@ -464,6 +465,8 @@ class LaneUnderTest:
         refuses = isinstance(error, GraphpactError) and not self.hook_raised(step)
         if refuses and place is not None:
             actual += f" ({place})"
+        if _POISON in actual:
+            actual += f"; {_POISON} is the suite's poison: memory that this step has not written"
         return self.finding(
             named or (None if self.hook_raised(step) else rule),
             expected=expected,

@@ -370,7 +370,8 @@ def plain(text: str) -> str:
 def _say_broken(row: Row) -> str:
     if row.rule:
         return row.label
-    return f"{row.label} ({', '.join(dict.fromkeys(result.check for result in row.failures))})"
+    found = dict.fromkeys(f.experiment or r.check for r in row.failures for f in r.findings)
+    return f"{row.label} ({', '.join(found or dict.fromkeys(result.check for result in row.failures))})"
 
 
 def _where(plugin: PluginResults) -> str:

@@ -73,13 +73,13 @@ class TapeStream(Stream):
     def wait_stream(self, stream: Stream) -> None:
         """Make later work of this stream wait for all work submitted so far to ``stream``."""
         event = self._order.event()
-        event.record(stream)
+        event.mark(stream)
         self.wait_event(event)
 
     def synchronize(self) -> None:
         """Make the host wait for all work of this stream."""
         event = self._order.event()
-        event.record(self)
+        event.mark(self)
         event.synchronize()
 
 
@@ -93,6 +93,11 @@ class TapeEvent(Event):
 
     def record(self, stream: Stream | None = None) -> None:
         """Mark the work submitted so far to ``stream``."""
+        self.mark(stream)
+        self._order.note_event(self.clock)
+
+    def mark(self, stream: Stream | None = None) -> None:
+        """Mark work, without a note at copies that an event was recorded after them."""
         stream = stream or self._order.current
         assert isinstance(stream, TapeStream)  # noqa: S101  as above
         self.clock, self.capture = dict(stream.clock), self._order.capture
@@ -129,6 +134,7 @@ class _Copy:
     ) -> None:
         self.place = source.data_ptr(), source.shape, stream.number
         self.line = line
+        self.has_event = False  # whether an event was recorded after it
         self._source = WeakTensor(source)
         self._extent = extent_of(source)
         self._snapshot = source.clone()
@@ -153,10 +159,7 @@ class _Copy:
         raise ReplayError(
             f"host memory {name} was rewritten while a copy from it was in flight; the copy began at"
             f" {self.line}",
-            hint=(
-                "record an event after copy_async() and synchronize() it before writing the memory again; "
-                "if two buffers are used in turn, each needs an event"
-            ),
+            hint=_OTHER_EVENT if self.has_event else _NO_EVENT,
             rule="GP16",
         )
 
@@ -164,6 +167,17 @@ class _Copy:
         if self._target is not None:
             self._target.copy_(self._snapshot)  # equal to the source, because `check` ran before
             self._target = None
+
+
+_NO_EVENT = (
+    "record an event after copy_async() and synchronize() it before writing the memory again; if two buffers"
+    " are used in turn, each needs an event"
+)
+_OTHER_EVENT = (
+    "an event was recorded after this copy, and nothing waited for it: synchronize() the event of the last"
+    " copy from this memory before writing it again. Parts of one buffer are one memory, so an event for each"
+    " shape is not enough"
+)
 
 
 class _CopyToHost:
@@ -445,6 +459,11 @@ class Order:
         for copy in self._to_host:
             if copy.writes(tensor):
                 raise copy.refusal(what, self.name_of)
+
+    def note_event(self, clock: _Clock) -> None:
+        """Note which copies from host memory an event marks."""
+        for copy in self._copies:
+            copy.has_event = copy.has_event or copy.is_before(clock)
 
     def keep_in_flight(self, source: torch.Tensor, line: Line) -> None:
         """Mark ``source`` as read by the current stream's last work until the host waits for that work."""
