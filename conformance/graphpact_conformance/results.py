@@ -121,6 +121,10 @@ class _Model(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, json_schema_serialization_defaults_required=True)
 
 
+INVARIANT = "this invariant is true after every right fill"
+"""What a finding about an invariant of a plan expects."""
+
+
 class Finding(_Model):
     """One breach of a requirement, and its evidence."""
 
@@ -141,10 +145,18 @@ class Finding(_Model):
 
     @property
     def evidence(self) -> Evidence:
-        """What it says about the fault: hook, field, and where in the step the field is written."""
+        """What it says about the fault: hook, field, and where in the step the field is written.
+
+        What the code of a region does comes before all fields, because it decides what is written. An
+        invariant that is false is an effect of a field.
+        """
         field = self.field or ""
         stage = next((at for at, root in enumerate(("view.", "metadata.")) if field.startswith(root)), 2)
-        return Evidence(0 if self.hook and field else 1 if self.hook else 2, stage)
+        if stage == 2 and self.hook in ("forward", "compose"):
+            stage = 0
+        is_exact = bool(self.hook and field) and self.expected != INVARIANT
+        is_named = self.hook is not None or field.startswith("slot ")
+        return Evidence(0 if is_exact else 1 if is_named else 2, stage)
 
 
 class Result(_Model):

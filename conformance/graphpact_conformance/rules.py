@@ -200,9 +200,9 @@ def rules_of(kind: str) -> dict[str, Rule]:
 
 _CAUSES_FIRST = {
     "the memory that graphs read": ("GP16", "GP15", "GP01", "GP14"),
-    "the state before the step and the choice of the graph": ("GP18", "GP19", "GP12"),
+    "the state before the step and the choice of the graph": ("GP19", "GP18", "GP12"),
     "the contents of the buffers": (
-        *("GP03", "GP21", "GP09", "GP08", "GP10"),
+        *("GP03", "GP09", "GP08", "GP10", "GP21"),
         *("GP05", "GP04", "GP07", "GP02"),
     ),
     "the effects of a step": ("GP20", "GP11", "GP13", "GP06", "GP17"),
@@ -217,14 +217,14 @@ _CONCERNS = {rule: subject for subject, rules in _CAUSES_FIRST.items() for rule 
 _FLOWS = frozenset(_CAUSES_FIRST["the contents of the buffers"]) - {"GP03"}
 """Rules whose breaches flow from hook to hook: metadata are wrong because the view is. A stale row is not."""
 _WITHOUT_FIELD = frozenset({"GP15", "GP16", "GP18", "GP21"})
-"""Rules of time, not of contents: no field is at fault, so a finding that names a hook says all."""
+"""Rules of time, not of contents: no field is at fault, so a finding that names a hook or slot says all."""
 
 
 class Evidence(NamedTuple):
     """What a finding says about the fault; less is better.
 
     Args:
-        level: 0 if it names hook and field, 1 if it names the hook, 2 if it only sees effects.
+        level: 0 if it names hook and field, 1 if it names the hook or a slot, 2 if it only sees effects.
         stage: Where in the step the field is written: 0 for the view, 1 for metadata, 2 elsewhere.
     """
 
@@ -237,8 +237,8 @@ def causes_first(rules: Iterable[str], evidence: Mapping[str, Evidence] | None =
 
     One bug breaks several rules: a stale padding row is read, leaks into live rows, and differs between
     ranks. The museum's page says how often the first rule is the rule of the exhibit. What names hook and
-    field comes before what names a hook, and that before what only sees effects; then what is earlier in the
-    list of concerns; then, of contents, what is written earlier in the step.
+    field comes before what names a hook or a slot, and that before what only sees effects; then what is
+    earlier in the list of concerns; then, of contents, what is written earlier in the step.
 
     Args:
         rules: The broken rules.

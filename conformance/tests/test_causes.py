@@ -188,6 +188,29 @@ def test_a_rule_with_a_field_of_its_own_stays() -> None:
     assert own["GP06"].outcome is weak["GP06"].outcome is Outcome.FAIL
 
 
+OFFSETS = {"hook": "init_metadata_replay", "field": "metadata.cu_seqlens_q[1:3]"}
+PLAN = {"rule": "GP09", "hook": "init_metadata_replay", "field": "metadata.plan[0]"}
+COUNT = {"rule": "GP05", "hook": "populate", "field": "view.positions[3]"}
+
+
+@pytest.mark.parametrize(
+    ("finding", "others", "cause"),
+    [
+        (PLAN, [{"rule": "GP07", **OFFSETS}], "GP07"),
+        (PLAN, [{"rule": "GP02", "hook": "populate", "field": "view.seq_lens"}], None),
+        (COUNT, [{"rule": "GP02", "hook": "populate", "field": "view.positions[0:2]"}], "GP02"),
+        (COUNT, [{"rule": "GP02", "hook": "populate", "field": "view.seq_lens[0:2]"}], None),
+    ],
+)
+def test_a_plan_of_wrong_offsets_and_rows_of_a_wrong_input_are_no_findings(
+    finding: dict[str, Any], others: list[dict[str, Any]], cause: str | None
+) -> None:
+    """A plan follows from metadata that is wrong for the same batch, a count from its own tensor alone."""
+    found = _finds(finding, *others)[finding["rule"]]
+    assert found.outcome is (Outcome.FAIL if cause is None else Outcome.NOT_RUN)
+    assert cause is None or f"follows from {cause}" in (found.reason or "")
+
+
 def test_ranks_that_differ_come_before_the_graph_of_an_idle_rank() -> None:
     """GP12 of idle lanes alone comes after a GP17 that names its field; GP12 of other lanes does not."""
 

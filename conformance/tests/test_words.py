@@ -29,7 +29,7 @@ from graphpact_conformance.lane.reference_runner import ReferenceRunner
 from graphpact_conformance.lane.rig import StepRecord
 from graphpact_conformance.report import rows, to_html
 from graphpact_conformance.report.digest import to_fix, why_first
-from graphpact_conformance.results import Finding, Outcome, Result
+from graphpact_conformance.results import INVARIANT, Finding, Outcome, Result
 from graphpact_conformance.rules import RULES, Evidence, causes_first, find_rule
 from graphpact_conformance.suite import PlannedLane
 from graphpact_conformance.targets import Options, Target
@@ -237,7 +237,10 @@ def test_evidence_that_names_hook_and_field_comes_first() -> None:
     [
         ({"hook": "populate", "field": "view.seq_lens[1]"}, Evidence(0, 0)),
         ({"hook": "init_metadata_replay", "field": "metadata.table"}, Evidence(0, 1)),
-        ({"hook": "compose", "field": "the eager calls"}, Evidence(0, 2)),
+        ({"hook": "compose", "field": "the eager calls"}, Evidence(0, 0)),
+        ({"hook": "init_metadata_capture", "field": "operation 3"}, Evidence(0, 2)),
+        ({"hook": "init_metadata_capture", "field": "chunks fit", "expected": INVARIANT}, Evidence(1, 2)),
+        ({"hook": None, "field": "slot 'fa3.page_table' of fa3"}, Evidence(1, 2)),
         ({"hook": "populate", "field": None}, Evidence(1, 2)),
         ({"hook": None, "field": "a replay: token 0 of the batch"}, Evidence(2, 2)),
     ],

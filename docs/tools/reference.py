@@ -251,7 +251,8 @@ def museum(visits: Sequence[Mapping[str, Any]]) -> str:
         "",
         (
             f"Of {len(several)} that break more than one rule, the report's advice where to begin is the"
-            f" exhibit's own rule in {sum(_begins_right(t) for t in several)}."
+            f" exhibit's own rule in {sum(_begins_right(t) for t in several)}; of all exhibits, in"
+            f" {sum(_begins_right(t) for t in exhibits)}."
         ),
         "",
         "| rule | caught | an exhibit | what is planted in it | thread |",
@@ -316,7 +317,7 @@ def _broken(visit: Mapping[str, Any]) -> list[str]:
 
 def _begins_right(visit: Mapping[str, Any]) -> bool:
     evidence = {rule: Finding.model_validate(visit["findings"][rule]).evidence for rule in _broken(visit)}
-    return bool(causes_first(_broken(visit), evidence)[0] == visit["rule"])
+    return causes_first(_broken(visit), evidence)[:1] == [visit["rule"]]
 
 
 def _kinds(visit: Mapping[str, Any]) -> list[str]:

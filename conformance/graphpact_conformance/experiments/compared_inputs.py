@@ -13,7 +13,7 @@ import torch
 
 from graphpact.batch import ForwardMode
 from graphpact.pact import ANY, Promise, is_readable
-from graphpact.tensors import same
+from graphpact.tensors import equal, same
 from graphpact_conformance.experiments.comparison import first_off, gives_the_same, spell, values_at
 from graphpact_conformance.experiments.experiment import Findings
 from graphpact_conformance.experiments.refresh import Before, hook_of, is_plan, refresh_help
@@ -172,15 +172,14 @@ def compare_contents(
             after_reset = after_reset or rig.step(step.problem, fill=reset_slot)
             reset = after_reset.leaves.get(path)
             is_stale_slot = reset is not None and not bool((differs & _differs(reset, captured)).any())
-            who, rules = "a capture of this batch", _rules_of(lane, replayed, captured, differs)
-            if not is_stale_slot and not bool((differs & ~replayed.in_tail).any()):
-                first = fresh().leaves.get(path)
-                if (
-                    first is not None
-                    and first.value.shape == differs.shape
-                    and not bool((differs & _differs(first, captured)).any())
-                ):
-                    rules = ["GP03"]
+            who = "a capture of this batch"
+            given = rig.batch_of(step.problem).tensors().get(path.removeprefix("view."))
+            rules = [] if given is None else _of_input(given.cpu(), replayed, captured)
+            if not rules and not is_stale_slot and not bool((differs & ~replayed.in_tail).any()):
+                rules = _of_first_replay(fresh().leaves.get(path), captured, differs)
+            rules = rules or _rules_of(lane, replayed, captured, differs)
+            if "GP02" in rules and reset is not None and bool((differs & _differs(reset, replayed)).any()):
+                rules = ["GP02"]  # what lay there before decides, so no layout is at fault
             for found in _of_contents(lane, rig, step, replayed, captured, differs, who, rules):
                 yield is_stale_slot, found
 
@@ -235,6 +234,23 @@ def _rules_of(lane: LaneUnderTest, mine: Leaf, theirs: Leaf, differs: torch.Tens
     return ["GP05" if is_of_padding else "GP02"]
 
 
+def _of_first_replay(first: Leaf | None, captured: Leaf, differs: torch.Tensor) -> list[str]:
+    """Return GP03 if rows that differ from a capture are right in a replay without earlier batches."""
+    if first is None or first.value.shape != differs.shape:
+        return []
+    return [] if bool((differs & _differs(first, captured)).any()) else ["GP03"]
+
+
+def _of_input(given: torch.Tensor, mine: Leaf, theirs: Leaf) -> list[str]:
+    """Return the rule of an input whose live rows are not those of the batch, at replay or at capture."""
+    region = tuple(map(slice, given.shape))
+    for rule, leaf in (("GP02", mine), ("GP11", theirs)):
+        rows = leaf.value[region] if leaf.value.dim() == given.dim() else given
+        if rows.shape == given.shape and not equal(rows.to(given.dtype), given):
+            return [rule]
+    return []
+
+
 def _is_strided(offsets: torch.Tensor, width: int | None) -> bool:
     """Return whether the offsets are 0, ``width``, 2 * ``width`` and so on."""
     if width is None or offsets.dim() != 1:
@@ -260,6 +276,7 @@ _CONTENT_HELP = {
     "GP03": "reset the padding rows of `{name}` in {body} in every step, also where they are copied from"
     " memory that is filled once",
     "GP05": "include padding rows where the graph does: use the counts of the shape, not of the batch",
+    "GP11": "write it from the batch at capture too, by the same code as for a replay",
     "GP07": "use the same stride, order and element width at replay as at capture; a uniform stride of"
     " queries does not depend on accepted lengths",
     "GP09": "plan at replay as at capture, with the arguments and lengths of the recorded kernel",

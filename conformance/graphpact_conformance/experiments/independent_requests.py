@@ -60,6 +60,7 @@ def _of_batch(lane: LaneUnderTest, rig: Rig, whole: Problem, *, eagerly: bool) -
         return lane.finding(
             # Of a replay, offsets and rows disagree; no rule is about steps without a graph.
             None if eagerly else "GP05",
+            hook="compose",
             field=f"{how}: request {request} of the batch, {rig.where(name, column)}",
             expected=f"{alone:.6g}, its result {what}: no output of a request depends on other requests",
             actual=f"{here:.6g} in the batch",

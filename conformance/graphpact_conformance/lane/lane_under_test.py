@@ -48,7 +48,7 @@ from graphpact_conformance.records.global_state import DRAWS, StateWatch
 from graphpact_conformance.records.plans import PlanVerdict, PlanWatch
 from graphpact_conformance.records.raised import CannotCaptureError, causes, message_of, need_of, rule_of
 from graphpact_conformance.records.steps import StepRecord
-from graphpact_conformance.results import Finding
+from graphpact_conformance.results import INVARIANT, Finding
 from graphpact_conformance.rules import RULES
 from graphpact_tape.poison import is_poison, poison_of
 from graphpact_tape.strict_observer import is_due
@@ -493,7 +493,7 @@ class LaneUnderTest:
             "GP09",
             hook=hook,
             field=verdict.name,
-            expected="this invariant is true after every right fill",
+            expected=INVARIANT,
             actual=verdict.why,
             step=step,
             problem=problem,

@@ -307,7 +307,9 @@ _FOLLOWS = {"GP08": ("GP06", "GP12"), "GP16": ("GP10", "GP14")}
 def _consequences(plan: PlannedLane, done: Sequence[Done]) -> dict[str, str]:
     """Return the rules of which a lane has only findings without a field, each with the rule of the cause.
 
-    A cause names hook and field, or a race. The wrong graph of a runner is the cause of a number in it.
+    A cause names hook and field, or a race. The wrong graph of a runner is the cause of a number in it. A
+    plan that is made from wrong offsets or lengths is wrong because of them, and padding rows of an input
+    that is wrong as a whole are no wrong count.
     """
     best: dict[str | None, Evidence] = {}
     for finding in (finding for each in done for finding in each.findings):
@@ -319,7 +321,32 @@ def _consequences(plan: PlannedLane, done: Sequence[Done]) -> dict[str, str]:
             is_runners = rule == "GP12" and plan.lane.kind == "runner"
             if rule in best and best[rule].level > 0 and not is_runners:
                 found[rule] = cause
+    every = [finding for each in done for finding in each.findings]
+    for rule, (of, explains) in _FOLLOWS_ONE_BY_ONE.items():
+        others = [finding for finding in every if finding.rule in of]
+        because = [next((o.rule for o in others if explains(f, o)), None) for f in every if f.rule == rule]
+        if because and None not in because:
+            found[rule] = str(because[0])
     return found
+
+
+def _is_of_one_step(plan: Finding, other: Finding) -> bool:
+    """Return whether a finding about metadata is of the experiment and the batch of one about a plan."""
+    is_metadata = other.hook is not None and (other.field or "").startswith("metadata.")
+    return is_metadata and (plan.experiment, plan.batch) == (other.experiment, other.batch)
+
+
+def _is_of_one_input(count: Finding, other: Finding) -> bool:
+    """Return whether two findings are about one tensor of the view."""
+    fields = [(finding.field or "").partition("[")[0] for finding in (count, other)]
+    return fields[0].startswith("view.") and fields[0] == fields[1]
+
+
+_FOLLOWS_ONE_BY_ONE = {
+    "GP09": (("GP07", "GP02"), _is_of_one_step),
+    "GP05": (("GP11", "GP02"), _is_of_one_input),
+}
+"""Rules of which each finding may follow from one of other rules, and the test of it."""
 
 
 def _by_rule(plan: PlannedLane, options: Options, done: Sequence[Done]) -> Iterator[Result]:
