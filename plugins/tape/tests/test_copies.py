@@ -28,6 +28,30 @@ def test_a_copy_from_memory_of_any_stride_arrives(count: int, stride: int) -> No
     assert error.value.rule == "GP16"
 
 
+@pytest.mark.parametrize(
+    ("records", "says"),
+    [
+        ("none", "record an event after copy_async"),
+        ("before", "record an event after copy_async"),
+        ("after", "an event was recorded after this copy, and nothing waited for it"),
+    ],
+)
+def test_a_rewrite_says_whether_the_copy_has_an_event(records: str, says: str) -> None:
+    """Advice differs for a copy without an event, and for one whose event the host did not wait for."""
+    driver = TapeDriver(torch.device("cpu"), strict=True)
+    source, target = torch.tensor([1, 2]), torch.zeros(2, dtype=torch.int64)
+    event = driver.event()
+    if records == "before":
+        event.record()
+    driver.copy_async(target, source)
+    if records == "after":
+        event.record()
+    source.neg_()
+    with pytest.raises(ReplayError) as error:
+        driver.synchronize()
+    assert (error.value.hint or "").startswith(says)
+
+
 # -- copies to the host ------------------------------------------------------------------------------
 
 
