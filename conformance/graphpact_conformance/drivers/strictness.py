@@ -147,6 +147,16 @@ def _judge(name: str, make: Make) -> None:
     require_capture(memory)
 
 
+_OF_FREED_MEMORY = (
+    "refer to memory that the graph does not own weakly, and raise `ReplayError` at a replay if it is gone or"
+    " has moved: a strong reference in graph or driver keeps it alive, and hides the fault"
+)
+_FIXES = dict.fromkeys(
+    ("input_freed", "input_freed_checked", "input_set", "autocast_cache", "workspace_grown"), _OF_FREED_MEMORY
+)
+"""Acts with advice of their own."""
+
+
 def _check(name: str) -> DriverRequirement:
     row = ROWS[name]
     required, fix = _REQUIRED[cuda_verdict(row)]
@@ -155,7 +165,7 @@ def _check(name: str) -> DriverRequirement:
         sentence=f"A strict driver {required}: {row['act']}. CUDA graphs: {row['cuda']}.",
         rule=row["rule"],
         at="a strict driver",
-        fix=fix,
+        fix=_FIXES.get(name, fix),
         perform=partial(_judge, name),
     )
 

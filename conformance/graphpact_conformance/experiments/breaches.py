@@ -33,9 +33,9 @@ def of_breaches(lane: LaneUnderTest, step: StepRecord, breaches: Iterable[Breach
 
 def _of_breach(lane: LaneUnderTest, step: StepRecord, breach: Breach, rule: str) -> Finding:
     hook, help_ = "init_metadata_replay", breach.advice
-    if breach.path.startswith("view"):  # its tensors come from one hook, and their values from the other
-        hook = "prepare_replay" if breach.rule == "address" else "populate"
-        help_ = _OF_VIEWS if breach.rule == "address" else help_
+    if breach.path.startswith("view"):  # `populate` writes only values, which no breach is about
+        hook = "prepare_replay"
+        help_ = _OF_VIEWS if breach.rule in ("address", "shape", "stride") else help_
     whose = f" ({breach.owner})" if breach.owner else ""
     expected, actual = sides_of(breach)
     return lane.finding(
@@ -50,8 +50,9 @@ def _of_breach(lane: LaneUnderTest, step: StepRecord, breach: Breach, rule: str)
 
 
 _OF_VIEWS = (
-    "return slices of the captured slots from prepare_replay, as `registry.static_inputs(batch, shape)` does,"
-    " and copy values into them in populate: the graph never reads a new tensor"
+    "return slices of the captured slots from prepare_replay, cut by the counts of the shape, as"
+    " `registry.static_inputs(batch, shape)` does, and copy values into them in populate: the graph never"
+    " reads a new tensor"
 )
 
 

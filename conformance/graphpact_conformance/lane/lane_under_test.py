@@ -473,12 +473,18 @@ class LaneUnderTest:
             actual=actual,
             step=step,
             problem=problem,
-            hook=hook or _hook_of(error, step),
+            hook=hook or self._hook_of(error, step),
             help=own
             or help
             or (named and f"`graphpact explain {named}` has the causes of such calls, and fixes"),
             error=None if refuses else error,
         )
+
+    def _hook_of(self, error: BaseException, step: StepRecord | None) -> str | None:
+        """Return the hook to which an error belongs: eager calls between segments are of the region."""
+        hook = _hook_of(error, step)
+        is_between = self.eager_attention and step is not None and step.stage == "replay"
+        return "compose" if is_between and self.kind == "runner" else hook
 
     def of_invariant(
         self,
