@@ -104,10 +104,10 @@ def test_an_error_of_a_hook_is_reported_with_its_line_and_nothing_else_is(
 
 
 def test_what_a_plugin_raised_comes_first() -> None:
-    """An error that no rule describes is the first to fix, with its result before others."""
+    """An error that no rule describes comes before effects, with its result before others of its row."""
     raised = finding(None, raised_at="my/backend.py:3 in Mine.populate", hook=None, field=None)
     results = [
-        result("fail", "GP01"),
+        result("fail", "GP01", findings=[finding("GP01", hook=None, field="a replay: token 0")]),
         result("fail", None, lane="a", findings=[finding(None)]),
         result("fail", None, lane="b", findings=[raised]),
     ]
@@ -116,6 +116,8 @@ def test_what_a_plugin_raised_comes_first() -> None:
     assert [each.lane for each in first.failures] == ["b", "a"]
     assert why_first([first, second]) == "the plugin raised an error at my/backend.py:3 in Mine.populate"
     assert "raised at" in drawn(report(plugin(results)))
+    of_hook = result("fail", "GP01", findings=[finding("GP01", field=None)])
+    assert [row.key for row in to_fix(rows(plugin([of_hook, *results[1:]])))] == ["GP01", "general"]
 
 
 def test_an_error_that_a_rule_describes_comes_under_the_rule() -> None:

@@ -36,9 +36,10 @@ from graphpact import hookspecs
 from graphpact_bench.report import BenchReport
 from graphpact_conformance.drivers.strictness import ROWS
 from graphpact_conformance.real_bugs import REAL_BUGS
-from graphpact_conformance.results import Finding, Report
+from graphpact_conformance.report.digest import rows, to_fix
+from graphpact_conformance.results import PluginResults, Report, Result
 from graphpact_conformance.rule import Rule
-from graphpact_conformance.rules import RULES, causes_first, rules_of
+from graphpact_conformance.rules import RULES, rules_of
 from graphpact_conformance.tier_rules import TIER_RULES, TIERS
 from graphpact_engine.config import config_keys
 from graphpact_guard.settings import WORDS
@@ -316,8 +317,14 @@ def _broken(visit: Mapping[str, Any]) -> list[str]:
 
 
 def _begins_right(visit: Mapping[str, Any]) -> bool:
-    evidence = {rule: Finding.model_validate(visit["findings"][rule]).evidence for rule in _broken(visit)}
-    return causes_first(_broken(visit), evidence)[:1] == [visit["rule"]]
+    results = [
+        Result(rule=f["rule"], check="a visit", lane=visit["lanes"][0], outcome="fail", findings=[f])
+        for f in visit["findings"].values()
+    ]
+    plugin = PluginResults(
+        kind="plugin", name=visit["name"], distribution="", version="", contract=None, results=results
+    )
+    return [row.key for row in to_fix(rows(plugin))[:1]] == [visit["rule"]]
 
 
 def _kinds(visit: Mapping[str, Any]) -> list[str]:

@@ -140,10 +140,10 @@ def rows(plugin: PluginResults) -> list[Row]:
 def to_fix(found: Iterable[Row]) -> list[Row]:
     """Return the rows with failures, the one to begin with first.
 
-    An error of the plugin comes first if no finding of a rule has its line, because it ended a step about
-    which nothing is known. Then come broken rules in the order of `causes_first`, and then other general
-    checks, which in the museum fail as a consequence of a broken rule. Rows that contain only errors of the
-    suite come last, because their results are incomplete.
+    An error of the plugin comes first if no finding of a rule has its line or names a hook, because it ended
+    a step about which nothing is known. Then come broken rules in the order of `causes_first`, and then other
+    general checks, which in the museum fail as a consequence of a broken rule. Rows that contain only errors
+    of the suite come last, because their results are incomplete.
     """
     broken = [row for row in found if row.failures]
     order = causes_first(
@@ -152,12 +152,13 @@ def to_fix(found: Iterable[Row]) -> list[Row]:
     )
 
     ruled = {f.raised_at for row in broken if row.rule for r in row.failures for f in r.findings}
+    is_known = any(row.rule is not None and row.evidence.level < 2 for row in broken)
 
     def rank(row: Row) -> tuple[bool, bool, int]:
         is_error = row.outcome is Outcome.ERROR
         return (
             is_error,
-            row.raised_at is None or row.raised_at in ruled,
+            is_known or row.raised_at is None or row.raised_at in ruled,
             order.index(row.key) if row.rule else len(order),
         )
 
