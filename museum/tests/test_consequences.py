@@ -79,6 +79,13 @@ def test_the_slot_that_a_padding_row_attends_is_named_with_its_request() -> None
     assert finding.actual.endswith("of the request in row 3")
 
 
+def test_an_idle_rank_that_runs_eagerly_is_told_so() -> None:
+    """Where only ranks without requests take no graph, the advice is about them, not about the largest."""
+    exact = [f for f in findings_of("draft-runner-idle-rank-runs-eagerly", "ranks_agree") if f.rule == "GP17"]
+    assert exact[0].help is not None
+    assert exact[0].help.startswith("a rank without requests replays the graph of the others")
+
+
 def test_a_refused_dummy_is_told_with_the_length_of_its_rows() -> None:
     """A kernel that refuses padding rows is reported with the length that the backend declares for them."""
     (finding,) = findings_of("flashinfer-fill-length-0", "captures")

@@ -127,8 +127,14 @@ def compare_eager_calls(lane: LaneUnderTest, rig: Rig, pair: tuple[StepRecord, S
             else "the graph was captured with another batch"
         ),
         step=step,
-        help=COUNTED_HELP,
+        help=COUNTED_HELP if lane.kind == "runner" else _FORWARD_HELP,
     )
+
+
+_FORWARD_HELP = (
+    "forward() runs again in every replay: use the metadata that this call gets, and keep no metadata, or"
+    " numbers made from it, on the backend from call to call"
+)
 
 
 def _hook_between(lane: LaneUnderTest) -> str:

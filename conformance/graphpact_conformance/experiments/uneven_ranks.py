@@ -187,13 +187,29 @@ def _of_answers(
         field="the replayed shape",
         expected=f"the same on all ranks for global_num_tokens_cpu = {together}",
         actual="; ".join(shown),
-        help=_DECLINE_RANK_HELP
-        if any(answer in rig.declines for answer in answers)
-        else VARIANT_HELP
-        if differ_in_variant(answers)
-        else "where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit()"
-        " uses global_num_tokens_cpu",
+        help=_help_of(rig, together, answers),
     )
+
+
+def _help_of(rig: Rig, together: tuple[int, ...], answers: Sequence[GraphShape | EagerReason | None]) -> str:
+    """Return the help for answers of ranks that differ."""
+    if any(answer in rig.declines for answer in answers):
+        return _DECLINE_RANK_HELP
+    if differ_in_variant(answers):
+        return VARIANT_HELP
+    shapes = [isinstance(answer, GraphShape) for answer in answers]
+    eager = [tokens for tokens, has_shape in zip(together, shapes, strict=True) if not has_shape]
+    return _GATHER_HELP if any(eager) or not eager else _IDLE_RANK_HELP
+
+
+_GATHER_HELP = (
+    "where layers gather over ranks, all take the shape of the largest: CaptureSizes.fit() uses"
+    " global_num_tokens_cpu"
+)
+_IDLE_RANK_HELP = (
+    "a rank without requests replays the graph of the others, with padding rows only: let fit() serve a batch"
+    " of mode IDLE where global_num_tokens_cpu has tokens of other ranks"
+)
 
 
 def _of_ranks(config: Config, *sizes: tuple[int, ...]) -> list[tuple[int, ...]]:
