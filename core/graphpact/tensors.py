@@ -27,7 +27,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def equal(a: torch.Tensor, b: torch.Tensor) -> bool:
     """Return whether two tensors have the same shape and values; NaN equals NaN."""
-    return a.shape == b.shape and bool(same(a, b).all())
+    if a.shape != b.shape:
+        return False
+    # Most tensors that are compared are equal, and without NaN; one operation shows that.
+    return (a.dtype is b.dtype and torch.equal(a, b)) or bool(same(a, b).all())
 
 
 def storage_id(tensor: torch.Tensor) -> int:

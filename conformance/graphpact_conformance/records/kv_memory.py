@@ -75,8 +75,7 @@ class KvMemory:
 
     def load(self, problem: Problem) -> None:
         """Fill scratch and the cached keys of a problem with random numbers, and all other slots with NaN."""
-        cached = dict.fromkeys(slot for r in problem.requests for slot in r.cached)  # pages are shared
-        live = torch.tensor([*range(self.config.page_size), *cached], device=self._device)
+        live = torch.tensor([*range(self.config.page_size), *problem.cached_slots], device=self._device)
         self.fill(NAN)
         caches = [*self.tensors().values()]
         kinds = tuple(((len(live), *cache.shape[1:]), cache.dtype) for cache in caches)
