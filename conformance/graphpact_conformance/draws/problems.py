@@ -185,16 +185,17 @@ class Problem:
     def batch(self, *, counts: bool = False) -> ForwardBatch:
         """Return the batch in new tensors, with the count of its live tokens if ``counts``."""
         tokens = len(self.tokens)
+        new: dict[str, Any] = {name: None if t is None else t.clone() for name, t in self._fields.items()}
         return ForwardBatch(
             forward_mode=self.mode,
             batch_size=self.batch_size,
-            **{name: None if tensor is None else tensor.clone() for name, tensor in self._fields.items()},
+            **new,
             num_token_non_padded=_int64([tokens]).int() if counts else None,
             num_token_non_padded_cpu=tokens if counts else None,
         )
 
     @cached_property
-    def _fields(self) -> dict[str, Any]:
+    def _fields(self) -> dict[str, torch.Tensor | None]:
         """The tensors of the batch by field; None for a field that its kind of step does not have."""
         case = self.case
         rows = [r for r in self.requests for _ in range(case.rows_per_request)]

@@ -97,6 +97,11 @@ class KvMemory:
         for cache in self.tensors().values():
             cache[: self.config.page_size] = value
 
+    def scratch_rows(self, name: str) -> int:
+        """Return the number of the first rows of a tensor of `contents` that are scratch."""
+        del name
+        return self.config.page_size
+
     def slot_at(self, row: int) -> int:
         """Return the KV slot of a row of `contents`."""
         return int(self.slots[row])
@@ -109,9 +114,8 @@ class KvMemory:
             actual: Its contents, ``[n, heads, width]``.
             right: The right ones, in the same dtype.
         """
-        del name
         found = ~same(actual, right)
-        found[: self.config.page_size] = False
+        found[: self.scratch_rows(name)] = False
         return found
 
     def place(self, name: str, rows: Sequence[int]) -> tuple[str, tuple[int, ...]]:

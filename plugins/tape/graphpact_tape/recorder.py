@@ -440,7 +440,8 @@ class Recorder(Watcher):
             number, self._num_collectives = self._num_collectives, self._num_collectives + 1
         segment = self.parts[-1]
         assert isinstance(segment, Segment)  # noqa: S101  each eager call is followed by one
-        segment.calls.append(RecordedCall(func, *map_tensors(self.held, tensors), self.line, is_work, number))
+        args, kwargs, result, made = map_tensors(self.held, tensors)
+        segment.calls.append(RecordedCall(func, args, kwargs, result, made, self.line, is_work, number))
 
     def allocates(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that the region allocated the storages of ``tensors``."""
