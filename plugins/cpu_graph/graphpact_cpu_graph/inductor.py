@@ -15,12 +15,11 @@ import functools
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
 
 from graphpact.errors import CaptureError, EngineError, GraphpactError
 from graphpact.graphs import Graph
@@ -28,7 +27,7 @@ from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_cpu_graph.pieces import outliving_of, pieces_of
-from graphpact_cpu_graph.shared_library import compiled
+from graphpact_cpu_graph.shared_library import Code, compiled
 from graphpact_tape.host_guard import HostReadGuard
 from graphpact_tape.host_tensors import HostMemory, plain_tensors
 from graphpact_tape.nodes import make_node
@@ -72,6 +71,7 @@ class InductorGraph(Graph):
         self._external = recording.external_tensors()
         kept = tensors_of(self.outputs)
         self._steps: list[Callable[[], object]] = []
+        codes: dict[int, Code] = {}  # by the place among the steps
         pieces = pieces_of(recording.parts)
         for piece, outliving in zip(pieces, outliving_of(pieces, recording.outputs), strict=True):
             if isinstance(piece, EagerCall):
@@ -84,8 +84,11 @@ class InductorGraph(Graph):
             elif piece.num_nodes:
                 graph = SegmentGraph.of(piece, outliving)
                 inputs = graph.finish()
-                self._steps.append(_compile(graph, inputs))
+                codes[len(self._steps)] = graph.graph, inputs
+                self._steps.append(_replay_of_released)  # until it is compiled
                 kept += inputs
+        for at, step in zip(codes, _compile([*codes.values()]), strict=True):
+            self._steps[at] = step
         storages = {storage_id(t) for t in kept}
         self.pool_nbytes = sum(
             memory.nbytes() for storage, memory in recording.own.items() if storage in storages
@@ -148,8 +151,8 @@ class InductorDriver(RecordingDriver):
         return InductorGraph(recording)
 
 
-def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], object]:
-    """Return a function that runs the compiled ``segment`` on its inputs.
+def _compile(codes: Sequence[Code]) -> list[Callable[[], object]]:
+    """Return for each graph a function that runs its compiled code on its inputs.
 
     Raises:
         CaptureError: Inductor cannot compile it.
@@ -159,7 +162,7 @@ def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], 
     # because inputs that overlap and are written were joined.
     with torch.inference_mode(mode=False), torch.no_grad():
         try:
-            return compiled(fx.GraphModule(torch.nn.Module(), segment.graph), inputs)
+            return compiled(codes)
         except GraphpactError:
             raise
         except Exception as error:
