@@ -6,7 +6,8 @@ A result that a later piece reads is written to its recorded memory; the blocks 
 have to be written.
 
 A segment is split if a block of at least `LEAST_NODES` operations repeats at least `LEAST_REPEATS` times.
-Each call of a piece costs a few microseconds, so a model with fewer layers stays one piece.
+Each call of a piece costs a few microseconds. So a model with fewer layers stays one piece, and small layers
+become pieces of several: a piece reads at least `LEAST_BYTES` that it does not write, such as weights.
 
 Does not: prove that blocks are alike. It compares operators, numbers and layouts, not the data flow. Blocks
 that differ only in that have different keys, and are compiled separately.
@@ -20,6 +21,7 @@ import torch
 
 from graphpact.tensors import storage_id
 from graphpact_cpu_graph.keys import layout_of
+from graphpact_tape.operators import written_by
 from graphpact_tape.recorder import RecordedCall, Segment
 from graphpact_tape.trees import tensors_of
 
@@ -33,6 +35,10 @@ Shorter blocks count together: 24 blocks of 6 operations are 8 blocks of 18.
 """
 
 
+LEAST_BYTES = 1 << 22
+"""The smallest memory that the blocks of a piece read, which takes about 100 times as long as its call."""
+
+
 class Run(NamedTuple):
     """Equal blocks of ``period`` calls, one after the other, among the calls ``begin`` to ``end``."""
 
@@ -42,14 +48,18 @@ class Run(NamedTuple):
 
 
 def split_at_blocks(segment: Segment) -> list[Segment]:
-    """Return the calls of ``segment`` as one segment, or as several with one for each repeated block."""
+    """Return the calls of ``segment`` as one segment, or as several, equal ones for the repeated blocks."""
     calls = segment.calls
     run = _longest_run(calls)
     if run is None:
         return [segment]
     begin = _best_begin(calls, run)
-    num_blocks = (run.end - begin) // run.period
-    cuts = [0, *(begin + run.period * at for at in range(num_blocks + 1)), len(calls)]
+    nbytes = max(_bytes_read(calls[begin : begin + run.period]), 1)
+    length = run.period * -(-LEAST_BYTES // nbytes)
+    num_parts = (run.end - begin) // length
+    if num_parts < 2:
+        return [segment]
+    cuts = [0, *(begin + length * at for at in range(num_parts + 1)), len(calls)]
     parts = (calls[first:last] for first, last in pairwise(cuts))
     return [Segment(part) for part in parts if part]
 
@@ -102,6 +112,14 @@ def _bytes_across(calls: Sequence[RecordedCall]) -> list[int]:
         total += change
         across.append(total)
     return across
+
+
+def _bytes_read(calls: Sequence[RecordedCall]) -> int:
+    """Return the bytes of the tensors that ``calls`` read, and neither make nor write."""
+    read = {id(t): t for call in calls for t in tensors_of((call.args, call.kwargs))}
+    changed = {storage_id(t) for call in calls for t in tensors_of(call.made)}
+    changed |= {storage_id(t) for call in calls for t in written_by(call.op, call.args, call.kwargs)}
+    return sum(t.numel() * t.itemsize for t in read.values() if storage_id(t) not in changed)
 
 
 def _form(call: RecordedCall) -> tuple[Any, ...]:

@@ -69,6 +69,12 @@ def replayed(region: Callable[[], Any]) -> InductorGraph:
     return InductorDriver(CPU).capture(region)
 
 
+@pytest.fixture(autouse=True)
+def _small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let layers of any size be pieces of their own."""
+    monkeypatch.setattr(blocks, "LEAST_BYTES", 1)
+
+
 def test_equal_layers_are_pieces_of_their_own() -> None:
     """Each of at least 8 layers is one piece, with what is before and after them in two more."""
     sizes = [[call.op for call in piece.calls] for piece in split(Layers(9))]
@@ -98,6 +104,19 @@ def test_layers_of_two_kinds_that_alternate_are_split_in_pairs() -> None:
     lengths = [len(piece.calls) for piece in pieces]
     whole = len(split(Layers(9))[1].calls)
     assert lengths.count(2 * whole) == 8
+
+
+def test_small_layers_share_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A piece has as many layers as read LEAST_BYTES; if that makes less than two pieces, none is split."""
+    model = Layers(9)
+    layer = len(split(model)[1].calls)
+    nbytes = model.weights[0].nbytes + model.x.nbytes + model.where.nbytes  # x: what crosses is as large
+    lengths = []
+    for count in (1, 4, 5):
+        monkeypatch.setattr(blocks, "LEAST_BYTES", count * nbytes)
+        lengths.append([len(piece.calls) // layer for piece in split(model)])
+    assert [each[1:-1] for each in lengths] == [[1] * 9, [4, 4], []]
+    assert len(lengths[2]) == 1
 
 
 def test_layers_are_compiled_once(

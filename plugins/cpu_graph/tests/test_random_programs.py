@@ -73,6 +73,7 @@ def split(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(blocks, "LEAST_REPEATS", REPEATS - 1)
     monkeypatch.setattr(blocks, "LEAST_NODES", 1)
+    monkeypatch.setattr(blocks, "LEAST_BYTES", 1)
     monkeypatch.setattr(pieces, "split_at_blocks", counted)
     return counts
 
