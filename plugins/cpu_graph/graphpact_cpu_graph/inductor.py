@@ -12,10 +12,12 @@ Does not: run on a GPU, freeze or pack weights, or detect wrong use (the tape's 
 """
 
 import functools
+import os
 import subprocess
 import sys
 import sysconfig
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -43,18 +45,37 @@ def missing_compiler() -> str | None:
 
     The C++ compiler is the one that torch uses: the program in ``CXX``, otherwise ``g++``.
     """
-    from torch._inductor import config, cpp_builder, exc  # noqa: PLC0415  heavy to import
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError, OSError, subprocess.SubprocessError):
-        asked = config.cpp.cxx if isinstance(config.cpp.cxx, tuple) else (config.cpp.cxx,)
-        names = " or ".join(repr(name) for name in asked if name)
-        return f"no C++ compiler: {names} cannot be run; install g++, or set CXX to a compiler"
+    fault = _missing_program()
+    if fault is not None:
+        return fault
     include = sysconfig.get_path("include")
     if sys.platform == "linux" and not Path(include, "Python.h").exists():
         return f"no Python.h in {include}: install the headers of Python (python3-dev)"
     return None
+
+
+def _missing_program() -> str | None:
+    """Return why no C++ compiler can be run, or None.
+
+    Importing inductor takes more than a second, and only its configuration names other compilers, or lets it
+    install one. So without that the compiler is called here, as inductor does.
+    """
+    asked: tuple[str | None, ...]
+    if "torch._inductor" in sys.modules or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        from torch._inductor import config, cpp_builder, exc  # noqa: PLC0415  heavy to import
+
+        asked = config.cpp.cxx if isinstance(config.cpp.cxx, tuple) else (config.cpp.cxx,)
+        with suppress(exc.InvalidCxxCompiler, RuntimeError, OSError, subprocess.SubprocessError):
+            cpp_builder.get_cpp_compiler()
+            return None
+    else:
+        name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        asked = (name,)
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.check_output([name, "--version"])
+            return None
+    names = " or ".join(repr(name) for name in asked if name)
+    return f"no C++ compiler: {names} cannot be run; install g++, or set CXX to a compiler"
 
 
 class InductorGraph(Graph):
