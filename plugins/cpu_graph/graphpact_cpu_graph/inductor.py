@@ -8,6 +8,8 @@ A compiler relies on schemas: it drops a call that returns nothing and declares 
 collectives and operators of other libraries are called between compiled pieces, in the same way as by the
 tape. Calls of declared kernels (`graphpact.declare_kernel`) are compiled if their schemas mark all writes.
 
+Equal layers of a model are compiled once and called with different inputs, see `graphpact_cpu_graph.blocks`.
+
 Does not: run on a GPU, freeze or pack weights, or detect wrong use (the tape's strict mode does).
 """
 

@@ -1,4 +1,4 @@
-"""Compile a graph to a shared library, and call the library directly.
+"""Compile graphs to shared libraries, equal ones once, and call the libraries directly.
 
 Torch's inductor generates a C++ program with fused kernels and calls of torch's kernels between them. The
 program is called with the inputs of the graph. The call checks nothing, because a replay uses the tensors of
