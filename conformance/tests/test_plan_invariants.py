@@ -159,7 +159,7 @@ def test_a_fill_that_is_wrong_only_at_capture_or_in_eager_steps_is_found() -> No
 class LateInTheLane(Planned):
     """Plans every request for one key more, once it has prepared many steps: the outputs are right."""
 
-    after = 14
+    after = 20
     steps = 0
 
     def plan_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:

@@ -23,7 +23,7 @@ from graphpact_conformance.report.digest import (
     lanes,
     more_findings,
     rows,
-    rows_of,
+    rows_from,
     say,
     summary,
     tier_text,
@@ -236,7 +236,7 @@ class Progress:
         """Show that ``work`` begins."""
         failed = sum(map(len, self._failed.values()))
         counts = f"{self._done} results" + (f", {failed} failed" if failed else "")
-        if broken := to_fix(rows_of(self._failed.get(plugin, ()))):
+        if broken := to_fix(rows_from(self._failed.get(plugin, ()))):
             counts += f", begin with {broken[0].label}"
         line = f"{counts}  {_line(plugin)}: {_line(work)}"
         self._status.update(Text(line, no_wrap=True, overflow="ellipsis"))

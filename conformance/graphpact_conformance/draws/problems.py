@@ -128,7 +128,7 @@ class Problem:
     def _repr_pretty_(self, printer: Any, cycle: bool) -> None:  # noqa: ARG002, FBT001  called by hypothesis
         printer.text(repr(self))
 
-    @property
+    @cached_property
     def tokens(self) -> list[Token]:
         """All new tokens, in the order of the batch."""
         return [t for r in self.requests for t in r.tokens]

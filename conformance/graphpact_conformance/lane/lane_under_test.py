@@ -359,6 +359,7 @@ class LaneUnderTest:
             self._ways.append(("graph", "hook") if both else ("graph",))
         return self._ways[0]
 
+    @torch.inference_mode()
     def _hook_writes(self) -> bool:
         """Return whether the replay hook writes any slot of the backend."""
         rig = self.rig("hook")

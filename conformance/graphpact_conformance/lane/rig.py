@@ -486,11 +486,14 @@ class Rig:
             graph = captured.graph
             if id(graph) not in self._allocated:  # asked once: later some of the memory may be gone
                 others = {storage_id(tensor) for tensor in graph.external_tensors() or ()}
-                own = {n for n, tensor in graph.outputs.items() if storage_id(tensor) not in others}
+                own = {
+                    name
+                    for name, tensor in graph.outputs.items()
+                    if storage_id(tensor) not in others and self.registry.slot_of(tensor) is None
+                }
                 self._allocated[id(graph)] = graph, own
             for name in self._allocated[id(graph)][1]:
-                if self.registry.slot_of(graph.outputs[name]) is None:
-                    poison(graph.outputs[name])
+                poison(graph.outputs[name])
 
     def _see(self, step: StepRecord) -> None:
         """Copy the observed view and metadata into ``step``."""

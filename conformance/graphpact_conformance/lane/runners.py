@@ -88,7 +88,7 @@ def drawn_batch(
     batch.extra = extra
     if config.case.embeds:
         batch.input_embeds, batch.mrope_positions = problem.embedded(config)
-    return batch.to(device)
+    return batch if device.type == "cpu" else batch.to(device)
 
 
 def batch_beside(

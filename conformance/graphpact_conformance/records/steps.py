@@ -23,7 +23,7 @@ Ready = Callable[[ForwardBatch, Any], Undo | None]
 it restores memory that no step writes."""
 
 
-@dataclass(frozen=True)
+@dataclass(slots=True, eq=False)
 class Leaf:
     """A copy of one tensor of view or metadata.
 

@@ -131,10 +131,10 @@ class Row:
 
 def rows(plugin: PluginResults) -> list[Row]:
     """Return a row for each rule with results, by id; general checks come first."""
-    return rows_of(plugin.results)
+    return rows_from(plugin.results)
 
 
-def rows_of(results: Iterable[Result]) -> list[Row]:
+def rows_from(results: Iterable[Result]) -> list[Row]:
     """Return a row for each rule of some results; see `rows`."""
     by_rule: dict[str | None, list[Result]] = {}
     for result in results:
