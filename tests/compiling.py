@@ -57,10 +57,12 @@ def _as_compiled_code_sees(tensor: torch.Tensor) -> torch.Tensor:
 def interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Run recorded graphs of the inductor driver node by node instead of compiling them."""
 
-    def interpreted(module: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[], Any]:
+    def interpreted(graph: torch.fx.Graph, inputs: list[torch.Tensor]) -> Callable[[], Any]:
+        module = torch.fx.GraphModule(torch.nn.Module(), graph)
+
         def call(*tensors: torch.Tensor) -> Any:
             return module(*map(_as_compiled_code_sees, tensors))
 
         return functools.partial(call, *inputs)
 
-    monkeypatch.setattr(inductor, "compiled", interpreted)
+    monkeypatch.setattr(inductor, "compiled", lambda codes: [interpreted(*code) for code in codes])

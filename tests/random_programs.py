@@ -257,6 +257,61 @@ def generate(seed: int, names: Sequence[str]) -> Program:
         return _Writer(seed, names).write()
 
 
+def repeated(program: Program, count: int) -> Program:
+    """Return ``program`` with its steps ``count`` times, as a model repeats its layers. Names get a suffix.
+
+    Each block reads, in place of some inputs, results of the block before with the same layout; in place of
+    other inputs, further inputs like them; and the rest of the inputs again. No step is an eager call.
+    """
+    rng = random.Random(program.seed)
+    inputs, region = replace(program, outputs=_targets(program.steps)).bind(lambda fn, *args: fn(*args))
+    with torch.inference_mode(), quiet(), torch.random.fork_rng(devices=[]):
+        fill(inputs, program.seed)
+        results = dict(zip(_targets(program.steps), region(*inputs), strict=True))
+    plain = [(name, text) for name, text in program.inputs if not _NAME.findall(text)]
+    # Inputs in separate memory stay in separate memory, because some operations need that.
+    owner = {storage_id(x): name for (name, _), x in zip(program.inputs, inputs, strict=True)}
+    carried: dict[str, str] = {}
+    for (name, _), x in zip(program.inputs, inputs, strict=True):
+        fitting = [
+            target
+            for target, t in results.items()
+            if _layout(t) == _layout(x) and owner.get(storage_id(t), name) == name
+        ]
+        if fitting and rng.random() < 0.8:
+            carried[name] = fitting[-1]
+            owner[storage_id(results[fitting[-1]])] = name
+    own = [(name, text) for name, text in plain if name not in carried and rng.random() < 0.5]
+
+    further, steps = [*program.inputs], []
+    for block in range(count):
+        names = {name: f"{name}{_number(block)}" for name in _targets(program.steps)}
+        if block:
+            names |= {name: f"{result}{_number(block - 1)}" for name, result in carried.items()}
+            names |= {name: f"{name}{_number(block)}" for name, _ in own}
+            further += [(names[name], text) for name, text in own]
+
+        def renamed(text: str, names: dict[str, str] = names) -> str:
+            return _NAME.sub(lambda found: names.get(found[0], found[0]), text)
+
+        steps += [Step(step.operation, renamed(step.left), renamed(step.text)) for step in program.steps]
+    outputs = [f"{name}{_number(block)}" for block in (0, count - 1) for name in program.outputs]
+    return Program(program.seed, tuple(further), tuple(steps), tuple(outputs))
+
+
+def _layout(t: torch.Tensor) -> tuple[Any, ...]:
+    """Return what operations may depend on: `as_strided` counts from the beginning of the storage."""
+    return t.shape, t.stride(), t.dtype, t.storage_offset(), t.untyped_storage().nbytes()
+
+
+def _targets(steps: Iterable[Step]) -> tuple[str, ...]:
+    return tuple(name for step in steps for name in step.targets)
+
+
+def _number(block: int) -> str:
+    return f"0{block + 1}0" if block else ""
+
+
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
     """Ignore warnings: torch gives some only once, but a program must depend only on its seed."""
@@ -580,6 +635,7 @@ def run(
     *,
     per_graph: int = 1,
     is_compiled: bool = False,
+    blocks: int = 1,
 ) -> Tally:
     """Check the programs of ``seeds``.
 
@@ -590,6 +646,7 @@ def run(
         again: The arguments of pytest that select the test.
         per_graph: How many programs are captured together. If that fails, each is captured separately.
         is_compiled: See `check`.
+        blocks: How often the steps of each program are repeated, see `repeated`.
 
     Raises:
         AssertionError: A program fails; the message has it, shrunk, and how to run it again.
@@ -597,6 +654,8 @@ def run(
     tally = Tally()
     for first in range(0, len(seeds), per_graph):
         programs = [generate(seed, names) for seed in seeds[first : first + per_graph]]
+        if blocks > 1:
+            programs = [repeated(program, blocks) for program in programs]
         together = error_of(programs, make, is_compiled=is_compiled) if per_graph > 1 else None
         for program in programs:
             is_alone = per_graph == 1 or together is not None

@@ -122,8 +122,12 @@ class StateMemory(KvMemory):
         if name not in self._layers:
             return super().differs(name, actual, right)
         found = ~same(actual, right) & (excess(actual, right, tolerance_of(torch.float64)) > 1)
-        found[0] = False
+        found[: self.scratch_rows(name)] = False
         return found
+
+    def scratch_rows(self, name: str) -> int:
+        """Return 1 for states, which have one scratch row."""
+        return 1 if name in self._layers else super().scratch_rows(name)
 
     def place(self, name: str, rows: Sequence[int]) -> tuple[str, tuple[int, ...]]:
         """Return a description of rows, and their KV slots; states have no slots."""

@@ -15,7 +15,7 @@ Does not: read a page table or metadata, or positions and lengths of a view.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -217,8 +217,9 @@ class OracleBackend(AttentionBackend):
         """Keys and values of the new tokens, by layer and step."""
         self._paths = [[row] for row in range(len(problem.tokens))]
         """For each branch the rows that it follows, one of each draft step."""
+        self._groups = _groups_of(problem)
         self._sees: dict[tuple[int, int], torch.Tensor] = {}
-        """The results of `_seen` in this pass, by first row and step; layers have the same."""
+        """The results of `_seen` in this pass, by group and step; layers have the same."""
 
     def declare_slots(self, limits: Limits) -> Sequence[GraphSlot]:
         """Return none."""
@@ -261,22 +262,19 @@ class OracleBackend(AttentionBackend):
         q, k_cache, v_cache = q.cpu().double(), k_cache.cpu(), v_cache.cpu()
         out = torch.empty(len(tokens), layer.num_q_heads, layer.v_head_dim, dtype=torch.float64)
         new = [self._written[at, step] for step in self._steps_of_keys(metadata)]
-        first = 0
-        for request in self._problem.requests:
-            rows = slice(first, first + len(request.tokens))
-            first = rows.stop
-            keys = torch.cat([k_cache[request.cached].double(), *(keys[rows] for keys, _ in new)])
-            values = torch.cat([v_cache[request.cached].double(), *(values[rows] for _, values in new)])
-            if (rows.start, metadata) not in self._sees:
-                self._sees[rows.start, metadata] = self._seen(request, rows.start, metadata)
-            sees = self._sees[rows.start, metadata]
+        for number, group in enumerate(self._groups):
+            if (number, metadata) not in self._sees:
+                self._sees[number, metadata] = self._seen(group, metadata)
+            sees = self._sees[number, metadata]
             if layer.sliding_window is not None:
-                from_here_on = sees.flip(1).cumsum(1).flip(1)
+                from_here_on = sees.flip(2).cumsum(2).flip(2)
                 sees = sees & (from_here_on <= layer.sliding_window)
-            grouped = q[rows].unflatten(1, (layer.num_kv_heads, -1))  # the query heads of each KV head
-            scores = grouped @ keys.permute(1, 2, 0) * layer.scaling
-            weights = self.weights(scores, layer, sees[:, None, None])
-            out[rows] = (weights @ values.transpose(0, 1)).flatten(1, 2)
+            keys = group.attended(k_cache, [keys for keys, _ in new])
+            values = group.attended(v_cache, [values for _, values in new])
+            grouped = q[group.rows].unflatten(2, (layer.num_kv_heads, -1))  # the query heads of each KV head
+            scores = torch.einsum("rthgw,rkhw->rthgk", grouped, keys) * layer.scaling
+            weights = self.weights(scores.flatten(0, 1), layer, sees.flatten(0, 1)[:, None, None])
+            out[group.rows] = torch.einsum("rthgk,rkhw->rthgw", weights.view_as(scores), values).flatten(2, 3)
         return out.to(self.context.device)
 
     def weights(self, scores: torch.Tensor, layer: LayerSpec, sees: torch.Tensor) -> torch.Tensor:
@@ -303,21 +301,69 @@ class OracleBackend(AttentionBackend):
             return ()
         return range(step + 1) if self._problem.case.mode is ForwardMode.DRAFT_DECODE else (0,)
 
-    def _seen(self, request: ProblemRequest, first: int, step: int) -> torch.Tensor:
-        """Return ``[tokens, keys]`` bool: which cached keys, then which new keys, a token of a request sees.
+    def _seen(self, group: "_Group", step: int) -> torch.Tensor:
+        """Return ``[requests, tokens, keys]`` bool: the keys of `_Group.attended` that each token sees."""
+        count, steps = group.rows.shape[1], len(self._steps_of_keys(step))
+        new = torch.zeros(len(group.requests), count, steps, count, dtype=torch.bool)
+        for at, request in enumerate(group.requests if steps else ()):
+            first = int(group.rows[at, 0])
+            for token in range(count):
+                if self._problem.case.mode is ForwardMode.DRAFT_DECODE:
+                    path = self._paths[first + token][:steps]
+                    new[at, token, range(steps), [row - first for row in path]] = True
+                else:
+                    new[at, token, 0, request.path(token)] = True
+        cached = group.is_cached[:, None].expand(-1, count, -1)
+        return torch.cat([cached, new.flatten(2)], dim=2)
+
+
+class _Group(NamedTuple):
+    """Requests of a batch with equally many new tokens.
+
+    Args:
+        requests: The requests.
+        rows: ``[requests, tokens]`` int64: the rows of their tokens.
+        cached: ``[requests, keys]`` int64: the KV slots of their cached keys, filled up with 0.
+        is_cached: ``[requests, keys]`` bool: where these are.
+    """
+
+    requests: Sequence[ProblemRequest]
+    rows: torch.Tensor
+    cached: torch.Tensor
+    is_cached: torch.Tensor
+
+    def attended(self, cache: torch.Tensor, new: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Return ``[requests, keys, KV heads, width]`` float64: the cached keys, then the new ones.
 
         Args:
-            request: The request.
-            first: Its first row.
-            step: The draft step.
+            cache: Keys or values by KV slot. What only fills up a row is 0 in the result.
+            new: The keys or values of all new tokens, for each draft step.
         """
-        count, steps = len(request.tokens), len(self._steps_of_keys(step))
-        new = torch.zeros(count, steps, count, dtype=torch.bool)
-        for token in range(count if steps else 0):
-            if self._problem.case.mode is ForwardMode.DRAFT_DECODE:
-                path = self._paths[first + token][:steps]
-                new[token, range(steps), [row - first for row in path]] = True
-            else:
-                new[token, 0, request.path(token)] = True
-        cached = torch.ones(count, len(request.cached), dtype=torch.bool)
-        return torch.cat([cached, new.flatten(1)], dim=1)
+        cached = cache[self.cached].double().where(self.is_cached[:, :, None, None], 0)
+        return torch.cat([cached, *(each[self.rows] for each in new)], dim=1)
+
+
+def _groups_of(problem: Problem) -> list[_Group]:
+    """Return the requests of a batch in groups."""
+    by_count: dict[int, list[tuple[ProblemRequest, range]]] = {}
+    first = 0
+    for request in problem.requests:
+        rows = range(first, first + len(request.tokens))
+        first = rows.stop
+        if rows:
+            by_count.setdefault(len(rows), []).append((request, rows))
+    found = []
+    for each in by_count.values():
+        requests = [request for request, _ in each]
+        longest = max(len(request.cached) for request in requests)
+        cached = [[*r.cached, *[0] * (longest - len(r.cached))] for r in requests]
+        ends = torch.tensor([len(request.cached) for request in requests])
+        found.append(
+            _Group(
+                requests,
+                torch.tensor([[*rows] for _, rows in each]),
+                torch.tensor(cached, dtype=torch.int64).view(len(requests), longest),
+                torch.arange(longest) < ends[:, None],
+            )
+        )
+    return found

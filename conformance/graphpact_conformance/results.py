@@ -290,10 +290,6 @@ class PluginResults(_Model):
         """Its name in reports."""
         return self.name if self.partner is None else f"{self.name} + {self.partner}"
 
-    def of_rule(self, rule: str | None) -> list[Result]:
-        """Return the results of one rule; for None, the results without a rule."""
-        return [result for result in self.results if result.rule == rule]
-
     @property
     def is_conformant(self) -> bool:
         """Whether no MUST failed, at least one requirement passed, and the suite had no error."""

@@ -387,16 +387,19 @@ def test_foreign_text_commands_no_terminal(text: str) -> None:
 
 
 def test_progress_counts_and_tells_failures_at_once() -> None:
-    """During a run a terminal shows the current work, the number of results, and each failure at once."""
+    """During a run a terminal shows the work, counts, each failure at once, and the rule to begin with."""
     file = io.StringIO()
-    shown = Progress(Console(file=file, width=100, force_terminal=True, markup=False))
+    shown = Progress(Console(file=file, width=140, force_terminal=True, markup=False))
     with shown.shown():
         shown.found("fa3", result())
-        shown.found("fa3", result("fail", lane="verify\x1b[2J"))
+        shown.found("fa3", result("fail", rule="GP06", lane="verify\x1b[2J"))
         shown.begins("flashinfer", "decode :: three_replays")
-    text = file.getvalue()
-    assert "GP03  verify\\x1b[2J\n" in re.sub(r"\x1b\[[\d;]*m", "", text)
+        shown.found("fa3", result("fail", rule="GP03"))
+        shown.begins("fa3", "decode :: padding")
+    text = re.sub(r"\x1b\[[\d;]*m", "", file.getvalue())
+    assert "GP06  verify\\x1b[2J  prepare_replay, view.req_pool_indices[3:4]" in text
     assert "2 results, 1 failed  flashinfer: decode :: three_replays" in text
+    assert "3 results, 2 failed, begin with GP03 stale-pad-tail  fa3: decode :: padding" in text
 
 
 # -- JUnit XML -----------------------------------------------------------------------------------

@@ -359,6 +359,19 @@ def test_a_damaged_checkpoint_is_one_error(
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize("command", ["generate", "doctor --memory"])
+def test_a_path_without_a_checkpoint_is_refused_before_slow_imports(command: str, tmp_path: Path) -> None:
+    """In a new process, a model path that is no checkpoint is an error before torch is imported."""
+    program = (
+        "import sys\nfrom graphpact_cli import main\n"
+        f"status = main([*{command.split()!r}, '--model', {str(tmp_path)!r}])\n"
+        "assert not {'torch', 'transformers'} & sys.modules.keys()\nsys.exit(status)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
+    assert done.returncode == 2, done.stderr
+    assert done.stderr.startswith(f"error: {tmp_path}: not a checkpoint: there is no config.json")
+
+
 # -- options and configuration ---------------------------------------------------------------------
 
 
@@ -657,10 +670,12 @@ def test_an_observer_that_is_selected_and_asked_for_measures_once(generate: Gene
     assert metrics.read_text().count('seconds_count{lane="decode"') == 1
 
 
-def test_a_trace_is_whole_if_there_is_no_model(generate: Generate, tmp_path: Path) -> None:
+def test_a_trace_is_whole_if_the_model_cannot_be_loaded(generate: Generate, tmp_path: Path) -> None:
     """A run that fails before its first step leaves a trace that can be opened."""
-    trace = tmp_path / "trace.json"
-    assert generate("abc", f"--trace={trace}", model=tmp_path / "none")[0] == 2
+    trace, model = tmp_path / "trace.json", tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    assert generate("abc", f"--trace={trace}", model=model)[0] == 2
     assert [event["name"] for event in json.loads(trace.read_text())["traceEvents"]] == ["process_name"]
 
 

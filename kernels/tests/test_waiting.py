@@ -19,7 +19,7 @@ WAIT = "import time; from graphpact_kernels.compiled.waiting import announced\n"
 @pytest.fixture(autouse=True)
 def nothing_written(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let each test begin as a process that has written nothing."""
-    monkeypatch.setattr(waiting, "_written", set())
+    monkeypatch.setattr(waiting, "_written", {})
 
 
 def test_elsewhere_one_plain_line_comes_first_and_once(capsys: pytest.CaptureFixture[str]) -> None:
@@ -64,6 +64,34 @@ def test_on_a_terminal_a_line_counts_the_seconds() -> None:
 
 
 @pytest.mark.sweep
+def test_on_a_terminal_the_parts_are_counted_in_a_second_line() -> None:
+    """Each part replaces the one before in place, below the first text, and the seconds go on."""
+    written = _on_terminal(
+        f"{WAIT}with announced('compiling graphs') as update:\n"
+        " for n in (1, 2): update(f'piece {n} of 2'); time.sleep(1.2)"
+    )
+    first, second = written.replace("\r\n", "\n").split("\n", 1)
+    assert first == "compiling graphs"
+    shown = [part.strip() for part in second.split("\r") if part.strip()]
+    assert shown[:3] == ["piece 1 of 2: 0 s", "piece 1 of 2: 1 s", "piece 2 of 2: 1 s"]
+    assert shown[-1] == "piece 2 of 2: 2 s"
+    assert second.count("\n") == 1
+
+
+def test_elsewhere_parts_are_told_at_most_every_ten_seconds(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A part that begins soon after another line is not written; one that begins 10 seconds later is."""
+    now = [100.0]
+    monkeypatch.setattr(waiting.time, "monotonic", lambda: now[0])
+    with announced("compiling graphs") as update:
+        for number, seconds in enumerate((0, 9, 2, 5, 6)):
+            now[0] += seconds
+            update(f"piece {number} of 4")
+    assert capsys.readouterr() == ("", "compiling graphs\npiece 2 of 4\npiece 4 of 4\n")
+
+
+@pytest.mark.sweep
 def test_an_error_ends_the_line_and_the_thread() -> None:
     """An error of the work is raised, and nothing is written after it."""
     program = (
@@ -81,7 +109,8 @@ def test_a_broken_stderr_ends_no_build(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(sys, "stderr", stream)
             done = []
-            with announced("compiling it"):
+            with announced("compiling it") as update:
+                update("a part")
                 done.append(True)
         assert done
 

@@ -23,6 +23,7 @@ from graphpact_conformance.report.digest import (
     lanes,
     more_findings,
     rows,
+    rows_of,
     say,
     summary,
     tier_text,
@@ -219,26 +220,38 @@ def _change(change: OutcomeChange) -> tuple[str, ...]:
 
 
 class Progress:
-    """A status line with the current work and counts; failures are printed above it."""
+    """A status line with the current work, counts and the rule to begin with; above it each failure.
+
+    Args:
+        console: Where it is shown.
+    """
 
     def __init__(self, console: Console) -> None:
         self._console = console
         self._status = console.status(Text("starting"))
-        self._done = self._failed = 0
+        self._done = 0
+        self._failed: dict[str, list[Result]] = {}  # by plugin
 
     def begins(self, plugin: str, work: str) -> None:
         """Show that ``work`` begins."""
-        failed = f", {self._failed} failed" if self._failed else ""
-        line = f"{self._done} results{failed}  {_line(plugin)}: {_line(work)}"
+        failed = sum(map(len, self._failed.values()))
+        counts = f"{self._done} results" + (f", {failed} failed" if failed else "")
+        if broken := to_fix(rows_of(self._failed.get(plugin, ()))):
+            counts += f", begin with {broken[0].label}"
+        line = f"{counts}  {_line(plugin)}: {_line(work)}"
         self._status.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
     def found(self, plugin: str, result: Result) -> None:
-        """Count a result, and print it if it is a failure."""
+        """Count a result; if it is a failure, print it, with hook and field of its first finding."""
         self._done += 1
-        if result.outcome.is_failure:
-            self._failed += 1
-            text = f" {_line(plugin)}  {result.rule or _line(result.check)}  {_line(result.lane)}"
-            self._console.print(Text.assemble(_sign(result.outcome), text))
+        if not result.outcome.is_failure:
+            return
+        self._failed.setdefault(plugin, []).append(result)
+        text = f" {_line(plugin)}  {result.rule or _line(result.check)}  {_line(result.lane)}"
+        first = result.findings[0] if result.findings else None
+        place = [] if first is None else [part for part in (first.hook, first.field) if part]
+        more = (f"  {_line(', '.join(place))}", "dim")
+        self._console.print(Text.assemble(_sign(result.outcome), text, more))
 
     @contextmanager
     def shown(self) -> Iterator[None]:

@@ -10,6 +10,7 @@ Does not: draw a batch (see `graphpact_conformance.draws.batches`), or compute a
 import zlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -157,41 +158,64 @@ class Problem:
         }
 
     def page_table(self, config: Config) -> torch.Tensor:
-        """Return the page table ``[num_rows, context]`` int32. Unused entries are out of range."""
-        slots = config.num_pages * config.page_size
-        unowned = slots + config.page_size + 1
-        table = torch.full((config.num_rows, config.context), unowned, dtype=torch.int32)
-        table[0] = 0
-        for r in self.requests:
-            table[r.row, : len(r.table)] = torch.tensor(r.table, dtype=torch.int32)
-        return table
+        """Return the page table ``[num_rows, context]`` int32, which nobody writes.
+
+        Unused entries are out of range.
+        """
+        slots, size = config.num_pages * config.page_size, (config.num_rows, config.context)
+        key = slots, config.page_size, size
+        if key not in self._tables:
+            table = torch.full(size, slots + config.page_size + 1, dtype=torch.int32)
+            table[0] = 0
+            for r in self.requests:
+                table[r.row, : len(r.table)] = torch.tensor(r.table, dtype=torch.int32)
+            self._tables[key] = table
+        return self._tables[key]
+
+    @cached_property
+    def _tables(self) -> dict[object, torch.Tensor]:
+        """The page tables by the sizes of configurations; most batches are loaded several times."""
+        return {}
+
+    @cached_property
+    def cached_slots(self) -> list[int]:
+        """The KV slots of all cached keys, each once: requests may share pages."""
+        return list(dict.fromkeys(slot for r in self.requests for slot in r.cached))
 
     def batch(self, *, counts: bool = False) -> ForwardBatch:
         """Return the batch in new tensors, with the count of its live tokens if ``counts``."""
+        tokens = len(self.tokens)
+        new: dict[str, Any] = {name: None if t is None else t.clone() for name, t in self._fields.items()}
+        return ForwardBatch(
+            forward_mode=self.mode,
+            batch_size=self.batch_size,
+            **new,
+            num_token_non_padded=_int64([tokens]).int() if counts else None,
+            num_token_non_padded_cpu=tokens if counts else None,
+        )
+
+    @cached_property
+    def _fields(self) -> dict[str, torch.Tensor | None]:
+        """The tensors of the batch by field; None for a field that its kind of step does not have."""
         case = self.case
         rows = [r for r in self.requests for _ in range(case.rows_per_request)]
-        new = [len(r.tokens) for r in self.requests]
+        new = _int64([len(r.tokens) for r in self.requests]) if case.mode.is_ragged else None
         counted = case.mode not in (ForwardMode.TARGET_VERIFY, ForwardMode.DRAFT_DECODE) and not case.frozen
         lens = _int64([len(r.cached) + counted * len(r.tokens) for r in rows])
         slots = _int64([t.slots or [0] for t in self.tokens]).view(-1, max(case.num_slots, 1))
-        return ForwardBatch(
-            forward_mode=self.mode,
-            batch_size=len(rows),
-            input_ids=_int64([t.token_id for t in self.tokens]),
-            positions=_int64([len(r.cached) + t.depth for r in self.requests for t in r.tokens]),
-            out_cache_loc=slots if case.mode is ForwardMode.DRAFT_DECODE else slots[:, 0].clone(),
-            req_pool_indices=_int64([r.row for r in rows]),
-            seq_lens=lens,
-            seq_lens_cpu=lens.clone(),
-            extend_seq_lens=_int64(new) if case.mode.is_ragged else None,
-            extend_seq_lens_cpu=_int64(new) if case.mode.is_ragged else None,
-            tree_mask=self._tree_mask() if case.tree else None,
-            num_correct_drafts=_int64([r.accepted for r in self.requests]).int()
-            if case.mode is ForwardMode.DRAFT_EXTEND
-            else None,
-            num_token_non_padded=_int64([len(self.tokens)]).int() if counts else None,
-            num_token_non_padded_cpu=len(self.tokens) if counts else None,
-        )
+        accepted = [r.accepted for r in self.requests] if case.mode is ForwardMode.DRAFT_EXTEND else None
+        return {
+            "input_ids": _int64([t.token_id for t in self.tokens]),
+            "positions": _int64([len(r.cached) + t.depth for r in self.requests for t in r.tokens]),
+            "out_cache_loc": slots if case.mode is ForwardMode.DRAFT_DECODE else slots[:, 0],
+            "req_pool_indices": _int64([r.row for r in rows]),
+            "seq_lens": lens,
+            "seq_lens_cpu": lens,
+            "extend_seq_lens": new,
+            "extend_seq_lens_cpu": new,
+            "tree_mask": self._tree_mask() if case.tree else None,
+            "num_correct_drafts": None if accepted is None else _int64(accepted).int(),
+        }
 
     def value_of(self, slot: GraphSlot) -> torch.Tensor:
         """Return a random value of a field that a runner defines, on the host; see `rig.drawn_batch`."""
@@ -216,10 +240,11 @@ class Problem:
         return embeds, torch.randint(config.context, (3, tokens), generator=rng)
 
     def _tree_mask(self) -> torch.Tensor:
-        width = self.case.tokens_per_request or 1
-        paths = [{*r.path(j)} for r in self.requests for j in range(len(r.tokens))]
-        rows = [[i in path for i in range(width)] for path in paths]
-        return torch.tensor(rows, dtype=torch.bool).view(-1, width)
+        paths = [r.path(j) for r in self.requests for j in range(len(r.tokens))]
+        mask = torch.zeros(len(paths), self.case.tokens_per_request or 1, dtype=torch.bool)
+        at = [(row, token) for row, path in enumerate(paths) for token in path]
+        mask[tuple(_int64(at).view(-1, 2).T)] = True
+        return mask
 
 
 _MOST_REQUESTS, _MOST_TOKENS = 4, 8

@@ -86,33 +86,33 @@ _NOT_IN_CAPTURES = ("GP06", "GP17")
 
 
 def _sharing_captures(
-    first: Sequence[Experiment], others: Sequence[Experiment], last: Sequence[Experiment] = ()
+    first: Experiment, others: Sequence[Experiment], last: Sequence[Experiment]
 ) -> tuple[Experiment, ...]:
-    """Return experiments in order. The later ones reuse the graphs that the first ones captured.
+    """Return experiments in order. The later ones reuse the graphs that the ones before captured.
 
     Args:
-        first: Experiments that capture. The others reuse the captures of the last of these that runs.
+        first: Captures every graph that the others replay. Where it does not run, these capture.
         others: Experiments that do not change captures.
         last: Experiments that change captures, for example by another capture. They run after the others.
     """
-    return (*first, *(replace(each, shares_captures=True) for each in (*others, *last)))
+    return (first, *(replace(each, shares_captures=True) for each in (*others, *last)))
 
 
-def _in_full_lanes(run: Callable[..., Findings], *examines: str) -> Experiment:
+def _in_full_lanes(run: Callable[..., Findings], *examines: str, num_captures: int = 2) -> Experiment:
     """Return the experiment of a procedure that runs once in each full lane of one plugin."""
-    return Experiment(run.__name__, examines, run, in_full_lanes_of_one_plugin)
+    return Experiment(run.__name__, examines, run, in_full_lanes_of_one_plugin, num_captures=num_captures)
 
 
 EXPERIMENTS: tuple[Experiment, ...] = (
-    Experiment(
-        "captures",
-        tuple(rule for rule in RULES if rule not in _NOT_IN_CAPTURES),
-        capture.captures,
-        in_full_lanes_of_one_plugin,
-        after_failed_captures=everywhere,
-    ),
     *_sharing_captures(
-        first=[
+        first=Experiment(
+            "captures",
+            tuple(rule for rule in RULES if rule not in _NOT_IN_CAPTURES),
+            capture.captures,
+            in_full_lanes_of_one_plugin,
+            after_failed_captures=everywhere,
+        ),
+        others=[
             Experiment(
                 "answers_replayed",
                 (
@@ -131,8 +131,6 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 all_of(in_full_lanes_of_one_plugin, in_recorded_lanes),
                 takes_recordings=True,
             ),
-        ],
-        others=[
             Experiment(
                 "independent_requests",
                 ("GP05",),
@@ -147,6 +145,7 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 any_of(in_full_lanes, with_optional_fields),
                 after_findings=everywhere,
                 repeats=True,
+                num_captures=0,
             ),
             Experiment(
                 "replay_against_capture",
@@ -176,26 +175,20 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 needs_graphs=False,
                 num_captures=0,
             ),
-        ],
-        last=[_in_full_lanes(plan_invariants.plan_invariants, "GP09")],  # captures the lane again
-    ),
-    *_sharing_captures(
-        first=[
             Experiment(
                 "largest_step",
                 ("GP13",),
                 outputs.largest_step,
                 all_of(any_of(unless_quick, in_long_contexts), of_one_plugin),
-                num_captures=1,
+                num_captures=0,
             ),
-        ],
-        others=[
             Experiment(
                 "strict_replays",
                 replay_order.RULES_OF_STRICT_LANES,
                 replay_order.strict_replays,
                 all_of(any_of(in_full_lanes, in_plain_lanes), without_embeddings),
                 repeats=True,
+                num_captures=0,
             ),
             _in_full_lanes(replay_order.interleaved, "GP09", "GP15", "GP18"),
             _in_full_lanes(replay_order.smallest_first, "GP14", "GP15"),
@@ -208,21 +201,22 @@ EXPERIMENTS: tuple[Experiment, ...] = (
                 num_captures=0,
             ),
             _in_full_lanes(capture.cold_and_warm, "GP09", "GP10"),  # it captures again, so plans may differ
-            _in_full_lanes(python_state.python_state, "GP10"),
-            _in_full_lanes(whole_requests.whole_requests, "GP02", "GP09", "GP10"),
-            _in_full_lanes(graph_choice.graph_choice, "GP08", "GP10", "GP12", "GP20"),
+            _in_full_lanes(python_state.python_state, "GP10", num_captures=0),
+            _in_full_lanes(whole_requests.whole_requests, "GP02", "GP09", "GP10", num_captures=0),
+            _in_full_lanes(graph_choice.graph_choice, "GP08", "GP10", "GP12", "GP20", num_captures=0),
+            _in_full_lanes(replay_order.repeated, "GP18", num_captures=0),
         ],
-        last=[
-            _in_full_lanes(recapture.captured_again, "GP10"),  # captures the lane again
-            _in_full_lanes(recapture.rewritten_memory, "GP02", "GP15", "GP16"),  # writes weights
+        last=[  # they capture the lane again, or write weights
+            _in_full_lanes(plan_invariants.plan_invariants, "GP09", num_captures=1),
+            _in_full_lanes(capture.capture_side_effects, "GP19"),
+            _in_full_lanes(recapture.captured_again, "GP10"),
+            _in_full_lanes(recapture.rewritten_memory, "GP02", "GP15", "GP16", num_captures=1),
         ],
     ),
-    _in_full_lanes(replay_order.repeated, "GP18"),
     # This experiment needs new captures, because it steps lanes of another mode. These may leave state on a
     # class, and then a repeated run could miss the finding.
     _in_full_lanes(recapture.beside_other_lanes, "GP02", "GP03", "GP09", "GP10", "GP15", "GP19"),
     _in_full_lanes(eager_activity.survives_eager_activity, "GP14"),
-    _in_full_lanes(capture.capture_side_effects, "GP19"),
     Experiment(
         "without_new_keys",
         shared_cache.RULES,

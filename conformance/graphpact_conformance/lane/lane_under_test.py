@@ -53,6 +53,7 @@ from graphpact_conformance.rules import RULES
 from graphpact_tape.poison import is_poison, poison_of
 from graphpact_tape.strict_observer import is_due
 from graphpact_tape.tape import TapeDriver
+from graphpact_tape.writes import write
 
 Way = Literal["graph", "hook"]
 """The producer of metadata: the graph, where the backend supports it, or the replay hook."""
@@ -361,17 +362,21 @@ class LaneUnderTest:
     def _hook_writes(self) -> bool:
         """Return whether the replay hook writes any slot of the backend."""
         rig = self.rig("hook")
-        del self._rigs["hook", False]  # experiments get a rig without poison
         rig.serve_declined(rig.config.shapes[0])
         batch = rig.dummy(rig.config.shapes[0])
         broken = dict(self.plans.broken)
+        before = [(slot.buffer, slot.buffer.clone()) for slot in rig.slots if slot.buffer is not None]
         rig.step(Problem(self.config.case, [], 0), batch=batch, fill=poison_slot)
         self.plans.broken = broken  # a hook that writes nothing makes no plan
-        return any(
+        writes = any(
             slot.buffer is not None and is_due(slot) and not bool(is_poison(slot.buffer).all())
             for slot in rig.slots
             if not slot.copy_from_fb and slot.post_fill is None and slot.buffer is not None
         )
+        for buffer, contents in before:  # experiments get a rig without poison
+            write(buffer, contents)
+        rig.serve_declined(None)
+        return writes
 
     @torch.inference_mode()
     def answer(self, rig: Rig, problem: Problem) -> Answer:

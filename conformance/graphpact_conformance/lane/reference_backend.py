@@ -5,7 +5,7 @@ by position for every request, the request and the last visible position of ever
 drafts. The number of key chunks is planned on the host, so that lengths on the host are read too. It has no
 custom kernel and no pages.
 
-Does not: run fast. Every query reads a whole context.
+Does not: run fast. Every request reads a whole context.
 """
 
 from collections.abc import Sequence
@@ -46,6 +46,7 @@ class ReferenceMetadata:
         draft_mask: ``[T, n]`` bool: the drafts that it sees; None for all.
         most: ``[bs]`` int64: number of keys of each request, including drafts, from the host.
         staging: Host memory that is copied to `most`; None in an eager step.
+        width: Tokens that are next to each other and have the same slots, those of one request.
     """
 
     out_cache_loc: torch.Tensor
@@ -56,6 +57,7 @@ class ReferenceMetadata:
     draft_mask: torch.Tensor | None
     most: torch.Tensor
     staging: torch.Tensor | None = None
+    width: int = 1
 
 
 class ReferenceBackend(AttentionBackend):
@@ -106,7 +108,7 @@ class ReferenceBackend(AttentionBackend):
     def allocate_metadata(self, view: ForwardBatch, shape: GraphShape, buffers: Buffers) -> ReferenceMetadata:
         """Return the slices of the slots, with the draft columns of the step."""
         del shape  # the slices have it
-        columns = 0
+        columns, is_alike = 0, view.extend_seq_lens is None and view.draft_step is None
         if view.draft_step is not None:
             columns = view.draft_step + 1
         elif view.tree_mask is not None:
@@ -120,6 +122,7 @@ class ReferenceBackend(AttentionBackend):
             draft_mask=view.tree_mask,
             most=buffers("reference.most"),
             staging=buffers("reference.staging") if buffers.in_graph else None,
+            width=view.tokens_per_request if is_alike else 1,
         )
 
     def fill_metadata(self, view: ForwardBatch, metadata: ReferenceMetadata) -> None:
@@ -185,7 +188,7 @@ class ReferenceBackend(AttentionBackend):
         layer: LayerSpec,
         metadata: ReferenceMetadata,
     ) -> torch.Tensor:
-        """Write new keys and values, gather the visible keys of every token, and attend in float32."""
+        """Write new keys and values, gather the keys of every request, and attend in float32."""
         kv_cache = self.context.kv_cache
         k_cache, v_cache = kv_cache.k[layer.cache_layer], kv_cache.v[layer.cache_layer]
         new = new_kv(k, v, layer)
@@ -196,24 +199,26 @@ class ReferenceBackend(AttentionBackend):
         slots, seen = self.keys_of(metadata)
         if layer.sliding_window is not None:
             seen = seen & (seen.flip(1).cumsum(1).flip(1) <= layer.sliding_window)
-        hidden = ~seen
-        slots = slots.masked_fill(hidden, 0)
-        keys, values = _rows_in(k_cache, slots), _rows_in(v_cache, slots)
-        # scratch may hold NaN, and 0 * NaN is NaN; scores of hidden keys are replaced
-        values.masked_fill_(hidden[:, :, None, None], 0)
         heads = layer.num_kv_heads, layer.num_q_heads // layer.num_kv_heads
-        queries = q.float().view(-1, *heads, q.shape[-1]) * layer.scaling
-        scores = torch.einsum("thgd,tnhd->thgn", queries, keys.float())
+        # Of each request: its tokens by its keys. Scores of keys that a token does not see are replaced.
+        requests, width, count = len(slots) // metadata.width, metadata.width, slots.shape[1]
+        hidden = ~seen.view(requests, width, count)
+        unused = hidden.all(dim=1)
+        slots = slots.view(requests, width, count)[:, 0].masked_fill(unused, 0)
+        keys, values = _rows_in(k_cache, slots), _rows_in(v_cache, slots)
+        values.masked_fill_(unused[:, :, None, None], 0)  # scratch may hold NaN, and 0 * NaN is NaN
+        queries = q.float().view(requests, width, *heads, q.shape[-1]) * layer.scaling
+        scores = torch.einsum("rthgd,rnhd->rthgn", queries, keys.float())
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
-        scores.masked_fill_(hidden[:, None, None], float("-inf"))
+        scores.masked_fill_(hidden[:, :, None, None], float("-inf"))
         if layer.sinks is not None:
-            sinks = layer.sinks.float().view(1, *heads, 1).expand(q.shape[0], *heads, 1)
-            scores = torch.cat([scores, sinks], dim=3)
-        weights = torch.softmax(scores, dim=3)[..., : slots.shape[1]]
-        weights = weights.masked_fill(hidden[:, None, None], 0)  # NaN for a query without keys
-        out = torch.einsum("thgn,tnhd->thgd", weights, values.float())
-        return out.flatten(1, 2).to(q.dtype)
+            sinks = layer.sinks.float().view(*heads, 1).expand(requests, width, *heads, 1)
+            scores = torch.cat([scores, sinks], dim=4)
+        weights = torch.softmax(scores, dim=4)[..., :count]
+        weights = weights.masked_fill(hidden[:, :, None, None], 0)  # NaN for a query without keys
+        out = torch.einsum("rthgn,rnhd->rthgd", weights, values.float())
+        return out.flatten(2, 3).flatten(0, 1).to(q.dtype)
 
     def keys_of(self, metadata: ReferenceMetadata) -> tuple[torch.Tensor, torch.Tensor]:
         """Return two ``[T, n]``: the slots of all keys in order, and whether the token sees them."""

@@ -9,6 +9,7 @@ inputs.
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
@@ -120,8 +121,11 @@ class ReferenceRunner(GraphRunner):
 
     def fit(self, batch: ForwardBatch) -> GraphShape | EagerReason:
         """Return the smallest shape that holds the batch, or an eager reason."""
-        shapes = self.shapes()
-        return ReferenceSizes(tuple(shapes)).fit(batch) if shapes else EagerReason.NO_GRAPHS
+        return self._of_shapes.fit(batch) if self._of_shapes.shapes else EagerReason.NO_GRAPHS
+
+    @cached_property
+    def _of_shapes(self) -> ReferenceSizes:
+        return ReferenceSizes(tuple(self.shapes()))
 
     @property
     def _padded_seq_len(self) -> int:

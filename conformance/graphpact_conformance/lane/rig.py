@@ -33,7 +33,7 @@ from graphpact.pact import Promise
 from graphpact.runners import GraphRunner
 from graphpact.shapes import EagerReason, GraphShape
 from graphpact.step import Attend, Forward, Region, RegionContext, StepOutputs
-from graphpact.tensors import same, storage_id
+from graphpact.tensors import equal, storage_id
 from graphpact_conformance.draws.cases import composes
 from graphpact_conformance.draws.fields import completed
 from graphpact_conformance.draws.lanes import Config
@@ -135,7 +135,7 @@ class Rig:
             empty = Problem(config.case, [], 0)
             self.cache = kv_memory(config, device)
             self.cache.load(empty)
-            self.table = empty.page_table(config).to(device)
+            self.table = empty.page_table(config).to(device, copy=True)
         else:
             self.cache, self.table = memory.cache, memory.table
         mode, limits = config.case.lane_mode, config.backend_limits
@@ -261,9 +261,9 @@ class Rig:
         """Whether regions may draw from the default generator; those of runners may, to sample drafts."""
         return type(self.runner) not in (ReferenceRunner, SegmentsRunner)
 
-    def serve_declined(self, shape: GraphShape) -> None:
-        """Make this rig replay declined batches in the graph of ``shape``, for example the dummy batch."""
-        self.lane.serves = dict.fromkeys(self.declines, shape)
+    def serve_declined(self, shape: GraphShape | None) -> None:
+        """Make declined batches replay in the graph of ``shape``, such as the dummy; None for no graph."""
+        self.lane.serves = {} if shape is None else dict.fromkeys(self.declines, shape)
 
     @property
     def padded_seq_len(self) -> int:
@@ -436,7 +436,7 @@ class Rig:
         step.caches = self.cache.contents()
         step.table = self.table.clone().cpu()
         step.changed_fields = [
-            name for name, tensor in batch.tensors().items() if not bool(same(tensor, given[name]).all())
+            name for name, tensor in batch.tensors().items() if not equal(tensor, given[name])
         ]
         step.declined = step.reason if step.reason in self.declines else None
         if step.declined is not None and not may_decline:

@@ -130,9 +130,10 @@ def snapshot(
         slot = slot_at(value) if value.numel() else None
         tail, dim = _tail_of(value, slot, raw, shape)
         due = slot is not None and is_due(slot)
-        before = inputs.get(path, value)
-        contents = before if before.shape == value.shape else value
-        leaves[path] = Leaf(path, contents.detach().clone().cpu(), slot, tail, dim, due, alias)
+        before = inputs.get(path)  # a copy already
+        if before is None or before.shape != value.shape:
+            before = value.detach().clone()
+        leaves[path] = Leaf(path, before.cpu(), slot, tail, dim, due, alias)
     return leaves, numbers
 
 

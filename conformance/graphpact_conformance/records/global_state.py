@@ -22,6 +22,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -89,12 +90,12 @@ def _autocast(device: str) -> tuple[Setting, Setting]:
     return (
         Setting(
             f"torch.set_autocast_enabled({device!r}, ...)",
-            lambda: torch.is_autocast_enabled(device),
+            partial(torch.is_autocast_enabled, device),
             lambda value: torch.set_autocast_enabled(device, value),
         ),
         Setting(
             f"torch.set_autocast_dtype({device!r}, ...)",
-            lambda: torch.get_autocast_dtype(device),
+            partial(torch.get_autocast_dtype, device),
             lambda value: torch.set_autocast_dtype(device, value),
         ),
     )
@@ -319,8 +320,9 @@ class StateWatch:
         self, call: Call, modes: tuple[Any, ...] | None = None, *, all_settings: bool = False
     ) -> None:
         """Note and undo the changes since the last charge; ``modes`` are those at the start of the call."""
-        pushed = _values(_MODES)
-        changed = _restored(_MODES, modes or pushed, pushed)  # first: a mode sees how others are read
+        changed: list[tuple[Setting, Any, Any]] = []
+        if modes is not None and (pushed := _values(_MODES)) != modes:
+            changed = _restored(_MODES, modes, pushed)  # first: a mode sees how others are read
         quick = _values(_QUICK)
         if quick == self._quick and not changed and not all_settings:
             return
@@ -343,7 +345,7 @@ class StateWatch:
 
 
 def _values(settings: tuple[Setting, ...]) -> tuple[Any, ...]:
-    return tuple(setting.read() for setting in settings)
+    return tuple([setting.read() for setting in settings])
 
 
 def _restored(

@@ -75,8 +75,7 @@ class KvMemory:
 
     def load(self, problem: Problem) -> None:
         """Fill scratch and the cached keys of a problem with random numbers, and all other slots with NaN."""
-        cached = dict.fromkeys(slot for r in problem.requests for slot in r.cached)  # pages are shared
-        live = torch.tensor([*range(self.config.page_size), *cached], device=self._device)
+        live = torch.tensor([*range(self.config.page_size), *problem.cached_slots], device=self._device)
         self.fill(NAN)
         caches = [*self.tensors().values()]
         kinds = tuple(((len(live), *cache.shape[1:]), cache.dtype) for cache in caches)
@@ -98,6 +97,11 @@ class KvMemory:
         for cache in self.tensors().values():
             cache[: self.config.page_size] = value
 
+    def scratch_rows(self, name: str) -> int:
+        """Return the number of the first rows of a tensor of `contents` that are scratch."""
+        del name
+        return self.config.page_size
+
     def slot_at(self, row: int) -> int:
         """Return the KV slot of a row of `contents`."""
         return int(self.slots[row])
@@ -110,9 +114,8 @@ class KvMemory:
             actual: Its contents, ``[n, heads, width]``.
             right: The right ones, in the same dtype.
         """
-        del name
         found = ~same(actual, right)
-        found[: self.config.page_size] = False
+        found[: self.scratch_rows(name)] = False
         return found
 
     def place(self, name: str, rows: Sequence[int]) -> tuple[str, tuple[int, ...]]:

@@ -131,10 +131,16 @@ class Row:
 
 def rows(plugin: PluginResults) -> list[Row]:
     """Return a row for each rule with results, by id; general checks come first."""
-    found = [
-        (rule, tuple(plugin.of_rule(rule.id if rule else None))) for rule in (None, *EVERY_RULE.values())
-    ]
-    return [Row(rule, results) for rule, results in found if results]
+    return rows_of(plugin.results)
+
+
+def rows_of(results: Iterable[Result]) -> list[Row]:
+    """Return a row for each rule of some results; see `rows`."""
+    by_rule: dict[str | None, list[Result]] = {}
+    for result in results:
+        by_rule.setdefault(result.rule, []).append(result)
+    rules = (None, *EVERY_RULE.values())
+    return [Row(rule, tuple(found)) for rule in rules if (found := by_rule.get(rule.id if rule else None))]
 
 
 def to_fix(found: Iterable[Row]) -> list[Row]:

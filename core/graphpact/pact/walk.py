@@ -55,7 +55,10 @@ def _walk(path: str, value: Any, out: Collection[int], *, root: bool = False) ->
         yield path, value
         return
     for key, item in parts.items.items():
-        yield from _walk(parts.path(path, key), item, out)
+        if type(item) in _LEAVES and not out:
+            yield parts.path(path, key), item
+        else:
+            yield from _walk(parts.path(path, key), item, out)
 
 
 def parts_of(value: Any, *, root: bool = False) -> Parts | None:

@@ -205,6 +205,7 @@ def generate(
     On several ranks: torchrun --nproc-per-node 2 --no-python graphpact generate --set parallel.tensor=2 ...
     Rank 0 writes.
     """
+    settings = load_settings(config, model, sets, _options(seed=seed, threads=threads, verify=verify))
     from graphpact_engine.cli.report import print_run  # noqa: PLC0415  slow: imports the engine
     from graphpact_engine.cli.writers import JsonWriter, SilentWriter, TextWriter, Writer  # noqa: PLC0415
     from graphpact_engine.request import SamplingParams  # noqa: PLC0415
@@ -222,7 +223,6 @@ def generate(
         stop=stop or None,
         ignore_eos=ignore_eos,
     )
-    settings = load_settings(config, model, sets, _options(seed=seed, threads=threads, verify=verify))
     texts = read_prompts(prompts or [], file)
     if not temperature and (top_p != 1 or top_k != 0 or min_p != 0):
         warning("--top-p, --top-k and --min-p have no effect at --temperature 0")

@@ -17,6 +17,7 @@ import typer
 
 from graphpact.files import read_file
 from graphpact.plugins import PluginCatalog
+from graphpact_engine.checkpoint_folder import require_checkpoint_folder
 from graphpact_engine.cli.progress import capture_progress
 
 if TYPE_CHECKING:
@@ -80,11 +81,15 @@ def load_settings(
 
     Raises:
         ConfigError: A key, a value or a file is not valid.
+        CheckpointError: The path of the model is no checkpoint. This is found before slow imports.
     """
     from graphpact_engine.config import EngineConfig  # noqa: PLC0415  slow: pydantic
 
     options = {} if model is None else {"--model": f"model.path={_toml_string(model)}"}
-    return EngineConfig.load(config, options={**options, **(more or {})}, overrides=sets or [])
+    settings = EngineConfig.load(config, options={**options, **(more or {})}, overrides=sets or [])
+    if settings.model.path is not None:
+        require_checkpoint_folder(Path(settings.model.path))
+    return settings
 
 
 def build_engine(

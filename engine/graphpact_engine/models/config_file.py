@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from graphpact.files import read_file
+from graphpact_engine.checkpoint_folder import CONFIG_NAME, GIVE, require_checkpoint_folder
 from graphpact_engine.errors import CheckpointError
 
-_NAME = "config.json"
-_GIVE = "give the directory that save_pretrained wrote: config.json and *.safetensors"
+_NAME, _GIVE = CONFIG_NAME, GIVE
 
 # Keys by which model types count layers. A layer has at least one tensor.
 _LAYER_COUNTS = frozenset(
@@ -101,11 +101,7 @@ def read_config(path: Path, *, trust_remote_code: bool) -> dict[str, Any]:
         CheckpointError: There is no such file, or it asks for what graphpact does not serve: quantised
             weights, an adapter, or files outside the directory.
     """
-    if not path.is_dir():
-        raise CheckpointError(
-            f"{path}: no such directory" if not path.exists() else f"{path} is not a directory",
-            hint=_GIVE,
-        )
+    require_checkpoint_folder(path)
     _require_files(path)
     if (path / "adapter_config.json").exists():
         raise CheckpointError(

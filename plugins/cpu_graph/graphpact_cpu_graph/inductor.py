@@ -8,19 +8,22 @@ A compiler relies on schemas: it drops a call that returns nothing and declares 
 collectives and operators of other libraries are called between compiled pieces, in the same way as by the
 tape. Calls of declared kernels (`graphpact.declare_kernel`) are compiled if their schemas mark all writes.
 
+Equal layers of a model are compiled once and called with different inputs, see `graphpact_cpu_graph.blocks`.
+
 Does not: run on a GPU, freeze or pack weights, or detect wrong use (the tape's strict mode does).
 """
 
 import functools
+import os
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
-from torch import fx
 
 from graphpact.errors import CaptureError, EngineError, GraphpactError
 from graphpact.graphs import Graph
@@ -28,7 +31,7 @@ from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
 from graphpact_cpu_graph.fx_graph import SegmentGraph
 from graphpact_cpu_graph.pieces import outliving_of, pieces_of
-from graphpact_cpu_graph.shared_library import compiled
+from graphpact_cpu_graph.shared_library import Code, compiled
 from graphpact_tape.host_guard import HostReadGuard
 from graphpact_tape.host_tensors import HostMemory, plain_tensors
 from graphpact_tape.nodes import make_node
@@ -44,18 +47,37 @@ def missing_compiler() -> str | None:
 
     The C++ compiler is the one that torch uses: the program in ``CXX``, otherwise ``g++``.
     """
-    from torch._inductor import config, cpp_builder, exc  # noqa: PLC0415  heavy to import
-
-    try:
-        cpp_builder.get_cpp_compiler()
-    except (exc.InvalidCxxCompiler, RuntimeError, OSError, subprocess.SubprocessError):
-        asked = config.cpp.cxx if isinstance(config.cpp.cxx, tuple) else (config.cpp.cxx,)
-        names = " or ".join(repr(name) for name in asked if name)
-        return f"no C++ compiler: {names} cannot be run; install g++, or set CXX to a compiler"
+    fault = _missing_program()
+    if fault is not None:
+        return fault
     include = sysconfig.get_path("include")
     if sys.platform == "linux" and not Path(include, "Python.h").exists():
         return f"no Python.h in {include}: install the headers of Python (python3-dev)"
     return None
+
+
+def _missing_program() -> str | None:
+    """Return why no C++ compiler can be run, or None.
+
+    Importing inductor takes more than a second, and only its configuration names other compilers, or lets it
+    install one. So without that the compiler is called here, as inductor does.
+    """
+    asked: tuple[str | None, ...]
+    if "torch._inductor" in sys.modules or os.environ.get("TORCH_INDUCTOR_INSTALL_GXX"):
+        from torch._inductor import config, cpp_builder, exc  # noqa: PLC0415  heavy to import
+
+        asked = config.cpp.cxx if isinstance(config.cpp.cxx, tuple) else (config.cpp.cxx,)
+        with suppress(exc.InvalidCxxCompiler, RuntimeError, OSError, subprocess.SubprocessError):
+            cpp_builder.get_cpp_compiler()
+            return None
+    else:
+        name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+        asked = (name,)
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.check_output([name, "--version"])
+            return None
+    names = " or ".join(repr(name) for name in asked if name)
+    return f"no C++ compiler: {names} cannot be run; install g++, or set CXX to a compiler"
 
 
 class InductorGraph(Graph):
@@ -72,6 +94,7 @@ class InductorGraph(Graph):
         self._external = recording.external_tensors()
         kept = tensors_of(self.outputs)
         self._steps: list[Callable[[], object]] = []
+        codes: dict[int, Code] = {}  # by the place among the steps
         pieces = pieces_of(recording.parts)
         for piece, outliving in zip(pieces, outliving_of(pieces, recording.outputs), strict=True):
             if isinstance(piece, EagerCall):
@@ -84,8 +107,11 @@ class InductorGraph(Graph):
             elif piece.num_nodes:
                 graph = SegmentGraph.of(piece, outliving)
                 inputs = graph.finish()
-                self._steps.append(_compile(graph, inputs))
+                codes[len(self._steps)] = graph.graph, inputs
+                self._steps.append(_replay_of_released)  # until it is compiled
                 kept += inputs
+        for at, step in zip(codes, _compile([*codes.values()]), strict=True):
+            self._steps[at] = step
         storages = {storage_id(t) for t in kept}
         self.pool_nbytes = sum(
             memory.nbytes() for storage, memory in recording.own.items() if storage in storages
@@ -148,8 +174,8 @@ class InductorDriver(RecordingDriver):
         return InductorGraph(recording)
 
 
-def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], object]:
-    """Return a function that runs the compiled ``segment`` on its inputs.
+def _compile(codes: Sequence[Code]) -> list[Callable[[], object]]:
+    """Return for each graph a function that runs its compiled code on its inputs.
 
     Raises:
         CaptureError: Inductor cannot compile it.
@@ -159,7 +185,7 @@ def _compile(segment: SegmentGraph, inputs: list[torch.Tensor]) -> Callable[[], 
     # because inputs that overlap and are written were joined.
     with torch.inference_mode(mode=False), torch.no_grad():
         try:
-            return compiled(fx.GraphModule(torch.nn.Module(), segment.graph), inputs)
+            return compiled(codes)
         except GraphpactError:
             raise
         except Exception as error:

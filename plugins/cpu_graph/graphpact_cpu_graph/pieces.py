@@ -11,6 +11,7 @@ import torch
 from graphpact.graphs import is_kernel
 from graphpact.graphs.segments import EagerCall
 from graphpact.tensors import storage_id
+from graphpact_cpu_graph.blocks import split_at_blocks
 from graphpact_tape.collectives import is_collective
 from graphpact_tape.host_tensors import plain_tensors
 from graphpact_tape.operators import may_hide_writes
@@ -29,7 +30,8 @@ def pieces_of(parts: Sequence[Segment | EagerCall]) -> list[Piece]:
     """Return the parts of a recording, with each segment split at calls that a compiler would change.
 
     These are calls whose schemas may hide writes, collectives, and copies that keep strides with which
-    elements share memory.
+    elements share memory. What is between them is split where blocks of calls repeat, see
+    `graphpact_cpu_graph.blocks`.
     """
     pieces: list[Piece] = []
     for part in parts:
@@ -41,9 +43,9 @@ def pieces_of(parts: Sequence[Segment | EagerCall]) -> list[Piece]:
             if _is_compiled(call):
                 piece.calls.append(call)
             else:
-                pieces += [piece, call]
+                pieces += [*split_at_blocks(piece), call]
                 piece = Segment()
-        pieces.append(piece)
+        pieces += split_at_blocks(piece)
     return pieces
 
 

@@ -1,4 +1,4 @@
-"""Compile a graph to a shared library, and call the library directly.
+"""Compile graphs to shared libraries, equal ones once, and call the libraries directly.
 
 Torch's inductor generates a C++ program with fused kernels and calls of torch's kernels between them. The
 program is called with the inputs of the graph. The call checks nothing, because a replay uses the tensors of
@@ -19,7 +19,7 @@ import os
 from collections.abc import Callable, Sequence
 from importlib.machinery import ExtensionFileLoader, ModuleSpec
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx
@@ -48,36 +48,63 @@ _GRAPHS = LibraryCache("inductor", "the compiled graph")
 _loaded: dict[str, Callable[[Any], object]] = {}
 """The programs of this process by key. A loaded library stays in memory."""
 
+Code: TypeAlias = tuple[fx.Graph, list[torch.Tensor]]
+"""A graph, which returns nothing, and the tensors of its placeholders, each in separate memory."""
 
-def compiled(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[], object]:
-    """Compile ``module`` and return a function that runs it on ``inputs``.
 
-    Args:
-        module: The graph. Its placeholders are the inputs; it writes them in place and returns nothing.
-        inputs: The tensors, each in separate memory.
+def compiled(codes: Sequence[Code]) -> list[Callable[[], object]]:
+    """Compile graphs, and return for each a function that runs it on its inputs.
+
+    Graphs with equal keys are compiled once.
     """
-    key = key_of_graph(module.graph, inputs, OPTIONS)
-    entry = _loaded.get(key) or _from_cache(key)
-    if entry is None:
-        _require_own_scratch()
-        what = f"compiling graphs, each once for this machine; seconds to a minute each: {_GRAPHS.folder}"
-        try:
-            _check_lists(module)
-            with announced(what):
+    keys = [key_of_graph(graph, inputs, OPTIONS) for graph, inputs in codes]
+    missing: dict[str, Code] = {}
+    for key, code in zip(keys, codes, strict=True):
+        if key in _loaded or key in missing:
+            continue
+        entry = _from_cache(key)
+        if entry is None:
+            missing[key] = code
+        else:
+            _loaded[key] = entry
+    programs = _compile_and_load(missing) if missing else {}
+    steps: list[Callable[[], object]] = []
+    for key, (_, inputs) in zip(keys, codes, strict=True):
+        entry = _loaded.get(key)
+        steps.append(
+            functools.partial(programs[key], *inputs)
+            if entry is None
+            else functools.partial(_call, entry, inputs)
+        )
+    return steps
+
+
+def _compile_and_load(missing: dict[str, Code]) -> dict[str, Callable[..., object]]:
+    """Compile graphs and load their libraries; return the Python programs of those that have none."""
+    programs: dict[str, Callable[..., object]] = {}
+    _require_own_scratch()
+    with announced(
+        f"compiling graphs, each once for this machine; seconds to a minute each: {_GRAPHS.folder}"
+    ) as update:
+        for number, (key, (graph, inputs)) in enumerate(missing.items(), 1):
+            update(f"compiling graphs: piece {number} of {len(missing)}")
+            module = fx.GraphModule(torch.nn.Module(), graph)
+            try:
+                _check_lists(module)
                 library = _library(module, inputs)
-            fault = "it has other inputs, outputs or constants"
-        except Exception as error:  # noqa: BLE001  after any failure the Python program is used
-            library, fault = None, _first_line(error)
-        if library is None:
+                fault = "it has other inputs, outputs or constants"
+            except Exception as error:  # noqa: BLE001  after any failure the Python program is used
+                library, fault = None, _first_line(error)
+            if library is not None:
+                _loaded[key] = _load_kept(key, library)
+                continue
             _log.warning(
                 "a region runs as inductor's Python program, which is slower to call, because there is no "
                 "C++ program: %s",
                 fault,
             )
-            return _python_program(module, inputs)
-        entry = _load_kept(key, library)
-    _loaded[key] = entry
-    return functools.partial(_call, entry, inputs)
+            programs[key] = _python_program(module, inputs)
+    return programs
 
 
 def _check_lists(module: fx.GraphModule) -> None:
@@ -164,12 +191,13 @@ def _library(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Path | None:
     return None if file is None else Path(file)
 
 
-def _python_program(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[[], object]:
+def _python_program(module: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable[..., object]:
     from torch import _inductor  # noqa: PLC0415  heavy to import
 
-    return functools.partial(
-        _inductor.compile(module, examples_of(inputs), {**OPTIONS, "cpp_wrapper": False}), *inputs
+    program: Callable[..., object] = _inductor.compile(
+        module, examples_of(inputs), {**OPTIONS, "cpp_wrapper": False}
     )
+    return program
 
 
 def examples_of(inputs: list[torch.Tensor]) -> list[Any]:

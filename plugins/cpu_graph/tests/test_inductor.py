@@ -2,6 +2,9 @@
 
 import contextlib
 import gc
+import os
+import subprocess
+import sys
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -412,6 +415,26 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(inductor.sysconfig, "get_path", lambda _: "/nowhere")
     monkeypatch.setattr(inductor.sys, "platform", "linux")
     assert "no Python.h in /nowhere: install" in str(look())
+
+
+@pytest.mark.parametrize("compiler", ["g++", "no-such-compiler"])
+def test_the_compiler_is_found_without_importing_inductor(compiler: str) -> None:
+    """In a new process the answer is that of torch's own search, and torch's compiler is not imported."""
+    program = (
+        "import sys\nfrom graphpact_cpu_graph.inductor import missing_compiler\n"
+        "look = missing_compiler.__wrapped__\nquick = look()\n"
+        "assert 'torch._inductor' not in sys.modules\n"
+        "import torch._inductor.config\nassert look() == quick, (look(), quick)\nprint(quick)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=os.environ | {"CXX": compiler},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert ("'no-such-compiler' cannot be run" in done.stdout) == (compiler != "g++")
 
 
 # -- memory that a compiler does not see as torch does ------------------------------------------------

@@ -72,7 +72,7 @@ def test_what_is_compiled_is_announced(
     """A compilation is announced on stderr, with the folder of the result; loading a stored graph is not."""
     said = []
     for _ in range(2):
-        monkeypatch.setattr(waiting, "_written", set())
+        monkeypatch.setattr(waiting, "_written", {})
         replays(monkeypatch)
         said.append(capsys.readouterr().err)
     assert said[0].startswith("compiling graphs, each once for this machine; seconds to a minute each: ")

@@ -8,10 +8,13 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from compiling import interpret
-from graphpact_cpu_graph import fx_graph
+from graphpact.tensors import storage_id
+from graphpact_cpu_graph import blocks, fx_graph, inductor, pieces
 from graphpact_cpu_graph.inductor import InductorDriver
+from graphpact_tape.recorder import Segment
+from graphpact_tape.trees import tensors_of
 from program_operations import CPU, DRAWS
-from random_programs import error_of, first_failure, operations_of, run
+from random_programs import error_of, first_failure, generate, is_failure, operations_of, repeated, run
 
 Seeds = Callable[[int, int], Sequence[int]]
 
@@ -20,6 +23,7 @@ NAMES = operations_of("inductor")
 # driver refuses what inductor cannot compile: operators that return an argument, and the C++ of `signbit` for
 # bfloat16.
 COMPILED = [name for name in NAMES if name not in DRAWS | {"fill_and_return", "signbit"}]
+REPEATS = 4
 AGAIN = "plugins/cpu_graph/tests/test_random_programs.py -k {}"
 
 
@@ -54,6 +58,80 @@ def test_compiled_replays_equal_eager_runs_of_many_programs(compiler: None, prog
     run(
         _driver, COMPILED, seeds, AGAIN.format("compiled"), per_graph=15, is_compiled=True
     ).assert_few_refusals()
+
+
+@pytest.fixture
+def split(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Split segments at every block that repeats; return the number of pieces of each segment so far."""
+    counts: list[int] = []
+    split_at_blocks = blocks.split_at_blocks
+
+    def counted(segment: Segment) -> list[Segment]:
+        parts = split_at_blocks(segment)
+        counts.append(len(parts))
+        return parts
+
+    monkeypatch.setattr(blocks, "LEAST_REPEATS", REPEATS - 1)
+    monkeypatch.setattr(blocks, "LEAST_NODES", 1)
+    monkeypatch.setattr(blocks, "LEAST_BYTES", 1)
+    monkeypatch.setattr(pieces, "split_at_blocks", counted)
+    return counts
+
+
+def test_graphs_of_repeated_blocks_equal_eager_runs(
+    interpreted: None, split: list[int], program_seeds: Seeds
+) -> None:
+    """Graphs of 300 programs whose steps repeat, most of them split at the blocks, equal eager runs.
+
+    The bits are equal. Blocks read results of earlier ones, write them in place, and return views of them.
+    """
+    seeds = program_seeds(0, 300)
+    run(_driver, NAMES, seeds, AGAIN.format("repeated_blocks"), blocks=REPEATS).assert_few_refusals()
+    assert sum(count >= REPEATS - 1 for count in split) > len(seeds) // 2
+
+
+@pytest.mark.sweep
+def test_graphs_of_many_repeated_blocks_equal_eager_runs(
+    interpreted: None, split: list[int], program_seeds: Seeds
+) -> None:
+    """Graphs of 3,000 programs whose steps repeat equal eager runs bit for bit."""
+    seeds = program_seeds(1_000, 3_000)
+    run(_driver, NAMES, seeds, AGAIN.format("many_repeated_blocks"), blocks=REPEATS).assert_few_refusals()
+
+
+def test_compiled_repeated_blocks_equal_eager_runs(
+    compiler: None, split: list[int], program_seeds: Seeds
+) -> None:
+    """Compiled replays of 3 programs whose steps repeat differ from eager runs only by rounding."""
+    again = AGAIN.format("compiled_repeated")
+    run(_driver, COMPILED, program_seeds(0, 3), again, is_compiled=True, blocks=REPEATS)
+
+
+@pytest.mark.sweep
+def test_compiled_repeated_blocks_of_many_programs_equal_eager_runs(
+    compiler: None, split: list[int], program_seeds: Seeds
+) -> None:
+    """Compiled replays of 30 programs whose steps repeat differ only by rounding; few are refused."""
+    again = AGAIN.format("compiled_repeated_blocks_of_many")
+    seeds = program_seeds(1_000, 30)
+    run(_driver, COMPILED, seeds, again, is_compiled=True, blocks=REPEATS).assert_few_refusals()
+
+
+def test_a_fault_between_blocks_is_found(split: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """If results for a later piece are not written to their memory, a program with repeated blocks fails."""
+    interpret(monkeypatch)
+    outliving_of = pieces.outliving_of
+    programs = [repeated(generate(seed, NAMES), REPEATS) for seed in range(60)]
+
+    def only_outputs(parts: Sequence[pieces.Piece], outputs: object) -> list[set[int]]:
+        read = {storage_id(t) for t in tensors_of(outputs)}
+        return [each & read for each in outliving_of(parts, outputs)]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(inductor, "outliving_of", only_outputs)
+        found = [program for program in programs if is_failure(error_of([program], _driver))]
+    assert found
+    assert error_of([found[0]], _driver) is None
 
 
 def test_a_planted_fault_is_found(monkeypatch: pytest.MonkeyPatch) -> None:

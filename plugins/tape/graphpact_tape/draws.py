@@ -26,6 +26,9 @@ _UNOWNED_SEED = 0x6772_6170_6870_6163
 it.
 """
 
+_KNOWN = frozenset({"aten", "graphpact", "graphpact_compiled"})
+"""Namespaces of which every operation that draws has a tag: those of torch and of graphpact's kernels."""
+
 _HINT = "a replay only repeats draws: seed, fork or restore the generator outside of the region"
 
 
@@ -120,6 +123,7 @@ def _identity(generator: Any) -> int:
 
 @cache
 def _may_draw(func: Any) -> bool:
-    """Return whether ``func`` may draw from a generator. Only torch's operations have a tag for this."""
-    is_torchs = not isinstance(func, RecordedTask) and func.namespace == "aten"
-    return not is_torchs or torch.Tag.nondeterministic_seeded in func.tags
+    """Return whether ``func`` may draw from a generator, which its tag says, if it has reliable ones."""
+    if isinstance(func, RecordedTask) or func.namespace not in _KNOWN:
+        return True
+    return torch.Tag.nondeterministic_seeded in func.tags

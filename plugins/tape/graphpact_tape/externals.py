@@ -15,9 +15,8 @@ from graphpact.graphs.lines import Line
 from graphpact_tape.host_tensors import WeakTensor
 from graphpact_tape.nodes import make_node
 from graphpact_tape.poison import poison_of
-from graphpact_tape.recorder import (
-    RecordedCall,
-)
+from graphpact_tape.recorder import RecordedCall
+from graphpact_tape.trees import NO_CONTAINERS
 
 __tracebackhide__ = True
 
@@ -93,34 +92,27 @@ class StrictNode:
 
     Args:
         op: The function to call.
-        leaves: The flattened arguments, with a `Borrowed` in place of each external tensor.
-        spec: How to build the arguments from ``leaves``.
-        borrowed: Pairs of an index among ``leaves`` and the index of the external tensor at this place.
+        args: Its arguments, with a `Borrowed` in place of each external tensor.
+        kwargs: Its arguments by name, likewise.
         what: The name of the operator, for errors.
         line: The line that made the call.
     """
 
     op: Callable[..., Any]
-    leaves: list[Any]
-    spec: pytree.TreeSpec
-    borrowed: list[tuple[int, int]]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
     what: str
     line: Line
 
     @classmethod
     def of(cls, call: RecordedCall) -> "StrictNode":
         """Return the node that runs ``call`` again."""
-        op, args, kwargs = make_node(call)
-        leaves, spec = pytree.tree_flatten((args, kwargs))
-        borrowed = [(at, leaf.which) for at, leaf in enumerate(leaves) if isinstance(leaf, Borrowed)]
-        return cls(op, leaves, spec, borrowed, str(call.op), call.line)
+        return cls(*make_node(call), str(call.op), call.line)
 
     def run(self, external: list[torch.Tensor]) -> None:
         """Run the call with the given external tensors; raise `PoisonError` if it fails on poison."""
-        leaves = self.leaves.copy()
-        for at, which in self.borrowed:
-            leaves[at] = external[which]
-        args, kwargs = pytree.tree_unflatten(leaves, self.spec)
+        args = [_inserted(each, external) for each in self.args]
+        kwargs = {name: _inserted(each, external) for name, each in self.kwargs.items()}
         try:
             self.op(*args, **kwargs)
         except ContractError:
@@ -133,3 +125,15 @@ class StrictNode:
                     f"{poison_of(torch.int32)}"
                 ),
             ) from error
+
+
+def _inserted(tree: Any, external: list[torch.Tensor]) -> Any:
+    """Return an argument with the external tensors in place of their placeholders."""
+    kind = type(tree)
+    if kind is Borrowed:
+        return external[tree.which]
+    if kind is list or kind is tuple:
+        return kind([_inserted(each, external) for each in tree])
+    if isinstance(tree, torch.Tensor) or kind in NO_CONTAINERS:
+        return tree
+    return pytree.tree_map_only(Borrowed, lambda each: external[each.which], tree)

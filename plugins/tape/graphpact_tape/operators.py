@@ -136,19 +136,33 @@ def python_implementation(func: Any, tensors: Iterable[torch.Tensor]) -> Callabl
         func: An overload.
         tensors: The tensors among the arguments of the call.
     """
-    name: str = func.name()
     device = next((t.device.type for t in tensors), "cpu")
-    key = torch._C._dispatch_key_for_device(device)  # noqa: SLF001  no public way, nor for those below
-    keys = (key, *_ANY_DEVICE)
-    path, in_python = name.replace("::", "/"), torch.library._impls  # noqa: SLF001
-    if not any(f"{path}/{each}" in in_python for each in keys) or is_kernel(func):
-        return None  # nearly every call ends here
-    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
-    home = next((each for each in keys if has_kernel(name, each)), None)
-    if f"{path}/{home}" not in in_python:
+    key = _key_in_python(func, device, len(torch.library._impls))  # noqa: SLF001  no public way, nor for those below
+    if key is None or is_kernel(func):
         return None
     kernel = torch.library.get_kernel(func, key)
     return partial(kernel.call_boxed, torch._C.DispatchKeySet(torch._C.DispatchKey.__members__[key]))  # noqa: SLF001
+
+
+@cache
+def _key_in_python(func: Any, device: str, registered: int) -> str | None:
+    """Return the dispatch key of a device type if the implementation that ``func`` runs there is Python.
+
+    Args:
+        func: An overload.
+        device: The device type.
+        registered: The number of implementations in Python, which changes the answer.
+    """
+    del registered
+    name: str = func.name()
+    key: str = torch._C._dispatch_key_for_device(device)  # noqa: SLF001
+    keys = (key, *_ANY_DEVICE)
+    path, in_python = name.replace("::", "/"), torch.library._impls  # noqa: SLF001
+    if not any(f"{path}/{each}" in in_python for each in keys):
+        return None
+    has_kernel = torch._C._dispatch_has_kernel_for_dispatch_key  # noqa: SLF001
+    home = next((each for each in keys if has_kernel(name, each)), None)
+    return key if f"{path}/{home}" in in_python else None
 
 
 class Contents:

@@ -34,7 +34,7 @@ Does not: replay, compile, or check rules beyond those of recording; the strict 
 import contextlib
 import gc
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
@@ -421,13 +421,27 @@ class Recorder(Watcher):
             self._aliases[place] = tensor.detach()
         return self._aliases[place]
 
-    def add(self, call: RecordedCall) -> None:
-        """Add a call to the record. ``call`` has the caller's tensors, the record has aliases."""
-        args, kwargs, result, made = map_tensors(self.held, (call.args, call.kwargs, call.result, call.made))
+    def add(
+        self,
+        func: Any,
+        tensors: tuple[tuple[Any, ...], dict[str, Any], Any, tuple[torch.Tensor | None, ...]],
+        *,
+        is_work: bool,
+    ) -> None:
+        """Add a call to the record, with aliases in place of the caller's tensors.
+
+        Args:
+            func: The operation.
+            tensors: Its arguments, its arguments by name, its result, and what it made.
+            is_work: Whether a replay has to repeat it.
+        """
+        number = None
+        if is_work and is_collective(func):
+            number, self._num_collectives = self._num_collectives, self._num_collectives + 1
         segment = self.parts[-1]
         assert isinstance(segment, Segment)  # noqa: S101  each eager call is followed by one
-        held = replace(call, args=args, kwargs=kwargs, result=result, made=made)
-        segment.calls.append(held)
+        args, kwargs, result, made = map_tensors(self.held, tensors)
+        segment.calls.append(RecordedCall(func, args, kwargs, result, made, self.line, is_work, number))
 
     def allocates(self, tensors: Iterable[torch.Tensor]) -> None:
         """Note that the region allocated the storages of ``tensors``."""
@@ -494,10 +508,7 @@ class Recorder(Watcher):
         self.allocates(new)
         repeated = is_work(func, allocates=bool(new))
         if repeated or not self._work_only:
-            number = None
-            if repeated and is_collective(func):
-                number, self._num_collectives = self._num_collectives, self._num_collectives + 1
-            self.add(RecordedCall(func, args, kwargs, result, made, self.line, repeated, number))
+            self.add(func, (args, kwargs, result, made), is_work=repeated)
 
 
 class RecordingDriver(GraphDriver):

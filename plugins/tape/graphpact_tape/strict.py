@@ -249,6 +249,7 @@ class StrictTape(Graph):
                 recorder.borrow(tensor, "the function is returned")
         self.tasks = recording.tasks
         self._released = False
+        self._alive: list[torch.Tensor] | None = None  # external tensors of a replay that was submitted
         self.outputs_stand = False
         self.spoil()
 
@@ -272,11 +273,14 @@ class StrictTape(Graph):
         if self._released:
             raise EngineError("a released tape was replayed", hint="capture the shape again")
         with torch.inference_mode():
-            self._shared.begin_replay(self, [e.revive() for e in self.external])
+            external = [e.revive() for e in self.external]
+            self._shared.begin_replay(self, external)
+        if self.tasks is None:  # the work follows at once
+            self._alive = external
 
     def _run(self, call_context: contextlib.AbstractContextManager[object]) -> None:
         with torch.inference_mode():
-            external = [e.revive() for e in self.external]
+            external, self._alive = self._alive or [e.revive() for e in self.external], None
             if self.tasks is not None and (rebound := self.tasks.rebound()):
                 self._shared.order.work("a replay", rebound, (), Line(), ReplayError)
             for node in self._nodes:

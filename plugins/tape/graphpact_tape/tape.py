@@ -11,7 +11,8 @@ Does not: record operations; `graphpact_tape.recorder` does.
 """
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -58,6 +59,13 @@ def _replay_of_released() -> None:
     raise EngineError("a released tape was replayed", hint="capture the shape again")
 
 
+def _repeat(nodes: Sequence[Node]) -> None:
+    """Run nodes one after the other; tapes of few replays do without generated code."""
+    with torch.inference_mode():
+        for op, args, kwargs in nodes:
+            op(*args, **kwargs)
+
+
 class Tape(Graph):
     """A graph of recorded operations, with the outputs of the recorded region.
 
@@ -80,12 +88,14 @@ class Tape(Graph):
                 nodes.append((part, (), {}))
             else:
                 nodes += [repeat(call) for call in part.calls if call.is_work]
-        private = private_memory(recording, nodes)
-        nodes = rewritten(nodes, recording.own, private)
+        self._code: Code | None = None
+        self._run: Callable[[], None] = functools.partial(_repeat, nodes)
         if recording.trace is None:  # otherwise `line_of` must find by the memory which line made a tensor
-            nodes = in_shared_memory(nodes, recording.own, private)
+            private = private_memory(recording, nodes)
+            nodes = in_shared_memory(rewritten(nodes, recording.own, private), recording.own, private)
+            self._code = Code(nodes)
+            self._run = self._code.run
         self._nodes = nodes
-        self._code = Code(nodes)
         self._addressed = [recording.own[each] for each in recording.addressed]
         kept = {storage_id(t) for t in tensors_of(recording.outputs)} | recording.addressed.keys()
         for node in nodes:
@@ -93,9 +103,9 @@ class Tape(Graph):
         self.pool_nbytes = sum(recording.own[each].nbytes() for each in kept & recording.own.keys())
 
     @property
-    def source(self) -> str:
-        """The code of a replay; see `graphpact_tape.code`."""
-        return self._code.source
+    def source(self) -> str | None:
+        """The code of a replay, see `graphpact_tape.code`; None if the driver is ``traced``."""
+        return None if self._code is None else self._code.source
 
     def replay(self) -> None:
         """Run every recorded operation once, in order.
@@ -105,14 +115,13 @@ class Tape(Graph):
             update.
         """
         if self.tasks is None or self.tasks.table is None:
-            self._code.run()
+            self._run()
         else:
-            self.tasks.table.launch(self.tasks, _nothing, self._code.run)
+            self.tasks.table.launch(self.tasks, _nothing, self._run)
 
     def release(self) -> None:
         """Drop the operations and all tensors that only they referenced."""
-        self._nodes = [(_replay_of_released, (), {})]
-        self._code = Code(self._nodes)
+        self._nodes, self._code, self._run = [], None, _replay_of_released
         self._external, self._addressed = [], []
         self.outputs = self.tasks = None
         self.pool_nbytes = 0
@@ -146,7 +155,8 @@ class TapeDriver(RecordingDriver):
     Args:
         device: See `GraphDriver`.
         strict: See `GraphDriver`.
-        traced: Whether tapes keep a `trace`: every operation that their capture dispatched.
+        traced: Whether tapes keep a `trace`: every operation that their capture dispatched. They generate no
+            code, so captures are shorter, and replays longer.
         strict_tasks: Whether fast mode checks updates of tasks as strict mode does.
     """
 

@@ -11,7 +11,8 @@ from torch.utils import _pytree as pytree
 
 # Arguments of operators are mostly tensors, numbers, and tuples and lists of them. Walking these here makes
 # captures a third faster. Torch's pytree walks all other types.
-_NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+NO_CONTAINERS = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device})
+"""Types of arguments that contain nothing."""
 
 
 def leaves_of(tree: Any) -> list[Any]:
@@ -22,12 +23,12 @@ def leaves_of(tree: Any) -> list[Any]:
     elif kind is tuple or kind is list:
         parts = tree
     else:
-        is_leaf = isinstance(tree, torch.Tensor) or kind in _NO_CONTAINERS
+        is_leaf = isinstance(tree, torch.Tensor) or kind in NO_CONTAINERS
         return [tree] if is_leaf else list(pytree.tree_leaves(tree))
     found: list[Any] = []
     for part in parts:
         if (
-            isinstance(part, torch.Tensor) or type(part) in _NO_CONTAINERS
+            isinstance(part, torch.Tensor) or type(part) in NO_CONTAINERS
         ):  # most leaves are; a recursive call would cost more
             found.append(part)
         else:
@@ -52,11 +53,11 @@ def _add_tensors(tree: Any, found: list[torch.Tensor]) -> None:
     elif kind is tuple or kind is list:
         parts = tree
     else:
-        parts = () if kind in _NO_CONTAINERS else pytree.tree_leaves(tree)
+        parts = () if kind in NO_CONTAINERS else pytree.tree_leaves(tree)
     for part in parts:
         if isinstance(part, torch.Tensor):
             found.append(part)
-        elif type(part) not in _NO_CONTAINERS and part is not tree:  # torch's leaf may be the tree itself
+        elif type(part) not in NO_CONTAINERS and part is not tree:  # torch's leaf may be the tree itself
             _add_tensors(part, found)
 
 
@@ -65,10 +66,10 @@ def map_tensors(fn: Callable[[torch.Tensor], Any], tree: Any) -> Any:
     if isinstance(tree, torch.Tensor):
         return fn(tree)
     kind = type(tree)
-    if kind in _NO_CONTAINERS:
+    if kind in NO_CONTAINERS:
         return tree
     if kind is tuple or kind is list:
-        return kind([p if type(p) in _NO_CONTAINERS else map_tensors(fn, p) for p in tree])
+        return kind([p if type(p) in NO_CONTAINERS else map_tensors(fn, p) for p in tree])
     if kind is dict:
         return {name: map_tensors(fn, part) for name, part in tree.items()}
     return pytree.tree_map_only(torch.Tensor, fn, tree)
