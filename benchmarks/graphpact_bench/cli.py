@@ -46,13 +46,14 @@ class Measurement:
 _DEVICE, _BATCH = frozenset({"--device"}), frozenset({"--batch"})
 _MODEL = _DEVICE | {"--dtype", "--model-shape"}
 _WAYS = _MODEL | {"--way"}
+_ROUNDS = _WAYS | {"--python-of", "--rounds"}
 MEASUREMENTS = {
     "fill": Measurement("a fill of the registry, against one slot after another", _DEVICE, is_first=True),
     "metadata": Measurement("the metadata hook of each backend", _DEVICE | {"--dtype"}, is_first=True),
     "step": Measurement("the parts of a decode step: host work, replay, sampling", _WAYS, is_first=True),
-    "decode": Measurement("decode steps end to end, beside other ways", _WAYS | _BATCH, is_first=True),
+    "decode": Measurement("decode steps end to end, beside other ways", _ROUNDS | _BATCH, is_first=True),
     "checks": Measurement("what pact, verification and observers cost", _MODEL, is_first=True),
-    "prefill": Measurement("prompts end to end, beside other ways", _WAYS),
+    "prefill": Measurement("prompts end to end, beside other ways", _ROUNDS),
     "capture": Measurement("time and memory of a capture, by shape", _WAYS | _BATCH),
     "speculation": Measurement("decoding with drafts, against plain decoding", _BATCH),
     "ranks": Measurement("an exchange of two ranks, against the collective that it needs"),
@@ -61,6 +62,8 @@ MEASUREMENTS = {
 ALL = "all"
 FIRST_WAYS = ("eager", "tape", "cpu_graph", "cuda", "generate", "generate-static")
 """The ways that `graphpact bench` compares if no measurement is named: they are ready within a minute."""
+APART = tuple(name for name, each in WAYS.items() if each.is_apart)
+"""The ways that run in an environment of their own."""
 
 
 def _complete(
@@ -122,6 +125,23 @@ def bench(
             autocompletion=lambda incomplete: _complete(WAYS, incomplete),
         ),
     ] = None,
+    rounds: Annotated[
+        int | None,
+        typer.Option(
+            "--rounds", min=1, help="Timed rounds of each way; fewer for large models.", show_default=False
+        ),
+    ] = None,
+    python_of: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--python-of",
+            metavar="WAY=PYTHON",
+            help="The Python of an environment with vLLM or llama.cpp, such as"
+            " vllm-cpu=.venv-vllm/bin/python; repeatable.",
+            show_default=False,
+            autocompletion=lambda incomplete: [f"{n}=" for n in APART if n.startswith(incomplete)],
+        ),
+    ] = None,
     json_file: Annotated[
         str | None,
         typer.Option("--json", metavar="FILE", help="Write JSON to FILE; `-`: to stdout, without tables."),
@@ -153,21 +173,25 @@ def bench(
     - `generate`, `generate-static`: generate of transformers, with a growing or a static cache
     - `compile`, `generate-compiled`: the same, the model compiled by torch.compile
     - `continuous`: continuous batching of transformers
+    - `vllm-cpu`, `llama.cpp`: other engines, in an environment of their own; `--python-of` names its Python
 
     Ways that are compared write the same greedy tokens before anything is timed; a difference ends the run
-    with both rows. They take turns in one process. Tables have the median, the quartiles and the best.
+    with both rows. They take turns. Tables have the median, the quartiles and the best.
 
     Exit status: 0 done, 1 what is compared gives different results, 2 usage.
     """
-    given = {
+    pythons = dict(map(parse_python, python_of or ()))
+    given: dict[str, Any] = {
         "--dtype": dtype,
         "--device": device,
         "--model-shape": model_shape,
         "--batch": batch,
         "--way": way,
+        "--rounds": rounds,
+        "--python-of": pythons,
     }
     names = choose(what or [], [option for option, value in given.items() if value])
-    ways = tuple(way or (() if what else FIRST_WAYS))
+    ways = tuple(way or (() if what else (*FIRST_WAYS, *pythons)))
     run_all(
         names,
         make_options(given, ways, quick=quick, narrow=not what),
@@ -244,8 +268,30 @@ def make_options(
         shapes=tuple(map(parse_shape, given["--model-shape"] or ())),
         batch_sizes=tuple(given["--batch"] or ()),
         ways=ways,
+        rounds=given["--rounds"],
+        pythons=given["--python-of"] or {},
         say=note if sys.stderr.isatty() else lambda _: None,
     )
+
+
+def parse_python(text: str) -> tuple[str, str]:
+    """Return the way and the Python that an argument of ``--python-of`` names.
+
+    Raises:
+        UsageError: It is not ``WAY=PYTHON``, or the way runs in this environment.
+    """
+    name, _, python = text.partition("=")
+    if not python:
+        raise UsageError(
+            f"--python-of {text}: not WAY=PYTHON", hint=f"write {APART[0]}=.venv-vllm/bin/python"
+        )
+    if name not in APART:
+        near = did_you_mean(name, APART)
+        raise UsageError(
+            f"--python-of {text}: the ways with an environment of their own are {', '.join(APART)}",
+            hint=f"did you mean {near!r}?" if near else None,
+        )
+    return name, python
 
 
 def run_all(

@@ -1,4 +1,4 @@
-"""Decode steps end to end: the engine's lanes, transformers, torch.compile.
+"""Decode steps end to end: the engine's lanes, transformers, torch.compile, vLLM, llama.cpp.
 
 A step is everything from one token to the next: scheduling, forward pass, sampling, and the bookkeeping of
 each side. Prefill is not included.
@@ -14,7 +14,7 @@ from graphpact_bench.models import BYTES, ModelShape, random_prompts
 from graphpact_bench.options import BenchOptions, Dtype, saved_model
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.timing import Race, Spread, race
-from graphpact_bench.ways.base import WaySetting
+from graphpact_bench.ways.base import WaySetting, notes_of_versions
 from graphpact_bench.ways.table import choose_ways, make_ways, tie_judge
 
 LEFT_OUT = "it compiles, and --quick does not; name it by --way"
@@ -51,7 +51,9 @@ QUICK = DecodeScale(
 def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield a table for each shape of a model."""
     scale = QUICK if options.quick else FULL
-    scale = scale._replace(batch_sizes=options.batch_sizes or scale.batch_sizes)
+    scale = scale._replace(
+        batch_sizes=options.batch_sizes or scale.batch_sizes, rounds=options.rounds or scale.rounds
+    )
     for shape in options.shapes or (scale.shape,):
         yield _measure_shape(options, scale._replace(shape=shape))
 
@@ -82,7 +84,14 @@ def _measure_shape(options: BenchOptions, scale: DecodeScale) -> Table:
     names = choose_ways(options.ways, options.device.type, compiling=not options.quick)
     with saved_model(shape, scale.prompt + scale.new) as path, ExitStack() as stack:
         setting = WaySetting(
-            path, shape, scale.batch_sizes, scale.prompt, scale.new, options.dtype, options.device
+            path,
+            shape,
+            scale.batch_sizes,
+            scale.prompt,
+            scale.new,
+            options.dtype,
+            options.device,
+            options.pythons,
         )
         ways, table.skipped = make_ways(names, setting, options.say)
         for way in ways:
@@ -96,7 +105,7 @@ def _measure_shape(options: BenchOptions, scale: DecodeScale) -> Table:
             for name, reason in raced.failed.items():
                 table.skipped.append(Skipped(what=f"{name}, batch {size}", reason=reason))
             _add_rows(table, size, [way.name for way in ways], raced)
-    table.notes.append(agreement(options.dtype))
+    table.notes += [agreement(options.dtype), *notes_of_versions(ways)]
     return table
 
 

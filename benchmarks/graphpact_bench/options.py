@@ -5,8 +5,8 @@ Does not: parse the command line; `graphpact_bench.cli` does.
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
@@ -31,6 +31,8 @@ class BenchOptions:
         shapes: The shapes of the models; empty for the measurement's default.
         batch_sizes: Requests at a time; empty for the measurement's default.
         ways: The names of the ways to compare; empty for the measurement's default.
+        rounds: Timed rounds; None for the measurement's default.
+        pythons: The Python of each way that runs in another environment, by its name.
         say: Prints one line about the current measurement.
     """
 
@@ -40,6 +42,8 @@ class BenchOptions:
     shapes: tuple[ModelShape, ...] = ()
     batch_sizes: tuple[int, ...] = ()
     ways: tuple[str, ...] = ()
+    rounds: int | None = None
+    pythons: Mapping[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = lambda _: None
 
     @property

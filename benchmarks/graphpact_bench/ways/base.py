@@ -4,9 +4,11 @@ Does not: know a particular way.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 
@@ -27,6 +29,7 @@ class WaySetting:
         new: The most tokens that are generated for a prompt.
         dtype: The dtype of weights and computation.
         device: The device.
+        pythons: The Python of each way that runs in another environment, by its name.
     """
 
     path: Path
@@ -36,6 +39,7 @@ class WaySetting:
     new: int
     dtype: Dtype = "float32"
     device: torch.device = CPU
+    pythons: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -57,10 +61,12 @@ class Way(ABC):
     Attributes:
         rounds: Maximum number of timed rounds; None for no limit.
         is_foreign: Whether it is other software, whose failure is a reason to skip it.
+        versions: Versions of its packages that are not in this environment.
     """
 
     is_foreign: bool = False
     rounds: int | None = None
+    versions: Mapping[str, str] = MappingProxyType({})
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,3 +82,12 @@ class Way(ABC):
 def intervals(times: list[float]) -> list[float]:
     """Return the seconds between moments that follow each other."""
     return [end - start for start, end in pairwise(times)]
+
+
+def notes_of_versions(ways: Sequence[Way]) -> list[str]:
+    """Return a note for each way with an environment of its own: the versions there."""
+    return [
+        f"{way.name}: in a process of its own, with {', '.join(map(' '.join, way.versions.items()))}"
+        for way in ways
+        if way.versions
+    ]

@@ -25,12 +25,14 @@ class WayKind:
         target: The function that builds it, as ``module:name``.
         compiles: Whether building it, or its first run, compiles for many seconds.
         devices: The types of devices that it runs on.
+        is_apart: Whether it runs in an environment of its own, whose Python has to be named.
     """
 
     about: str
     target: str
     compiles: bool = False
     devices: tuple[str, ...] = ("cpu", "cuda")
+    is_apart: bool = False
 
 
 _CPU, _CUDA = ("cpu",), ("cuda",)
@@ -51,6 +53,16 @@ WAYS = {
         "generate, static cache, compiled", "generate:static_compiled", compiles=True
     ),
     "continuous": WayKind("continuous batching of transformers", "continuous_batching:continuous"),
+    "vllm-cpu": WayKind(
+        "vLLM, in an environment of its own",
+        "other_process:vllm_cpu",
+        compiles=True,
+        devices=_CPU,
+        is_apart=True,
+    ),
+    "llama.cpp": WayKind(
+        "llama.cpp, in an environment of its own", "other_process:llama_cpp", devices=_CPU, is_apart=True
+    ),
 }
 """Every way, in the order of tables; the first is the one whose tokens the others must write."""
 

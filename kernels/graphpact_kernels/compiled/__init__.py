@@ -50,7 +50,7 @@ linear = declare_compiled("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(
 float32. ``weight`` and ``out`` must be dense. Call `load` first."""
 
 _MOST_ROWS = {torch.float32: 64, torch.bfloat16: 4}
-_MOST_ROWS_IN_PAIRS = {**_MOST_ROWS, torch.bfloat16: 16}
+_MOST_ROWS_IN_PAIRS = {**_MOST_ROWS, torch.bfloat16: 32}
 
 
 def is_faster(rows: int, dtype: torch.dtype) -> bool:

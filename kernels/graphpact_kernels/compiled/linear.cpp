@@ -42,6 +42,11 @@ constexpr int64_t kAhead = 8 << 10;          // bytes of the weight that are fet
 constexpr int64_t kPanel = 128 << 10;        // bytes of the weight that all rows are multiplied with in turn
 constexpr int64_t kMacsPerThread = 1 << 17;  // the fewest multiplications for which a thread is used
 
+// Weights are fetched to the L2 cache. On an EPYC (Zen 5), products of 2 to 8 rows with weights that are in no cache
+// read 10 GB/s if they fetch to the L1 cache, and 17 to 20 GB/s if to L2. A product of one row reads 20 GB/s with both
+// on an idle machine, and up to 1.5 times as much with L2 while another core reads memory.
+constexpr int kCache = 2;
+
 #ifdef CPU_CAPABILITY_AVX512
 // Keep a vector in a register: the compiler would load it again for each product with it.
 inline Vec in_register(__m512 x) {
@@ -110,7 +115,7 @@ C10_ALWAYS_INLINE void add_products(const float* x, const float* weight, int64_t
 #pragma GCC unroll 8
     for (int64_t c = 0; c < C; c++) {
       of[c] = Vec::loadu(weight + c * k + d);
-      __builtin_prefetch(weight + (c + ahead) * k + d);
+      __builtin_prefetch(weight + (c + ahead) * k + d, 0, kCache);
     }
 #pragma GCC unroll 8
     for (int64_t r = 0; r < R; r++) {
@@ -133,7 +138,7 @@ C10_ALWAYS_INLINE void add_products(const at::BFloat16* x, const at::BFloat16* w
 #pragma GCC unroll 8
     for (int64_t c = 0; c < C; c++) {
       of[c] = pairs_at(weight + c * k + d);
-      __builtin_prefetch(weight + (c + ahead) * k + d);
+      __builtin_prefetch(weight + (c + ahead) * k + d, 0, kCache);
     }
 #pragma GCC unroll 8
     for (int64_t r = 0; r < R; r++) {
@@ -153,7 +158,7 @@ C10_ALWAYS_INLINE void add_products(const float* x, const at::BFloat16* weight, 
     Vec low[C], high[C];
     for (int64_t c = 0; c < C; c++) {
       std::tie(low[c], high[c]) = at::vec::convert_to_float<at::BFloat16>(Narrow::loadu(weight + c * k + d));
-      __builtin_prefetch(weight + (c + ahead) * k + d);
+      __builtin_prefetch(weight + (c + ahead) * k + d, 0, kCache);
     }
 #pragma GCC unroll 8
     for (int64_t r = 0; r < R; r++) {

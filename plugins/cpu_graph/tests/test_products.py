@@ -51,7 +51,7 @@ A, B, COLUMN = torch.randn(3, 80), torch.randn(80, 60), torch.randn(3, 1)
         (linear(64), 1),
         (linear(65), 0),
         (linear(4, torch.bfloat16), 1),
-        (linear(17, torch.bfloat16), 0),
+        (linear(33, torch.bfloat16), 0),
         (linear(3, torch.float64), 0),
         (lambda: A[:, :60] @ B[:60].t(), 0),  # 3600 elements
         (lambda: A @ B, 0),  # the weight has the other memory order
