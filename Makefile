@@ -14,7 +14,7 @@ QUIET  := $$(test -t 1 || echo --quiet)  # pip shows its progress on a terminal
         vllm vllm-smoke vllm-test vllm-test-all check docs screenshots dist format clean
 
 # Times are those of two cores. The first target makes the environment before, about five minutes and 2.5 GB, and
-# the first engine compiles kernels, a minute.
+# the first engine compiles kernels, 10 to 60 seconds.
 help:                 ## say what each target does, and what it takes
 	@sed -n 's/^\([a-z-]*\):.*## /\1: /p' $(firstword $(MAKEFILE_LIST))
 

@@ -5,7 +5,7 @@ Does not: import the engine.
 
 from pathlib import Path
 
-from graphpact_cli.releases.command import EngineReleases
+from graphpact_cli.releases.engine import EngineReleases
 from graphpact_cli.releases.sources import INSTALLED, open_source
 from graphpact_cli.releases.surface import read_surface
 

@@ -14,5 +14,5 @@ if _fault is not None:
 COMPILED = () if missing() else ("compiled",)
 """Test parameters for the C++ kernels; empty without a compiler."""
 
-needs_compiled = pytest.mark.skipif(not COMPILED, reason="compiled kernels need a C++ compiler and ninja")
+needs_compiled = pytest.mark.skipif(not COMPILED, reason="compiled kernels need a C++ compiler")
 """The mark for tests that run the compiled kernels."""

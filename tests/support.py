@@ -62,7 +62,7 @@ def survey_here(monkeypatch: pytest.MonkeyPatch) -> None:
         with contextlib.redirect_stdout(sys.stderr):
             return [describe_plugin(catalog.load(info)) for info in catalog.infos(kind)]
 
-    monkeypatch.setattr("graphpact_cli.plugins.survey", survey)
+    monkeypatch.setattr("graphpact_cli.survey.survey", survey)
     monkeypatch.setattr("graphpact_engine.cli.machine.survey", survey)
 
 

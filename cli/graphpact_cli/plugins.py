@@ -12,7 +12,6 @@ import typer
 
 from graphpact.plugins import Kind, PluginCatalog
 from graphpact_cli.console import data, note, print_table
-from graphpact_cli.survey import survey
 
 
 def plugins(
@@ -23,6 +22,8 @@ def plugins(
     ] = False,
 ) -> None:
     """List the installed plugins, those that were rejected and why, and what each can do."""
+    from graphpact_cli.survey import survey  # noqa: PLC0415  imports multiprocessing, and help needs none
+
     found = survey(PluginCatalog.scan(), kind)
     if as_json:
         sys.stdout.write(json.dumps(found, indent=2) + "\n")

@@ -13,7 +13,8 @@ import pytest
 import typer
 
 from graphpact_cli import main
-from graphpact_cli.releases.command import EngineReleases, add_diff
+from graphpact_cli.releases.command import add_diff
+from graphpact_cli.releases.engine import EngineReleases
 
 SURFACE = {
     "acme.attention": ("Backend", "Builder", "Metadata", "register"),

@@ -5,7 +5,6 @@ Does not: make directories, or check what is in a file.
 
 import errno
 import os
-import secrets
 import shutil
 import stat
 from contextlib import suppress
@@ -51,7 +50,7 @@ def write_file(file: Path, text: str) -> None:
         GraphpactError: The disk is full or broken.
     """
     target = Path(os.path.realpath(file))
-    temporary = target.with_name(f".graphpact-{secrets.token_hex(8)}")
+    temporary = target.with_name(f".graphpact-{os.urandom(8).hex()}")
     try:
         is_replaced = target.is_file() or not target.exists()
         path = temporary if is_replaced else target

@@ -257,11 +257,11 @@ def _installed() -> dict[PluginInfo, EntryPoint]:
                 PackageNotFoundError
             ):  # the name of its folder differs from the one in its metadata
                 dist = distribution(any_dist.name)  # the first of this name
-            offers = dist.entry_points
+            offers, metadata = dist.entry_points, dist.metadata  # each access parses a file
             contract = ", ".join(sorted(offers.select(group=CONTRACT_GROUP).names)) or None
             for e in offers:
                 if kind := GROUPS.get(e.group):
-                    info = PluginInfo(kind, e.name, dist.name, dist.version, e.value, contract)
+                    info = PluginInfo(kind, e.name, metadata["Name"], metadata["Version"], e.value, contract)
                     found[info] = e
         except Exception as error:  # noqa: BLE001  third-party metadata
             _log.warning("a distribution's metadata cannot be read: %s", describe_error(error))

@@ -136,6 +136,7 @@ NOT_BY_OTHERS = {
     "compiled/cache.py": "a library that was just built; what is kept is opened by `open_own_file`",
     "graphpact/output_file.py": "a file to write, and to move",
     "graphpact_swarm/swarm.py": "the log of a worker",
+    "workers/llama_cpp.py": "the model that bench saved; it runs where graphpact is not installed",
     "releases/sources.py": "a member of a wheel, which `zipfile` reads",
     "graphpact_cli/prompt_lines.py": "prompts may come through a pipe, whose writer takes its time",
 }

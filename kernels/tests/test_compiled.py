@@ -480,7 +480,7 @@ except Exception as error:
 
 
 def test_the_reason_without_a_compiler_says_what_to_install() -> None:
-    """Without a compiler or ninja on the path, the reason names it and what to install."""
+    """Without a compiler on the path, the reason names it and what to install."""
     assert "no C++ compiler: 'no-such-c++' is not found" in run(LOAD, CXX="no-such-c++")
 
 

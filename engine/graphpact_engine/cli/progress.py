@@ -7,12 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn
-from rich.text import Text
-
 from graphpact_cli.console import clean, talk
 
 if TYPE_CHECKING:
+    from rich.progress import TaskID
+
     from graphpact.shapes import GraphShape
     from graphpact_engine.build_lanes import OnCapture
 
@@ -27,6 +26,9 @@ def capture_progress(name: str, *, quiet: bool = False) -> Iterator["OnCapture |
     if quiet or not console.is_interactive:
         yield None
         return
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn  # noqa: PLC0415  unused by help
+    from rich.text import Text  # noqa: PLC0415
+
     columns = (
         TextColumn("{task.description}", markup=False),
         BarColumn(),

@@ -3,11 +3,13 @@
     attend.h          attention over the pages of requests: tiles, blocks of keys, vectors, threads
     index.h           shared by the kernels that read index tensors and those that fill them
     text.h            the text of an error, made without streams
+    kernels.h         declarations of the kernels
+    library.cpp       registers the kernels as operators
     attention.cpp     attention over FlashInfer's index tensors and over a page table, with their checks
     indices.cpp       index tensors of a step
     linear.cpp        the product of a few rows with a weight
     paged_cache.cpp   writes to a paged KV cache
-    build             builds the library once, with torch's extension builder, and loads it
+    build             builds the library once, and loads it
     cache             compiled libraries on disk, of these kernels and of compiled graphs
     ownership         folders and files that other users cannot have changed
     waiting           the message while something is compiled

@@ -226,6 +226,62 @@ inline void weigh(const Scratch<A>& s, int64_t row, int64_t v_dim) {
   at::vec::map<A>([share](Vec x) { return x * Vec(share); }, out, out, v_dim);
 }
 
+// The widths of a call, and how many query heads share a key head.
+struct Shape {
+  int64_t dim, v_dim, group;
+  Options options;
+};
+
+// The rows `first` to `first + rows` of a request, for one key head.
+struct Tile {
+  const Request& request;
+  const Shape& shape;
+  int64_t first, rows;
+
+  // The keys that row `r` of the tile sees by its position: from `from(r)` to `to(r)`.
+  int64_t from(int64_t r) const {
+    const int64_t window = shape.options.window;
+    return by_position() && window > 0 ? std::max<int64_t>(0, position(r) - window + 1) : 0;
+  }
+  int64_t to(int64_t r) const {
+    return by_position() && shape.options.causal ? std::min(position(r) + 1, request.seen) : request.seen;
+  }
+
+ private:
+  bool by_position() const { return request.mask == nullptr; }
+  int64_t position(int64_t r) const { return request.num_keys - request.num_q + (first + r) / shape.group; }
+};
+
+// Attend to the keys `begin` to `end` of the block at key `at`. This part does not depend on the type of the tensors,
+// so it is compiled only twice.
+template <typename A>
+void attend_block(const Scratch<A>& s, const Tile& tile, int64_t at, int64_t begin, int64_t end, bool turns) {
+  const Request& request = tile.request;
+  const int64_t rows = tile.rows, dim = tile.shape.dim, v_dim = tile.shape.v_dim;
+  if (turns) {
+    by_rows(rows, [&](auto count, int64_t row) { multiply_rows<A, count()>(s, row, dim); });
+  } else {
+    dot_few(s, rows, begin, end, dim);
+  }
+  for (int64_t r = 0; r < rows; r++) {
+    A* scores = s.scores + r * kBlock;
+    if (tile.shape.options.softcap != 0) {
+      const A cap = static_cast<A>(tile.shape.options.softcap);
+      for (int64_t j = begin; j < end; j++) scores[j] = cap * std::tanh(scores[j] / cap);
+    }
+    const int64_t low = std::max<int64_t>(begin, tile.from(r) - at), high = std::min(end, tile.to(r) - at);
+    std::fill(scores, scores + std::clamp<int64_t>(low, 0, kBlock), kNone<A>);
+    std::fill(scores + std::clamp<int64_t>(high, 0, kBlock), scores + kBlock, kNone<A>);
+    if (request.mask != nullptr) {
+      const int64_t bits = (tile.first + r) / tile.shape.group * request.num_keys + at;
+      for (int64_t j = low; j < high; j++)
+        if (!(request.mask[(bits + j) / 8] >> ((bits + j) % 8) & 1)) scores[j] = kNone<A>;
+    }
+    weigh(s, r, v_dim);
+  }
+  by_rows(rows, [&](auto count, int64_t row) { add_values<A, count()>(s, row, begin, end, v_dim); });
+}
+
 // The tensors of a call, with their strides.
 template <typename T, typename A>
 struct Call {
@@ -234,60 +290,28 @@ struct Call {
   A* lse;          // null to skip it
   const A* sinks;  // null for none
   int64_t q_row, q_head, k_slot, k_head, k_last, v_slot, v_head, v_last, out_row, out_head, lse_row, lse_head;
-  int64_t dim, v_dim, group;
-  Options options;
+  Shape shape;
 
   // Attend with `rows` rows of a request from row `first`, for one key head.
   void tile(const Request& request, int64_t head, int64_t first, int64_t rows) const {
-    const Options& o = options;
+    const auto [dim, v_dim, group, options] = shape;
     Scratch<A> s(dim, v_dim);
     for (int64_t r = 0; r < rows; r++) {
       const int64_t query = request.begin + (first + r) / group, its_head = head * group + (first + r) % group;
       widen(q + query * q_row + its_head * q_head, 1, s.q + r * dim, dim);
     }
-    const auto scale = [this](at::vec::Vectorized<A> x) { return x * at::vec::Vectorized<A>(A(options.scaling)); };
-    at::vec::map<A>(scale, s.q, s.q, rows * dim);
+    const at::vec::Vectorized<A> scaling(A(options.scaling));
+    at::vec::map<A>([scaling](at::vec::Vectorized<A> x) { return x * scaling; }, s.q, s.q, rows * dim);
     std::fill_n(s.out, rows * v_dim, A(0));
     std::fill_n(s.most, rows, kNone<A>);
     std::fill_n(s.sum, rows, A(0));
-
-    // The keys that each row sees by its position: from `from(r)` to `to(r)`.
-    const int64_t offset = request.num_keys - request.num_q;
-    const bool by_position = request.mask == nullptr;
-    const auto to = [&](int64_t r) {
-      const int64_t at = offset + (first + r) / group;
-      return by_position && o.causal ? std::min(at + 1, request.seen) : request.seen;
-    };
-    const auto from = [&](int64_t r) {
-      const int64_t at = offset + (first + r) / group;
-      return by_position && o.window > 0 ? std::max<int64_t>(0, at - o.window + 1) : 0;
-    };
+    const Tile tile{request, shape, first, rows};
+    const int64_t lowest = tile.from(0), highest = tile.to(rows - 1);
     const bool turns = rows >= kMicro;
-    for (int64_t at = from(0) / kBlock * kBlock; at < to(rows - 1); at += kBlock) {
-      const int64_t begin = std::max<int64_t>(0, from(0) - at), end = std::min(kBlock, to(rows - 1) - at);
+    for (int64_t at = lowest / kBlock * kBlock; at < highest; at += kBlock) {
+      const int64_t begin = std::max<int64_t>(0, lowest - at), end = std::min(kBlock, highest - at);
       fetch(request, head, at, begin, end, turns, s);
-      if (turns) {
-        by_rows(rows, [&](auto count, int64_t row) { multiply_rows<A, count()>(s, row, dim); });
-      } else {
-        dot_few(s, rows, begin, end, dim);
-      }
-      for (int64_t r = 0; r < rows; r++) {
-        A* scores = s.scores + r * kBlock;
-        if (o.softcap != 0) {
-          const A cap = static_cast<A>(o.softcap);
-          for (int64_t j = begin; j < end; j++) scores[j] = cap * std::tanh(scores[j] / cap);
-        }
-        const int64_t low = std::max<int64_t>(begin, from(r) - at), high = std::min(end, to(r) - at);
-        std::fill(scores, scores + std::clamp<int64_t>(low, 0, kBlock), kNone<A>);
-        std::fill(scores + std::clamp<int64_t>(high, 0, kBlock), scores + kBlock, kNone<A>);
-        if (request.mask != nullptr) {
-          const int64_t bits = (first + r) / group * request.num_keys + at;
-          for (int64_t j = low; j < high; j++)
-            if (!(request.mask[(bits + j) / 8] >> ((bits + j) % 8) & 1)) scores[j] = kNone<A>;
-        }
-        weigh(s, r, v_dim);
-      }
-      by_rows(rows, [&](auto count, int64_t row) { add_values<A, count()>(s, row, begin, end, v_dim); });
+      attend_block(s, tile, at, begin, end, turns);
     }
     for (int64_t r = 0; r < rows; r++) write(request, head, first + r, r, s);
   }
@@ -296,8 +320,9 @@ struct Call {
   // Find the keys and values of a block, widened if they are narrow; transpose the keys if rows share them.
   void fetch(const Request& request, int64_t head, int64_t at, int64_t begin, int64_t end, bool turns,
              Scratch<A>& s) const {
+    const int64_t dim = shape.dim, v_dim = shape.v_dim;
     for (int64_t j = begin; j < end; j++) {
-      const int64_t key = at + j, size = options.page_size;
+      const int64_t key = at + j, size = shape.options.page_size;
       const int64_t slot = request.pages[key / size] * size + key % size;
       const T* k_at = k + slot * k_slot + head * k_head;
       const T* v_at = v + slot * v_slot + head * v_head;
@@ -328,6 +353,7 @@ struct Call {
 
   // Write the result of a row, or zeros if it saw no key.
   void write(const Request& request, int64_t head, int64_t row, int64_t r, const Scratch<A>& s) const {
+    const int64_t v_dim = shape.v_dim, group = shape.group;
     const int64_t query = request.begin + row / group, its_head = head * group + row % group;
     A most = s.most[r], sum = s.sum[r], share = 1;
     if (sinks != nullptr && std::max(most, sinks[its_head]) != kNone<A>) {  // a key without value
@@ -369,10 +395,7 @@ void attend_all(const std::vector<Request>& requests, const at::Tensor& q, const
       .out_head = out.stride(1),
       .lse_row = lse ? lse->stride(0) : 0,
       .lse_head = lse ? lse->stride(1) : 0,
-      .dim = q.size(2),
-      .v_dim = v.size(2),
-      .group = q.size(1) / kv_heads,
-      .options = options,
+      .shape = {q.size(2), v.size(2), q.size(1) / kv_heads, options},
   };
   struct Item {
     int64_t request, head, first, rows;
@@ -381,8 +404,8 @@ void attend_all(const std::vector<Request>& requests, const at::Tensor& q, const
   items.clear();
   int64_t macs = 0;
   for (size_t i = 0; i < requests.size(); i++) {
-    const int64_t rows = requests[i].num_q * call.group;
-    macs += rows * kv_heads * requests[i].num_keys * (call.dim + call.v_dim);
+    const int64_t rows = requests[i].num_q * call.shape.group;
+    macs += rows * kv_heads * requests[i].num_keys * (q.size(2) + v.size(2));
     for (int64_t first = 0; first < rows; first += kTile)
       for (int64_t head = 0; head < kv_heads; head++)
         items.push_back({static_cast<int64_t>(i), head, first, std::min(kTile, rows - first)});

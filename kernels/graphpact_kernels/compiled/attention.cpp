@@ -1,23 +1,15 @@
 // The compiled attention kernels: over FlashInfer's index tensors and over FlashAttention's page table.
 //
-// Each makes the checks of the portable kernel of the same name. If one fails, the portable kernel is called with the
-// same arguments. It raises the error, so the text of the error exists only once.
+// Each makes the checks of the portable kernel of the same name, and returns false if one fails.
 //
-// Does not: multiply anything itself; see attend.h.
-#include <ATen/Dispatch.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <c10/util/SmallVector.h>
-#include <torch/library.h>
-
+// Does not: multiply anything itself, see attend.h; raise what the portable kernels raise, see library.cpp.
 #include "attend.h"
 #include "index.h"
+#include "kernels.h"
 #include "text.h"
 
 namespace graphpact {
 namespace {
-
-using at::Tensor;
-using OptTensor = std::optional<Tensor>;
 
 // Return a tensor whose last dimension is dense.
 Tensor dense(const Tensor& tensor) { return tensor.stride(-1) == 1 ? tensor : tensor.contiguous(); }
@@ -53,15 +45,18 @@ void attend(const std::vector<Request>& requests, const Tensor& q, const Tensor&
   Tensor into = out;
   OptTensor its_sinks;
   if (sinks.has_value()) its_sinks = sinks->to(q.scalar_type() == at::kDouble ? at::kDouble : at::kFloat).contiguous();
-  AT_DISPATCH_FLOATING_TYPES_AND2(at::kBFloat16, at::kHalf, q.scalar_type(), "compiled attention",
-                                  [&] { attend_all<scalar_t>(requests, rows, k, v, its_sinks, options, into, lse); });
+  const auto run = [&](auto zero) { attend_all<decltype(zero)>(requests, rows, k, v, its_sinks, options, into, lse); };
+  switch (q.scalar_type()) {
+    case at::kFloat: run(float()); break;
+    case at::kBFloat16: run(at::BFloat16()); break;
+    case at::kHalf: run(at::Half()); break;
+    case at::kDouble: run(double()); break;
+    default:
+      TORCH_CHECK_NOT_IMPLEMENTED(false, text("\"compiled attention\" not implemented for '", q.scalar_type(), "'"));
+  }
 }
 
 // -- over FlashInfer's index tensors --------------------------------------------------------------------------------
-
-using Paged = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                   const Tensor&, int64_t, int64_t, int64_t, double, int64_t, double, const OptTensor&,
-                   const OptTensor&, const OptTensor&, const OptTensor&, const OptTensor&, Tensor&);
 
 bool find_paged(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& qo_indptr, const Tensor& kv_indptr,
                 const Tensor& kv_indices, const Tensor& kv_last_page_len, int64_t page_size, int64_t max_q_len,
@@ -103,7 +98,9 @@ bool find_paged(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   return true;
 }
 
-void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& qo_indptr,
+}  // namespace
+
+bool paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& qo_indptr,
                      const Tensor& kv_indptr, const Tensor& kv_indices, const Tensor& kv_last_page_len,
                      int64_t page_size, int64_t max_q_len, int64_t max_kv_len, double scaling, int64_t sliding_window,
                      double softcap, const OptTensor& sinks, const OptTensor& mask, const OptTensor& mask_indptr,
@@ -114,21 +111,14 @@ void paged_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cac
   const bool is_right = fits(q, k_cache, v_cache, sinks, out, std::nullopt) &&
                         find_paged(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, page_size,
                                    max_q_len, max_kv_len, mask, mask_indptr, o_indptr, kv_chunk_size, kept, requests);
-  if (!is_right) {
-    static const auto portable =
-        c10::Dispatcher::singleton().findSchemaOrThrow("graphpact::paged_attention", "").typed<Paged>();
-    portable.call(q, k_cache, v_cache, qo_indptr, kv_indptr, kv_indices, kv_last_page_len, page_size, max_q_len,
-                  max_kv_len, scaling, sliding_window, softcap, sinks, mask, mask_indptr, o_indptr, kv_chunk_size, out);
-    TORCH_CHECK(false, "compiled paged_attention refuses arguments that the portable kernel accepts");
-  }
+  if (!is_right) return false;
   attend(requests, q, k_cache, v_cache, sinks, {page_size, scaling, sliding_window, softcap, true}, out, std::nullopt);
+  return true;
 }
 
-// -- over FlashAttention's page table -------------------------------------------------------------------------------
+namespace {
 
-using PageTable = void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                       int64_t, int64_t, double, bool, int64_t, double, const OptTensor&, const OptTensor&, Tensor&,
-                       const OptTensor&);
+// -- over FlashAttention's page table -------------------------------------------------------------------------------
 
 bool find_table(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& cu_seqlens_q,
                 const Tensor& cache_seqlens, const Tensor& page_table, int64_t page_size, int64_t max_seqlen_q,
@@ -163,7 +153,9 @@ bool find_table(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor&
   return true;
 }
 
-void page_table_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cu_seqlens_q,
+}  // namespace
+
+bool page_table_attention(const Tensor& q, const Tensor& k_cache, const Tensor& v_cache, const Tensor& cu_seqlens_q,
                           const Tensor& cache_seqlens, const Tensor& page_table, int64_t page_size,
                           int64_t max_seqlen_q, double scaling, bool causal, int64_t sliding_window, double softcap,
                           const OptTensor& sinks, const OptTensor& scheduler_metadata, Tensor& out,
@@ -174,26 +166,14 @@ void page_table_attention(const Tensor& q, const Tensor& k_cache, const Tensor& 
   const bool is_right = fits(q, k_cache, v_cache, sinks, out, lse) &&
                         find_table(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, page_size,
                                    max_seqlen_q, scheduler_metadata, kept, requests);
-  if (!is_right) {
-    static const auto portable =
-        c10::Dispatcher::singleton().findSchemaOrThrow("graphpact::page_table_attention", "").typed<PageTable>();
-    portable.call(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens, page_table, page_size, max_seqlen_q, scaling,
-                  causal, sliding_window, softcap, sinks, scheduler_metadata, out, lse);
-    TORCH_CHECK(false, "compiled page_table_attention refuses arguments that the portable kernel accepts");
-  }
+  if (!is_right) return false;
   const int64_t end = requests.empty() ? 0 : requests.back().begin + requests.back().num_q;
   if (end < q.size(0)) {  // rows that belong to no request
     out.slice(0, end).zero_();
     if (lse.has_value()) lse->slice(0, end).fill_(kNone<double>);
   }
   attend(requests, q, k_cache, v_cache, sinks, {page_size, scaling, sliding_window, softcap, causal}, out, lse);
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(graphpact_compiled, CPU, m) {
-  m.impl("paged_attention", &paged_attention);
-  m.impl("page_table_attention", &page_table_attention);
+  return true;
 }
 
 }  // namespace graphpact

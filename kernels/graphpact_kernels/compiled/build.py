@@ -1,13 +1,17 @@
-"""Build the C++ kernels with torch's extension builder, once, and load them.
+"""Build the C++ kernels, once, and load them.
 
 The library is kept under a key of everything that it depends on: sources, flags, compiler, torch, and the
 vector instructions of the CPU. So if one of them changes, another library is built, and machines that share a
-home directory do not use each other's libraries. A build runs in its own process. A lock lets one process
-build while the others wait.
+home directory do not use each other's libraries. A lock lets one process build while the others wait.
+
+The compiler is called directly, for four units at the same time. Torch's extension builder would need ninja,
+and a second process that imports torch. Most of the time of a unit is for torch's headers. So small sources
+share a unit, and only one unit includes torch/library.h.
 
 Does not: keep libraries; see `graphpact_kernels.compiled.cache`.
 """
 
+import contextlib
 import ctypes
 import functools
 import os
@@ -15,9 +19,11 @@ import platform
 import shutil
 import subprocess
 import sys
-import sysconfig
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
+from typing import IO
 
 import torch
 
@@ -27,13 +33,13 @@ from graphpact_kernels.compiled.waiting import announced
 
 _NAME = "graphpact_compiled"
 _HERE = Path(__file__).parent
-_HEADERS, _SOURCES = (
-    ("attend.h", "index.h", "text.h"),
-    ("attention.cpp", "indices.cpp", "linear.cpp", "paged_cache.cpp"),
-)
-_SECONDS, _USUAL = 600, 120  # the time limit of a build, and the usual maximum on a busy machine
+_HEADERS = ("attend.h", "index.h", "kernels.h", "text.h")
+_UNITS = (("library.cpp",), ("attention.cpp",), ("linear.cpp",), ("indices.cpp", "paged_cache.cpp"))
+"""The sources that are compiled together; each unit parses torch's headers once."""
+_SOURCES = tuple(name for unit in _UNITS for name in unit)
+_SECONDS, _USUAL = 600, 60  # the time limit of a build, and the usual maximum on a busy machine
 
-_FLAGS = ("-O3", "-fopenmp", "-fno-math-errno")
+_FLAGS = ("-std=c++20", "-fPIC", "-O3", "-fopenmp", "-fno-math-errno")
 _FLAGS_OF = {
     "AVX2": ("-mavx2", "-mfma", "-mf16c", "-DCPU_CAPABILITY=AVX2", "-DCPU_CAPABILITY_AVX2"),
     "AVX512": (
@@ -59,12 +65,9 @@ def missing() -> str | None:
         return _failed
     if sys.platform != "linux":
         return f"compiled kernels are built on Linux only, not on {sys.platform}"
-    path = _search_path()
     compiler = _compiler()
-    if shutil.which(compiler, path=path) is None:
+    if shutil.which(compiler) is None:
         return f"no C++ compiler: {compiler!r} is not found; install g++, or name a compiler in CXX"
-    if shutil.which("ninja", path=path) is None:
-        return "ninja is not found: `pip install ninja`"
     return None
 
 
@@ -118,13 +121,8 @@ def _key() -> str:
 
 
 def _compiler() -> str:
-    """Return the name of the compiler that torch's extension builder calls."""
+    """Return the name of the compiler, as torch's extension builder chooses it."""
     return os.environ.get("CXX", "c++")
-
-
-def _search_path() -> str:
-    """Return the path to search, with the scripts of this environment: ninja may be installed there."""
-    return os.pathsep.join([sysconfig.get_path("scripts"), os.environ.get("PATH", os.defpath)])
 
 
 def _build(key: str) -> Path:
@@ -133,15 +131,57 @@ def _build(key: str) -> Path:
         f"compiling the kernels, once for this machine and torch; 10 to {_USUAL} seconds: {_KERNELS.folder}"
     )
     with announced(what), tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", __name__, folder, *_flags()]
-        environment = os.environ | {"PATH": _search_path()}
-        done = subprocess.run(
-            command, env=environment, timeout=_SECONDS, capture_output=True, text=True, check=False
-        )
-        built = Path(folder, f"{_NAME}.so")
-        if done.returncode or not built.exists():
-            raise OSError(_fault(done.stdout + done.stderr))
-        return _KERNELS.keep(key, built)
+        return _KERNELS.keep(key, _compiled(Path(folder)))
+
+
+def _compiled(folder: Path) -> Path:
+    """Compile and link the library in ``folder``, and return its path."""
+    until = time.monotonic() + _SECONDS
+    of_torch = Path(torch.__file__).parent
+    objects = [str(folder / f"{unit[0]}.o") for unit in _UNITS]
+    compile_ = [_compiler(), *_flags(), "-isystem", str(of_torch / "include")]
+    _run(
+        [
+            [*compile_, *_included(first), "-c", str(_HERE / last), "-o", made]
+            for (*first, last), made in zip(_UNITS, objects, strict=True)
+        ],
+        until,
+    )
+    library = folder / f"{_NAME}.so"
+    libraries = [f"-L{of_torch / 'lib'}", "-lc10", "-ltorch_cpu"]
+    _run([[_compiler(), "-shared", *objects, *libraries, "-o", str(library)]], until)
+    return library
+
+
+def _included(names: Sequence[str]) -> list[str]:
+    return [part for name in names for part in ("-include", str(_HERE / name))]
+
+
+def _run(commands: Sequence[Sequence[str]], until: float) -> None:
+    """Run ``commands`` at the same time, and wait for them until the time ``until``.
+
+    Raises:
+        OSError: one cannot be run, or fails; says the first error. The others are ended.
+        subprocess.TimeoutExpired: one takes too long.
+    """
+    running: list[tuple[subprocess.Popen[bytes], IO[bytes]]] = []
+    with contextlib.ExitStack() as files:
+        files.callback(_end, running)
+        for command in commands:
+            output: IO[bytes] = files.enter_context(tempfile.TemporaryFile())
+            process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=output, stderr=output)
+            running.append((process, output))
+        for process, output in running:
+            if process.wait(max(0.0, until - time.monotonic())):
+                output.seek(0)
+                raise OSError(_fault(output.read().decode("utf-8", "replace")))
+
+
+def _end(running: Sequence[tuple[subprocess.Popen[bytes], IO[bytes]]]) -> None:
+    for process, _ in running:
+        if process.poll() is None:
+            process.terminate()  # g++ removes its temporary files then
+            process.wait()
 
 
 def _fault(output: str) -> str:
@@ -158,20 +198,3 @@ def _reason(error: Exception) -> str:
 
 def _first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
-
-
-def main(folder: str, *flags: str) -> None:
-    """Build the library in ``folder``, with the flags of the compiler."""
-    from torch.utils import cpp_extension  # noqa: PLC0415  heavy, and needed to build only
-
-    cpp_extension.load(
-        _NAME,
-        [str(_HERE / name) for name in _SOURCES],
-        extra_cflags=list(flags),
-        build_directory=folder,
-        is_python_module=False,
-    )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -1,23 +1,19 @@
 // The compiled kernels that fill the index tensors of a step; see graphpact_kernels/indices.py.
 //
-// Each computes what the portable kernel of the same name computes. A batch that does not fit is passed to the portable
-// kernel, which raises the error.
+// Each computes what the portable kernel of the same name computes. `fill_paged_indices` returns false if a batch does
+// not fit.
 //
 // Does not: attend; see attention.cpp.
 #include <ATen/core/Tensor.h>
-#include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
 #include "index.h"
+#include "kernels.h"
 #include "text.h"
 
 namespace graphpact {
 namespace {
-
-using at::Tensor;
-using OptTensor = std::optional<Tensor>;
 
 // Quotients and remainders as in Python: rounded down.
 int64_t floor_div(int64_t a, int64_t b) { return a / b - (a % b != 0 && (a < 0) != (b < 0)); }
@@ -57,10 +53,9 @@ struct Slots {
   }
 };
 
-using FillIndices = void(const Tensor&, const Tensor&, const Tensor&, const OptTensor&, int64_t, int64_t, int64_t,
-                         const Tensor&, const Tensor&, const Tensor&);
+}  // namespace
 
-void fill_paged_indices(const Tensor& req_to_token, const Tensor& req_pool_indices, const Tensor& kv_lens,
+bool fill_paged_indices(const Tensor& req_to_token, const Tensor& req_pool_indices, const Tensor& kv_lens,
                         const OptTensor& num_q, int64_t width, int64_t sliding_window, int64_t page_size,
                         const Tensor& kv_indptr, const Tensor& kv_indices, const Tensor& kv_last_page_len) {
   require_page_size(page_size);
@@ -85,13 +80,7 @@ void fill_paged_indices(const Tensor& req_to_token, const Tensor& req_pool_indic
     const int64_t held = len[i] - first * page_size, pages = floor_div(held + page_size - 1, page_size);
     last[i] = static_cast<int32_t>(floor_mod(held - 1, page_size) + 1);
     if (i < real) {
-      if (pages < 0 || next + pages > capacity) {
-        static const auto portable =
-            c10::Dispatcher::singleton().findSchemaOrThrow("graphpact::fill_paged_indices", "").typed<FillIndices>();
-        portable.call(req_to_token, req_pool_indices, kv_lens, num_q, width, sliding_window, page_size, kv_indptr,
-                      kv_indices, kv_last_page_len);
-        return;
-      }
+      if (pages < 0 || next + pages > capacity) return false;
       const int32_t* of = slots.of(request[i]);
       for (int64_t page = 0; page < pages; page++) {
         const int64_t column = (first + page) * page_size;
@@ -103,6 +92,7 @@ void fill_paged_indices(const Tensor& req_to_token, const Tensor& req_pool_indic
     indptr[i + 1] = static_cast<int32_t>(next);
   }
   if (real < rows) std::fill(out + indptr[real], out + capacity, 0);  // their keys are in scratch
+  return true;
 }
 
 void fill_page_table(const Tensor& req_to_token, const Tensor& req_pool_indices, const Tensor& seq_lens,
@@ -148,14 +138,6 @@ void schedule_attention(const Tensor& cu_seqlens_q, const Tensor& cache_seqlens,
     schedule[1 + i] = static_cast<int32_t>(floor_div(at[i + 1] - at[i] + kScheduleBlock - 1, kScheduleBlock));
     schedule[1 + width + i] = static_cast<int32_t>(floor_div(len[i] + kScheduleBlock - 1, kScheduleBlock));
   }
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(graphpact_compiled, CPU, m) {
-  m.impl("fill_paged_indices", &fill_paged_indices);
-  m.impl("fill_page_table", &fill_page_table);
-  m.impl("schedule_attention", &schedule_attention);
 }
 
 }  // namespace graphpact

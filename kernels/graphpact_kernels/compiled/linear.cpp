@@ -15,7 +15,6 @@
 #include <ATen/cpu/vec/functional.h>
 #include <ATen/cpu/vec/vec.h>
 #include <c10/macros/Macros.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cmath>
@@ -23,13 +22,12 @@
 #include <type_traits>
 #include <vector>
 
+#include "kernels.h"
 #include "text.h"
 
 namespace graphpact {
 namespace {
 
-using at::Tensor;
-using OptTensor = std::optional<Tensor>;
 using Vec = at::vec::Vectorized<float>;
 
 #ifdef CPU_CAPABILITY_AVX512
@@ -193,6 +191,11 @@ struct Product {
   // How many numbers of a row are in whole vectors.
   int64_t whole() const { return k / kStep<T> * kStep<T>; }
 
+  void write(int64_t row, int64_t column, float sum) const {
+    const float shift = bias == nullptr ? 0.f : static_cast<float>(bias[column]);
+    out[row * out_stride + column] = static_cast<T>(sum + shift);
+  }
+
   // Add the products of the numbers from `from` to `to` to `kept`, which has the sums of the numbers before. The case
   // of all numbers at once, `kIsWhole`, is compiled separately; its sums never leave the registers. If this is not
   // inlined, a product with a weight of 128 x 128 takes up to 1.4 times as long.
@@ -203,18 +206,40 @@ struct Product {
     Vec parts[R * C];
     for (int64_t i = 0; i < R * C; i++) parts[i] = kIsWhole || from == 0 ? Vec(0.f) : kept[i];
     add_products<R, C>(its, of, k, std::max(C, ahead), from, to, parts);
-    if (!kIsWhole && to < whole()) {
+    if constexpr (!kIsWhole) {
       for (int64_t i = 0; i < R * C; i++) kept[i] = parts[i];
-      return;
+      if (to == whole()) finish<C>(row, column, R, kept);
+    } else {
+      float sums[R * C];
+      sum_each(parts, sums);
+      add_rest<R, C>(its, of, to, k, sums);
+      for (int64_t r = 0; r < R; r++)
+        for (int64_t c = 0; c < C; c++) {
+          const float shift = bias == nullptr ? 0.f : static_cast<float>(bias[column + c]);
+          out[(row + r) * out_stride + column + c] = static_cast<T>(sums[r * C + c] + shift);
+        }
     }
-    float sums[R * C];
-    sum_each(parts, sums);
-    add_rest<R, C>(its, of, to, k, sums);
-    for (int64_t r = 0; r < R; r++)
-      for (int64_t c = 0; c < C; c++) {
-        const float shift = bias == nullptr ? 0.f : static_cast<float>(bias[column + c]);
-        out[(row + r) * out_stride + column + c] = static_cast<T>(sums[r * C + c] + shift);
-      }
+  }
+
+  // Write the results of a block of `R` rows and `C` columns, whose products are in `kept`: what `block` does with all
+  // numbers at once. `R` is no parameter of the template, because the rows are long here: less is compiled.
+  template <int64_t C>
+  void finish(int64_t row, int64_t column, int64_t R, const Vec* kept) const {
+    constexpr int64_t kGroup = 16, kGroups = (kRows * C + kGroup - 1) / kGroup;
+    float sums[kGroups * kGroup];
+    for (int64_t at = 0; at < R * C; at += kGroup) {
+      Vec parts[kGroup];
+      for (int64_t i = 0; i < kGroup; i++) parts[i] = at + i < R * C ? kept[at + i] : Vec(0.f);
+      float of_group[kGroup];
+      sum_each(parts, of_group);
+      std::copy_n(of_group, kGroup, sums + at);
+    }
+    for (int64_t r = 0; r < R; r++) {
+      float of_row[C];
+      std::copy_n(sums + r * C, C, of_row);
+      add_rest<1, C>(x + (row + r) * k, weight + column * k, whole(), k, of_row);
+      for (int64_t c = 0; c < C; c++) write(row + r, column + c, of_row[c]);
+    }
   }
 
   // `R` rows from `row` on, with the columns from `begin` to `end`, and the numbers from `from` to `to`.
@@ -306,6 +331,8 @@ void run(const Tensor& x, const Tensor& weight, const OptTensor& bias, const Ten
   }
 }
 
+}  // namespace
+
 void linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, Tensor& out) {
   const auto type = x.scalar_type();
   TORCH_CHECK(type == at::kFloat || type == at::kBFloat16,
@@ -322,9 +349,5 @@ void linear(const Tensor& x, const Tensor& weight, const OptTensor& bias, Tensor
               text("bias must be ", type, " [", n, "]"));
   (type == at::kFloat ? run<float> : run<at::BFloat16>)(x, weight, bias, out);
 }
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(graphpact_compiled, CPU, m) { m.impl("linear", &linear); }
 
 }  // namespace graphpact

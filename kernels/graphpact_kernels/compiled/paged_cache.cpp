@@ -1,19 +1,16 @@
 // The compiled kernel that writes keys and values to a paged KV cache.
 //
 // Does not: attend; see attention.cpp.
-#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <cstring>
 
+#include "kernels.h"
 #include "text.h"
 
 namespace graphpact {
 namespace {
-
-using at::Tensor;
 
 // Copy each token's row to its slot. The rows of one tensor have equal lengths, and each row is dense.
 void scatter(const Tensor& rows, const Tensor& slots, const Tensor& cache, const char* name) {
@@ -38,6 +35,8 @@ void scatter(const Tensor& rows, const Tensor& slots, const Tensor& cache, const
   for (int64_t i = 0; i < count; i++) std::memcpy(target + slot[i] * stride, source + i * bytes, bytes);
 }
 
+}  // namespace
+
 void write_kv_cache(const Tensor& k, const Tensor& v, const Tensor& k_cache, const Tensor& v_cache,
                     const Tensor& out_cache_loc) {
   TORCH_CHECK(out_cache_loc.scalar_type() == at::kLong && out_cache_loc.dim() == 1 &&
@@ -48,9 +47,5 @@ void write_kv_cache(const Tensor& k, const Tensor& v, const Tensor& k_cache, con
   scatter(k, slots, k_cache, "keys");
   scatter(v, slots, v_cache, "values");
 }
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(graphpact_compiled, CPU, m) { m.impl("write_kv_cache", &write_kv_cache); }
 
 }  // namespace graphpact

@@ -3,7 +3,7 @@
 Does not: import SGLang; ``graphpact sglang diff`` reads its files.
 """
 
-from graphpact_cli.releases.command import EngineReleases
+from graphpact_cli.releases.engine import EngineReleases
 
 _EXECUTOR = "sglang.srt.model_executor"
 

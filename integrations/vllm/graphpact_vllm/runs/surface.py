@@ -3,7 +3,7 @@
 Does not: import vLLM; ``graphpact vllm diff`` reads its files.
 """
 
-from graphpact_cli.releases.command import EngineReleases
+from graphpact_cli.releases.engine import EngineReleases
 
 RELEASES = EngineReleases(
     name="vLLM",
