@@ -22,6 +22,7 @@ from graphpact.errors import UsageError, did_you_mean
 from graphpact.files import write_file
 from graphpact_bench.ways.table import WAYS, WayKind
 from graphpact_cli.console import data, note
+from graphpact_cli.pairs import pair_of
 
 if TYPE_CHECKING:
     from graphpact_bench.options import BenchOptions
@@ -280,11 +281,7 @@ def parse_python(text: str) -> tuple[str, str]:
     Raises:
         UsageError: It is not ``WAY=PYTHON``, or the way runs in this environment.
     """
-    name, _, python = text.partition("=")
-    if not python:
-        raise UsageError(
-            f"--python-of {text}: not WAY=PYTHON", hint=f"write {APART[0]}=.venv-vllm/bin/python"
-        )
+    name, python = pair_of("--python-of", text, "WAY=PYTHON", f"{APART[0]}=.venv-vllm/bin/python")
     if name not in APART:
         near = did_you_mean(name, APART)
         raise UsageError(

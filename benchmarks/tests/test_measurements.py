@@ -321,7 +321,7 @@ def test_the_help_explains_every_measurement_and_way(capsys: pytest.CaptureFixtu
         (["fill", "--batch", "2"], "--batch concerns none of fill", "it is an option of decode"),
         (["decode", "--way", "tap"], "no way is called 'tap'", "did you mean 'tape'?"),
         (["decode", "--way", "cuda"], "does not run on cpu", None),
-        (["decode", "--python-of", "llama.cpp"], "not WAY=PYTHON", "vllm-cpu=.venv-vllm/bin/python"),
+        (["decode", "--python-of", "llama.cpp"], "is not WAY=PYTHON", "vllm-cpu=.venv-vllm/bin/python"),
         (["decode", "--python-of", "vllm=python"], "environment of their own are vllm-cpu, llama.cpp", None),
         (
             ["fill", "--python-of", "llama.cpp=python"],

@@ -17,6 +17,7 @@ from graphpact.errors import UsageError
 from graphpact.files import write_file
 from graphpact_cli.console import data, note
 from graphpact_cli.engine_verdict import judge_runs
+from graphpact_cli.pairs import setting_of
 from graphpact_cli.prompt_lines import prompt_lines
 
 _HINT = "write prompts as arguments, or name a file with --file"
@@ -134,14 +135,11 @@ def require_ready(offer: ProcessOffer, model: Path) -> None:
 
 
 def parse_setting(text: str) -> tuple[str, Any]:
-    """Return the name and the value of an argument ``KEY=VALUE``; raise `UsageError` if it is none."""
-    key, equals, value = text.partition("=")
-    if not equals or not key.isidentifier():
-        raise UsageError(f"--set {text!r} is not KEY=VALUE", hint="for example --set page_size=16")
-    try:
-        return key, json.loads(value)
-    except json.JSONDecodeError:
-        return key, value
+    """Return the name and the value of an argument of an engine; raise `UsageError` if it is none."""
+    key, value = setting_of(text)
+    if not key.isidentifier():
+        raise UsageError(f"--set {text!r}: {key!r} is no name of an argument", hint="for example page_size")
+    return key, value
 
 
 def _both_runs(

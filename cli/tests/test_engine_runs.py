@@ -179,6 +179,8 @@ def test_a_difference_a_fault_or_no_replay_fails(
     [
         ((), "there is no prompt"),
         (("x", "--set", "page_size"), "--set 'page_size' is not KEY=VALUE"),
+        (("x", "--set", "=16"), "--set '=16' is not KEY=VALUE"),
+        (("x", "--set", "page size=16"), "'page size' is no name of an argument"),
         (("--file", "missing.txt"), "the prompt file missing.txt cannot be read: No such file"),
         (("x", "--model", "/nowhere"), "--model /nowhere: there is no config.json"),
     ],

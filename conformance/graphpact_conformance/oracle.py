@@ -1,9 +1,9 @@
 """The right results of a batch, from the lists of its requests: `answer`.
 
 The runner's region runs once more, on the live batch, without graph and padding. Its attention is
-`OracleBackend`: float64, one token at a time, over the requests' own lists of KV slots. Its
-model is the suite's, with the positions and fields that a step has by the contract, not those that the
-region passes. So the region decides only which tokens follow.
+`OracleBackend`: float64, over the requests' own lists of KV slots. Its model is the suite's, with the
+positions and fields that a step has by the contract, not those that the region passes. So the region decides
+only which tokens follow.
 
     positions      cached keys, plus the depth of a token in its draft; one more in each draft step
     fields         the batch's; hidden states of later passes are those of the token that is followed

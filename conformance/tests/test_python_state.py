@@ -1,5 +1,7 @@
 """Host state of plugins, and replays that skip its changes."""
 
+from collections import deque
+from copy import copy
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -10,7 +12,7 @@ from graphpact import ForwardMode
 from graphpact_conformance.draws.cases import Case
 from graphpact_conformance.draws.choice import configs_of
 from graphpact_conformance.experiments.python_state import python_state
-from graphpact_conformance.lane.host_state import changed, host_state, lines_of_writes, restore
+from graphpact_conformance.lane.host_state import changed, emptied, host_state, lines_of_writes, restore
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.reference_backend import ReferenceBackend
 from graphpact_conformance.results import Finding
@@ -66,6 +68,24 @@ def test_a_change_is_seen_and_undone(name: str, shown: str) -> None:
     restore(shown, before, after)
     assert not changed(before, host_state(plugin))
     assert plugin.sizes is kept
+
+
+class _Sizes(list[int]):
+    """A list of a plugin's own class."""
+
+
+@pytest.mark.parametrize("container", [{"a": 1}, [1, 2], {1, 2}, deque([1, 2]), _Sizes([1, 2])], ids=str)
+def test_containers_get_their_contents_back_in_place(container: Any) -> None:
+    """After `restore`, and after `emptied`, each kind of container is the same object with equal contents."""
+    plugin, right = _Plugin(), copy(container)
+    plugin.sizes = container
+    before = host_state(plugin)
+    container.clear()
+    restore("_Plugin.sizes", before, host_state(plugin))
+    assert (plugin.sizes, plugin.sizes is container) == (right, True)
+    with emptied(container):
+        assert not container
+    assert container == right
 
 
 def test_contents_of_tensors_and_the_lane_are_no_host_state() -> None:

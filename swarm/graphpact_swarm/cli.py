@@ -18,6 +18,7 @@ from graphpact.engines import EngineOffer, Feature, LoadOffer
 from graphpact.errors import ContractError, UsageError
 from graphpact.plugins import PluginCatalog
 from graphpact_cli.console import clean, data, note, print_table, talk
+from graphpact_cli.pairs import pair_of, setting_of
 from graphpact_cli.signals import stopped_by_sigterm
 
 _SEEDS_HINT = "for example --seeds 0:200, or --seeds 17"
@@ -296,11 +297,9 @@ def _range_of(text: str) -> range:
 
 
 def _folder(text: str) -> tuple[str, str]:
-    name, equals, path = text.partition("=")
-    if not equals or not Path(path, "config.json").is_file():
-        raise UsageError(
-            f"--draft {text!r} is not DRAFTS=DIR with a checkpoint", hint="for example --draft eagle=DIR"
-        )
+    name, path = pair_of("--draft", text, "DRAFTS=DIR", "eagle=DIR")
+    if not Path(path, "config.json").is_file():
+        raise UsageError(f"--draft {text!r}: there is no config.json", hint="name the folder of a checkpoint")
     return name, str(Path(path).resolve())
 
 
@@ -314,13 +313,7 @@ def _settings(texts: Sequence[str], features: Sequence[Feature]) -> tuple[dict[s
     settings: dict[str, Any] = {}
     fixed: dict[str, Any] = {}
     for text in texts:
-        key, equals, said = text.partition("=")
-        if not equals:
-            raise UsageError(f"--set {text!r} is not KEY=VALUE", hint="for example --set page_size=16")
-        try:
-            value = json.loads(said)
-        except json.JSONDecodeError:
-            value = said
+        key, value = setting_of(text)
         if key.startswith("engine."):
             settings[key.removeprefix("engine.")] = value
             continue

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from graphpact_cli import main
 from graphpact_swarm.report.results import FILE
 from graphpact_swarm.scenario import Arrival, Scenario
 
@@ -188,15 +189,22 @@ def test_a_scenario_says_what_is_wrong(tmp_path: Path) -> None:
         (["graphpact", "--set", "model=given"], "the feature has no such value"),
         (["graphpact", "--set", "fault=raise"], "there is no feature 'fault'"),
         (["graphpact", "--set", "page_size"], "is not KEY=VALUE"),
-        (["graphpact", "--draft", "eagle=nowhere"], "is not DRAFTS=DIR"),
+        (["graphpact", "--draft", "eagle"], "is not DRAFTS=DIR"),
+        (["graphpact", "--draft", "eagle=nowhere"], "there is no config.json"),
         (["graphpact", "--model", "nowhere"], "--model nowhere"),
         (["graphpact", "--scenario", "nowhere.json"], "nowhere.json"),
     ],
 )
 def test_a_wrong_command_is_refused_before_anything_runs(
-    words: Sequence[str], message: str, tmp_path: Path
+    words: Sequence[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The status is 2, the message names what is wrong, and no file is left."""
-    status, _, said = swarm(*words, folder=tmp_path)
+    monkeypatch.chdir(tmp_path)
+    status = main(["swarm", *words])
+    said = capsys.readouterr().err
     assert (status, [*tmp_path.iterdir()]) == (2, []), said
     assert message in said

@@ -231,13 +231,14 @@ class Progress:
         self._status = console.status(Text("starting"))
         self._done = 0
         self._failed: dict[str, list[Result]] = {}  # by plugin
+        self._first: dict[str, str] = {}  # by plugin: the rule to begin with
 
     def begins(self, plugin: str, work: str) -> None:
         """Show that ``work`` begins."""
         failed = sum(map(len, self._failed.values()))
         counts = f"{self._done} results" + (f", {failed} failed" if failed else "")
-        if broken := to_fix(rows_from(self._failed.get(plugin, ()))):
-            counts += f", begin with {broken[0].label}"
+        if plugin in self._first:
+            counts += f", begin with {self._first[plugin]}"
         line = f"{counts}  {_line(plugin)}: {_line(work)}"
         self._status.update(Text(line, no_wrap=True, overflow="ellipsis"))
 
@@ -247,6 +248,8 @@ class Progress:
         if not result.outcome.is_failure:
             return
         self._failed.setdefault(plugin, []).append(result)
+        if broken := to_fix(rows_from(self._failed[plugin])):
+            self._first[plugin] = broken[0].label
         text = f" {_line(plugin)}  {result.rule or _line(result.check)}  {_line(result.lane)}"
         first = result.findings[0] if result.findings else None
         place = [] if first is None else [part for part in (first.hook, first.field) if part]

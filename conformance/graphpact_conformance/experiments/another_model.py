@@ -7,8 +7,7 @@ Does not: capture lanes of another mode, or two of the same model; see
 `graphpact_conformance.experiments.recapture`.
 """
 
-from collections.abc import Iterator, Mapping, MutableSequence, MutableSet, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 from graphpact_conformance.draws.choice import of_another_model
@@ -16,7 +15,7 @@ from graphpact_conformance.draws.chosen_batches import half_size_batch
 from graphpact_conformance.draws.problems import Problem
 from graphpact_conformance.experiments.comparison import faults, is_right
 from graphpact_conformance.experiments.experiment import Findings
-from graphpact_conformance.lane.host_state import class_containers
+from graphpact_conformance.lane.host_state import class_containers, emptied
 from graphpact_conformance.lane.lane_under_test import LaneUnderTest
 from graphpact_conformance.lane.rig import Rig
 
@@ -78,9 +77,9 @@ def _cause(
     mine, largest = batches
 
     def are_right_without(container: Any) -> bool:
-        with _emptied(container):
+        with emptied(container):
             one = lane.build()
-        with _emptied(container):
+        with emptied(container):
             try:
                 two = other.build()
             except (Exception, SystemExit):  # noqa: BLE001  the plugin's code may raise anything
@@ -90,20 +89,3 @@ def _cause(
 
     containers = class_containers(rig.lane.backend, rig.lane.runner)
     return next((name for name, container in containers.items() if are_right_without(container)), None)
-
-
-@contextmanager
-def _emptied(container: Any) -> Iterator[None]:
-    """Empty a container in this context."""
-    kept: Any = dict(container) if isinstance(container, Mapping) else list(container)
-    container.clear()
-    try:
-        yield
-    finally:
-        container.clear()
-        if isinstance(container, MutableSequence):
-            container.extend(kept)
-        elif isinstance(container, MutableSet):
-            container |= set(kept)
-        else:
-            container.update(kept)

@@ -7,7 +7,7 @@ its own wrote for the request.
 Does not: see that a row misses a key which the step itself writes.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -53,31 +53,33 @@ def attended_slots(rig: Rig, step: StepRecord, wrong: DraftRow) -> str | None:
     path = [*request.cached, *drafted]
     scratch = range(rig.config.page_size)
 
-    def row_with(keep: Sequence[int]) -> torch.Tensor | None:
-        def spoil() -> None:
-            rig.cache.fill(2.0, keep=keep)
-
-        again = rig.step(problem, eagerly=step.shape is None, after_load=spoil)
+    def row_with_others_in(slots: Sequence[int]) -> torch.Tensor | None:
+        again = rig.step(problem, eagerly=step.shape is None, after_load=other_numbers_in(rig, slots))
         return None if again.rows is None else again.rows[wrong.output][wrong.row, slice(*wrong.columns)]
 
-    every = rig.cache.slots.tolist()
-    was = row_with(every)
+    was = row_with_others_in(())
     if was is None:
         return None
 
     def changes(slots: Sequence[int]) -> bool:
-        left = {*slots}
-        now = row_with([slot for slot in every if slot not in left])
+        now = row_with_others_in(slots)
         return now is not None and not equal(was, now)
 
     of_path = f"its path: cached {_listed(request.cached)}, then drafts {_listed(drafted)}"
-    others = [slot for slot in every if slot not in {*path, *scratch}]
+    others = [slot for slot in rig.cache.slots.tolist() if slot not in {*path, *scratch}]
     if (slot := first_slot(others, changes)) is not None:
         return f"it attends KV slot {slot}, which is not of {of_path}"
     missing = next((slot for slot in request.cached if not changes([slot])), None)
     if missing is not None:
         return f"it does not attend KV slot {missing}, position {request.cached.index(missing)} of {of_path}"
     return None
+
+
+def other_numbers_in(rig: Rig, slots: Collection[int]) -> Callable[[], None]:
+    """Return a function that writes other numbers into KV slots, for `Rig.step` after memory is loaded."""
+    left = {*slots}
+    keep = [slot for slot in rig.cache.slots.tolist() if slot not in left]
+    return lambda: rig.cache.fill(2.0, keep=keep)
 
 
 def owner_of(slot: int, problem: Problem) -> str:

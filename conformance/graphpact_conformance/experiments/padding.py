@@ -14,7 +14,7 @@ from graphpact_conformance.draws.chosen_batches import corner, of_size
 from graphpact_conformance.draws.fields import MROPE, SAFE, words, wrong_rows
 from graphpact_conformance.draws.lanes import HIDDEN, VOCAB
 from graphpact_conformance.draws.problems import Problem, ProblemRequest, next_id
-from graphpact_conformance.experiments.attended_slots import first_slot, owner_of
+from graphpact_conformance.experiments.attended_slots import first_slot, other_numbers_in, owner_of
 from graphpact_conformance.experiments.comparison import (
     TensorEdit,
     altered,
@@ -338,17 +338,12 @@ def _slot_read(
     rig: Rig, base: StepRecord, was: dict[str, torch.Tensor] | None, scratch: Sequence[int]
 ) -> str | None:
     """Return in words a KV slot that padding rows attend, or None if the step itself writes their keys."""
-    every = rig.cache.slots.tolist()
 
     def changes(slots: Sequence[int]) -> bool:
-        left = {*slots}
+        again = rig.step(base.problem, after_load=other_numbers_in(rig, slots))
+        return not same_tensors(was, _padded_outputs(rig, again))
 
-        def spoil() -> None:
-            rig.cache.fill(2.0, keep=[slot for slot in every if slot not in left])
-
-        return not same_tensors(was, _padded_outputs(rig, rig.step(base.problem, after_load=spoil)))
-
-    slot = first_slot([slot for slot in every if slot not in scratch], changes)
+    slot = first_slot([slot for slot in rig.cache.slots.tolist() if slot not in scratch], changes)
     if slot is None:
         return None
     places = [each for leaf in base.leaves.values() if (each := _place_in_tail(leaf, slot, rig)) is not None]

@@ -23,6 +23,8 @@ from graphpact_conformance.lane.holders import own_attributes
 _OF_LANE = frozenset({"context", "driver", "_registry", "_workspaces", "records_metadata", "passed_over"})
 """Attributes that the lane and the base class set."""
 _MISSING = object()
+_KINDS: tuple[Any, ...] = (dict, (list, deque), set)  # of containers: one may be refilled from another
+_CONTAINERS = (dict, list, set, deque)
 _DEPTH = 4
 """How deep objects of the plugin are searched for attributes."""
 
@@ -83,7 +85,7 @@ def class_containers(*owners: object) -> dict[str, Any]:
         f"{type(each).__name__}.{name}": value
         for each in owners
         for name, value in _of_classes(each, packages).items()
-        if isinstance(value, (dict, list, set, deque)) and value and name not in vars(each)
+        if isinstance(value, _CONTAINERS) and value and name not in vars(each)
     }
 
 
@@ -106,14 +108,27 @@ def restore(name: str, state: Mapping[str, Kept], now: Mapping[str, Kept]) -> No
         delattr(now[name].owner, now[name].name)
         return
     present = getattr(kept.owner, kept.name, _MISSING)
-    if isinstance(present, dict) and isinstance(kept.value, dict):
-        present.clear()
-        present.update(kept.value)
-    elif isinstance(present, (list, deque)) and isinstance(kept.value, (list, deque)):
-        present.clear()
-        present.extend(kept.value)
+    if any(isinstance(present, kind) and isinstance(kept.value, kind) for kind in _KINDS):
+        _refill(present, kept.value)
     else:
         setattr(kept.owner, kept.name, kept.value)
+
+
+@contextmanager
+def emptied(container: Any) -> Iterator[None]:
+    """Empty a dict, list, set or deque inside the context."""
+    kept = _copy(container)
+    container.clear()
+    try:
+        yield
+    finally:
+        _refill(container, kept)
+
+
+def _refill(container: Any, contents: Any) -> None:
+    """Replace the contents of a container, in place."""
+    container.clear()
+    (container.extend if isinstance(container, (list, deque)) else container.update)(contents)
 
 
 @contextmanager
@@ -167,6 +182,9 @@ def _copy(value: Any) -> Any:
         return {key: _copy(item) for key, item in [*value.items()]}
     if type(value) in (list, tuple, set, deque):
         return type(value)(map(_copy, [*value]))
+    for kind in (list, set, deque):  # of subclasses only the contents: their constructors may take anything
+        if isinstance(value, kind):
+            return kind(map(_copy, [*value]))
     return value
 
 

@@ -69,6 +69,21 @@ def replayed(region: Callable[[], Any]) -> InductorGraph:
     return InductorDriver(CPU).capture(region)
 
 
+def require_right(graph: InductorGraph, model: Layers, seed: int) -> None:
+    """Require that a replay for another input does what the model does eagerly."""
+    model.x.normal_(generator=torch.Generator().manual_seed(seed))
+    got = model.state(lambda: (graph.replay(), graph.outputs)[1])
+    torch.testing.assert_close(got, model.state(model))
+
+
+def counted_calls(monkeypatch: pytest.MonkeyPatch, name: str) -> list[Any]:
+    """Return a list to which each call of a function of `shared_library` adds its arguments."""
+    calls: list[Any] = []
+    called = getattr(shared_library, name)
+    monkeypatch.setattr(shared_library, name, lambda *args: (calls.append(args), called(*args))[1])
+    return calls
+
+
 @pytest.fixture(autouse=True)
 def _small_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Let layers of any size be pieces of their own."""
@@ -123,47 +138,29 @@ def test_layers_are_compiled_once(
     compiler: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Of 9 equal layers one is compiled, with what is before and after them, and replays equal eager runs."""
-    builds = []
-    build = shared_library._library
-
-    def counted(*args: Any) -> Any:
-        builds.append(args)
-        return build(*args)
-
     monkeypatch.setenv("GRAPHPACT_CACHE_DIR", str(tmp_path))
     monkeypatch.setattr(shared_library, "_loaded", {})
-    monkeypatch.setattr(shared_library, "_library", counted)
+    builds = counted_calls(monkeypatch, "_library")
     model = Layers(9)
     graph = replayed(model)
     assert len(builds) == 3
     assert len(graph._steps) == 11
     for seed in range(3):
-        model.x.normal_(generator=torch.Generator().manual_seed(seed))
-        got = model.state(lambda: (graph.replay(), graph.outputs)[1])
-        torch.testing.assert_close(got, model.state(model))
+        require_right(graph, model, seed)
 
 
 def test_equal_layers_without_a_cpp_program_share_one_python_program(
     compiler: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """If inductor has no C++ program for a layer, its Python program is made once, and replays are right."""
-    made = []
-    make = shared_library._python_program
-
-    def counted(*args: Any) -> Any:
-        made.append(args)
-        return make(*args)
-
     monkeypatch.setattr(shared_library, "_loaded", {})
     monkeypatch.setattr(shared_library, "_library", lambda *_: None)
     monkeypatch.setattr(shared_library, "_from_cache", lambda _: None)
-    monkeypatch.setattr(shared_library, "_python_program", counted)
+    made = counted_calls(monkeypatch, "_python_program")
     model = Layers(9)
     graph = replayed(model)
     assert len(made) == 3
-    model.x.normal_()
-    got = model.state(lambda: (graph.replay(), graph.outputs)[1])
-    torch.testing.assert_close(got, model.state(model))
+    require_right(graph, model, seed=0)
 
 
 def test_no_more_memory_is_kept_than_crosses(interpreted: None) -> None:

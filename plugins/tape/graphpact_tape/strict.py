@@ -249,7 +249,6 @@ class StrictTape(Graph):
                 recorder.borrow(tensor, "the function is returned")
         self.tasks = recording.tasks
         self._released = False
-        self._alive: list[torch.Tensor] | None = None  # external tensors of a replay that was submitted
         self.outputs_stand = False
         self.spoil()
 
@@ -261,26 +260,38 @@ class StrictTape(Graph):
                 updated.
             PoisonError: An operation fails on its inputs.
         """
-        self._shared.tasks.launch(self.tasks, self._submit, lambda: self._run(contextlib.nullcontext()))
+        external: list[torch.Tensor] = []
+
+        def submit() -> None:
+            found = self._submit()
+            if self.tasks is None:  # the work follows at once
+                external.extend(found)
+
+        self._shared.tasks.launch(self.tasks, submit, lambda: self._run(contextlib.nullcontext(), external))
 
     def rehearse(self) -> None:
         """Replay with poison in uninitialised memory of the eager calls, so that replays are comparable."""
-        self._submit()
-        self._run(_PoisonedEmpty())  # type: ignore[no-untyped-call]  # torch has no annotation here
+        self._run(_PoisonedEmpty(), self._submit())  # type: ignore[no-untyped-call]  # torch annotates none
 
-    def _submit(self) -> None:
-        """Submit a replay after earlier work, and poison the memory that it may overwrite."""
+    def _submit(self) -> list[torch.Tensor]:
+        """Submit a replay after earlier work, and poison the memory that it may overwrite.
+
+        Returns:
+            The external tensors, which are alive.
+        """
         if self._released:
             raise EngineError("a released tape was replayed", hint="capture the shape again")
         with torch.inference_mode():
             external = [e.revive() for e in self.external]
             self._shared.begin_replay(self, external)
-        if self.tasks is None:  # the work follows at once
-            self._alive = external
+        return external
 
-    def _run(self, call_context: contextlib.AbstractContextManager[object]) -> None:
+    def _run(
+        self, call_context: contextlib.AbstractContextManager[object], external: list[torch.Tensor]
+    ) -> None:
+        """Run every operation; ``external`` is empty if the external tensors may not be alive any more."""
         with torch.inference_mode():
-            external, self._alive = self._alive or [e.revive() for e in self.external], None
+            external = external or [e.revive() for e in self.external]
             if self.tasks is not None and (rebound := self.tasks.rebound()):
                 self._shared.order.work("a replay", rebound, (), Line(), ReplayError)
             for node in self._nodes:
