@@ -1,4 +1,4 @@
-"""Arguments of the form NAME=VALUE.
+"""`pair_of` and `setting_of`: arguments of the form NAME=VALUE.
 
 Does not: know the names of a command.
 """
