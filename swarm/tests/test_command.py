@@ -17,7 +17,10 @@ from graphpact_cli import main
 from graphpact_swarm.report.results import FILE
 from graphpact_swarm.scenario import Arrival, Scenario
 
-_SEEDS = ("graphpact", "--workers", "1", "--set", "kernels=portable", "--json")
+_SEEDS = (
+    *("graphpact", "--workers", "1", "--json"),
+    *("--set", "kernels=portable", "--set", "prefill=eager"),  # neither compiles; the sweeps draw all
+)
 
 
 def swarm(*words: str, folder: Path) -> tuple[int, dict[str, Any], str]:
@@ -96,20 +99,21 @@ def busy_cores() -> Iterator[None]:
         process.join()
 
 
+@pytest.mark.sweep
 @pytest.mark.usefixtures("busy_cores")
-def test_a_seed_takes_the_same_steps_on_a_busy_machine_and_a_run_goes_on(
-    run: tuple[Path, dict[str, Any]],
-) -> None:
-    """Each seed runs twice, beside processes on all cores; its digest is that of the run with nothing beside.
-
-    A run in the same folder goes on: it runs the seeds that are missing there, and no other.
-    """
+def test_a_seed_takes_the_same_steps_on_a_busy_machine(run: tuple[Path, dict[str, Any]]) -> None:
+    """Each seed runs twice, beside processes on all cores; its digest is that of the run before."""
     folder, _ = run
     status, summary, said = swarm(
         *_SEEDS, "--seeds", "0:2", "--repeat", "2", "--out", "again", folder=folder.parent
     )
     assert (status, summary["clean"]) == (0, 2), said
     assert digests(folder.parent / "again") == digests(folder)
+
+
+def test_a_run_goes_on(run: tuple[Path, dict[str, Any]]) -> None:
+    """In the folder of a run, the seeds that are missing there run, and no other."""
+    folder, _ = run
     lines = (folder / FILE).read_text()
     status, summary, said = swarm(*_SEEDS, "--seeds", "0:3", "--out", "here", folder=folder.parent)
     assert (status, summary["seeds"]) == (0, 3), said
