@@ -143,17 +143,19 @@ def run(tasks: Iterable[Task], workers: int) -> None:
 
 
 def _start(task: Task) -> "_Child":
-    """Start a child; try again once, because another child may kill the server at that moment.
+    """Start a child; try again while the server ends, which another child may have killed.
 
-    The server is started again with the next child.
+    The server is started again with the next child, but only once it is gone: it closes its socket before.
     """
-    try:
+    deadline = time.monotonic() + _KILL_LIMIT
+    while True:
         try:
             return _Child(task)
-        except (EOFError, ConnectionError):
-            return _Child(task)
-    except (OSError, EOFError) as error:
-        raise EngineError(f"no child process can be started: {error}") from error
+        except (OSError, EOFError) as error:
+            is_of_server = isinstance(error, (EOFError, ConnectionError))
+            if not is_of_server or time.monotonic() > deadline:
+                raise EngineError(f"no child process can be started: {error}") from error
+            time.sleep(_TICK / 5)
 
 
 class _Child:

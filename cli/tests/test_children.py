@@ -194,12 +194,16 @@ def test_a_server_that_cannot_start_is_an_error(monkeypatch: pytest.MonkeyPatch)
         children.run([Work("")], 1)
 
 
-@pytest.mark.parametrize("error", [EOFError("unexpected EOF"), ConnectionResetError(104, "reset by peer")])
+_ENDED, _RESET = EOFError("unexpected EOF"), ConnectionResetError(104, "reset by peer")
+_REFUSED = ConnectionRefusedError(111, "refused")
+
+
+@pytest.mark.parametrize("errors", [[_ENDED], [_RESET], [_REFUSED, _REFUSED, _ENDED]], ids=str)
 def test_a_server_that_is_killed_at_a_start_is_started_again(
-    error: Exception, monkeypatch: pytest.MonkeyPatch
+    errors: list[Exception], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If the server is gone when a child is started, the child is started once more and runs."""
-    faults = [error]
+    """If the server is gone or ends when a child is started, the child is started again and runs."""
+    faults = [*errors]
     right = ForkServerProcess.start
 
     def start(process: ForkServerProcess) -> None:
@@ -212,6 +216,18 @@ def test_a_server_that_is_killed_at_a_start_is_started_again(
     children.run([task], 1)
     assert task.messages == ["ran"]
     assert len(task.endings) == 1
+
+
+def test_a_server_that_does_not_come_back_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    """If the server is gone at each start, the error says so after a limit."""
+
+    def start(_: object) -> None:
+        raise _REFUSED
+
+    monkeypatch.setattr(ForkServerProcess, "start", start)
+    monkeypatch.setattr(children, "_KILL_LIMIT", 0.1)
+    with pytest.raises(EngineError, match=r"no child process can be started: .*refused"):
+        children.run([Work("")], 1)
 
 
 def test_an_error_here_ends_the_children() -> None:
