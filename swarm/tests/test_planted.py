@@ -31,7 +31,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         yield runs.ask
 
 
-@pytest.mark.few(3)
+@pytest.mark.few(1)
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_fault_is_found_and_shrunk(name: str, ask: Ask) -> None:
     """One of 50 seeds finds it, for what it is; a run of four requests is enough, and right without it."""

@@ -264,7 +264,7 @@ def deprecating(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return edited(tmp_path_factory.mktemp("core"), DEPRECATIONS)
 
 
-@pytest.mark.few(2)
+@pytest.mark.few(1)
 @pytest.mark.parametrize(
     ("kind", "name", "text"),
     [
