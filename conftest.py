@@ -5,13 +5,15 @@ leaves of each sweep only every N-th case, beginning with the K-th: N runs toget
 
 The compiled kernels are built before the first test: no test then waits for it, or sees what it says.
 
-Garbage collection leaves out the imported modules: it would look through them again and again.
+Garbage collection leaves out the imported modules, also those that tests import, such as torch's compiler:
+with them, a collection takes a second.
 
 Does not: limit the time of an example: the machines that run the tests are shared.
 """
 
 import gc
 import random
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +26,9 @@ from graphpact_kernels.compiled import load
 
 settings.register_profile("shared machine", deadline=None)
 settings.load_profile("shared machine")
+
+_FROZEN = pytest.StashKey[int]()  # the number of modules that were imported at the last freeze
+_MANY_MODULES = 50
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -91,10 +96,23 @@ def pytest_configure(config: pytest.Config) -> None:
         load()
 
 
-def pytest_collection_finish() -> None:
-    """Freeze what was imported."""
-    gc.collect()
-    gc.freeze()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Freeze what was imported to collect the tests."""
+    _freeze_imports(session.config)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imports_frozen(request: pytest.FixtureRequest) -> None:
+    """Freeze what the tests of earlier files imported."""
+    _freeze_imports(request.config)
+
+
+def _freeze_imports(config: pytest.Config) -> None:
+    count = len(sys.modules)
+    if count - config.stash.get(_FROZEN, 0) >= _MANY_MODULES:
+        gc.collect()
+        gc.freeze()
+        config.stash[_FROZEN] = count
 
 
 @pytest.fixture(scope="session")
