@@ -30,6 +30,8 @@ class ForwardMode(enum.Enum):
             they were accepted or not.
         IDLE: A step without requests, on a rank that runs it because other ranks have work. The batch has the
             same fields as other batches of its lane, without rows.
+        is_decode: Of a mode, whether it is plain decode: one new token per request.
+        is_ragged: Of a mode, whether requests have different numbers of tokens, given by ``extend_seq_lens``.
     """
 
     DECODE = "decode"
@@ -40,15 +42,12 @@ class ForwardMode(enum.Enum):
     DRAFT_EXTEND = "draft_extend"
     IDLE = "idle"
 
-    @property
-    def is_decode(self) -> bool:
-        """Whether this is plain decode: one new token per request."""
-        return self is ForwardMode.DECODE
+    def __init__(self, value: str) -> None:
+        self.is_decode = value == "decode"
+        self.is_ragged = value in ("extend", "mixed")
 
-    @property
-    def is_ragged(self) -> bool:
-        """Whether requests have different numbers of tokens, given by ``extend_seq_lens``."""
-        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
+    # Members are equal only if identical. A mode is in the key of a shape, and enum's own hash runs Python.
+    __hash__ = object.__hash__
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,7 +163,7 @@ class ForwardBatch:
             new = sum(self.required_extend_lens()[1].tolist())
             if new != tokens:
                 _contradiction(self, f"extend_seq_lens_cpu adds up to {new}", f"{tokens} tokens")
-        elif tokens != bs * self.tokens_per_request or (mode.is_decode and tokens != bs):
+        elif tokens != (bs if mode.is_decode else bs * self.tokens_per_request):
             _contradiction(self, f"{tokens} tokens", f"the same number for each of {bs} requests")
         if (self.out_cache_loc.dim() == 2) is not (mode is ForwardMode.DRAFT_DECODE):
             asked = "[T, num_steps]" if mode is ForwardMode.DRAFT_DECODE else "[T]"
