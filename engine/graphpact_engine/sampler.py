@@ -255,7 +255,7 @@ def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     maximum of each block of columns is computed first, and the column is searched in one block of each row.
     """
     vocab = logits.shape[1]
-    if logits.device.type != "cpu" or logits.numel() < _SERIAL or vocab < _BLOCK:
+    if logits.numel() < _SERIAL or vocab < _BLOCK or logits.device.type != "cpu":
         best, tokens = logits.max(dim=-1)
         return best, tokens
     even = vocab // _BLOCK * _BLOCK
