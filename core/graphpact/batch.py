@@ -30,8 +30,6 @@ class ForwardMode(enum.Enum):
             they were accepted or not.
         IDLE: A step without requests, on a rank that runs it because other ranks have work. The batch has the
             same fields as other batches of its lane, without rows.
-        is_decode: Of a mode, whether it is plain decode: one new token per request.
-        is_ragged: Of a mode, whether requests have different numbers of tokens, given by ``extend_seq_lens``.
     """
 
     DECODE = "decode"
@@ -42,12 +40,20 @@ class ForwardMode(enum.Enum):
     DRAFT_EXTEND = "draft_extend"
     IDLE = "idle"
 
-    def __init__(self, value: str) -> None:
-        self.is_decode = value == "decode"
-        self.is_ragged = value in ("extend", "mixed")
-
     # Members are equal only if identical. A mode is in the key of a shape, and enum's own hash runs Python.
     __hash__ = object.__hash__
+
+    # A step asks both many times. Before Python 3.12, the look-up of a member on its class takes longer.
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether this is plain decode: one new token per request."""
+        return self._value_ == "decode"
+
+    @property
+    def is_ragged(self) -> bool:
+        """Whether requests have different numbers of tokens, given by ``extend_seq_lens``."""
+        return self._value_ in ("extend", "mixed")
 
 
 @dataclass(slots=True, kw_only=True)
