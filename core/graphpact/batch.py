@@ -40,15 +40,20 @@ class ForwardMode(enum.Enum):
     DRAFT_EXTEND = "draft_extend"
     IDLE = "idle"
 
+    # Members are equal only if identical. A mode is in the key of a shape, and enum's own hash runs Python.
+    __hash__ = object.__hash__
+
+    # A step asks both many times. Before Python 3.12, the look-up of a member on its class takes longer.
+
     @property
     def is_decode(self) -> bool:
         """Whether this is plain decode: one new token per request."""
-        return self is ForwardMode.DECODE
+        return self._value_ == "decode"
 
     @property
     def is_ragged(self) -> bool:
         """Whether requests have different numbers of tokens, given by ``extend_seq_lens``."""
-        return self in (ForwardMode.EXTEND, ForwardMode.MIXED)
+        return self._value_ in ("extend", "mixed")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -164,7 +169,7 @@ class ForwardBatch:
             new = sum(self.required_extend_lens()[1].tolist())
             if new != tokens:
                 _contradiction(self, f"extend_seq_lens_cpu adds up to {new}", f"{tokens} tokens")
-        elif tokens != bs * self.tokens_per_request or (mode.is_decode and tokens != bs):
+        elif tokens != (bs if mode.is_decode else bs * self.tokens_per_request):
             _contradiction(self, f"{tokens} tokens", f"the same number for each of {bs} requests")
         if (self.out_cache_loc.dim() == 2) is not (mode is ForwardMode.DRAFT_DECODE):
             asked = "[T, num_steps]" if mode is ForwardMode.DRAFT_DECODE else "[T]"

@@ -158,13 +158,15 @@ class Lane:
 
     # -- the step --------------------------------------------------------------------------------
 
-    @torch.inference_mode()
     def run(self, batch: ForwardBatch) -> StepOutputs:
         """Run ``batch``, through a graph if a shape fits, and return its outputs, cut to the live rows.
 
         The outputs are valid until the next replay of the lane's driver.
         """
-        return self._checked_outputs(self._run_step(lane=self, batch=batch), "run_step")
+        if torch.is_inference_mode_enabled():  # as in the steps of an engine: entering it again takes time
+            return self._checked_outputs(self._run_step(lane=self, batch=batch), "run_step")
+        with torch.inference_mode():
+            return self._checked_outputs(self._run_step(lane=self, batch=batch), "run_step")
 
     def prepare(self, batch: ForwardBatch) -> PreparedStep:
         """Prepare ``batch`` for `launch`. An earlier step may still run on the device.

@@ -82,6 +82,7 @@ class CaptureSizes:
 
     shapes: tuple[GraphShape, ...]
     _width: int | None = field(init=False, repr=False, compare=False)
+    _token_counts: tuple[int, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         shapes = sorted(set(self.shapes), key=lambda s: (s.num_tokens, s.batch_size, s.variant))
@@ -106,6 +107,7 @@ class CaptureSizes:
             )
         object.__setattr__(self, "shapes", tuple(shapes))
         object.__setattr__(self, "_width", None if shapes[0].mode.is_ragged else width)
+        object.__setattr__(self, "_token_counts", tuple(s.num_tokens for s in shapes))
 
     @classmethod
     def uniform(
@@ -130,7 +132,8 @@ class CaptureSizes:
         An idle batch fits the smallest shape. If layers gather over DP ranks, all ranks take the shape of the
         largest rank (``global_num_tokens_cpu`` and ``global_batch_sizes_cpu``).
         """
-        if batch.forward_mode not in (self.shapes[0].mode, ForwardMode.IDLE):
+        mode = batch.forward_mode
+        if mode is not self.shapes[0].mode and mode is not ForwardMode.IDLE:
             return EagerReason.WRONG_MODE
         requests, tokens = batch.batch_size, batch.num_tokens
         most = max(batch.global_num_tokens_cpu) if batch.global_num_tokens_cpu else 0
@@ -140,7 +143,7 @@ class CaptureSizes:
             if tokens != batch.batch_size * self._width:
                 return EagerReason.OTHER_WIDTH
             most = -(-most // self._width) * self._width
-        first = bisect.bisect_left(self.shapes, max(tokens, most), key=lambda shape: shape.num_tokens)
+        first = bisect.bisect_left(self._token_counts, max(tokens, most))
         for shape in self.shapes[first:]:
             if shape.batch_size >= requests and shape.variant == variant:
                 return shape

@@ -88,13 +88,12 @@ class BatchBuilder:
         decodes = self._decodes
         if decodes is None or decodes.count != count:
             decodes = self._decodes = _DecodeStaging(count, self._num_reserved, self._device)
-        decodes.turn(keeping=continues)
+        decodes.turn(advancing=continues)
         numbers = decodes.numbers
         if tokens is None:
             numbers[:count] = [request.output_token_ids[-1] for request in requests]
         if continues:
             decodes.age += 1
-            decodes.advancing.add_(1)
             size = self._size
             for at in decodes.crossing[decodes.age % size]:
                 page = requests[at].pages[numbers[count + at] // size]
@@ -176,21 +175,27 @@ class BatchBuilder:
         """Write everything but the tokens, and note which request enters a page in which step."""
         count, reserved, size = len(requests), self._num_reserved, self._size
         starts = [request.num_computed + ahead for request in requests]
-        rows = [_row_of(request) for request in requests]
+        rows = [request.row or _row_of(request) for request in requests]  # no request owns row 0
+        where = [row * self._width + start for row, start in zip(rows, starts, strict=True)]
         numbers, first, after = decodes.numbers, decodes.first_slot, decodes.first_where
         numbers[count : 2 * count] = starts
         numbers[2 * count : 3 * count] = [start + 1 for start in starts]
-        numbers[first:after] = [
-            request.pages[at // size] * size + at % size
-            for request, start in zip(requests, starts, strict=True)
-            for at in range(start, start + reserved)
-        ]
-        numbers[after : after + count * reserved] = [
-            at
-            for row, start in zip(rows, starts, strict=True)
-            for at in range(row * self._width + start, row * self._width + start + reserved)
-        ]
         numbers[after + count * reserved :] = rows
+        if reserved > 1:
+            numbers[first:after] = [
+                slot
+                for request, start in zip(requests, starts, strict=True)
+                for slot in _slots_of(request.pages, start, start + reserved, size)
+            ]
+            numbers[after : after + count * reserved] = [
+                at for begin in where for at in range(begin, begin + reserved)
+            ]
+            return  # the next decode does not continue this one
+        numbers[first:after] = [
+            request.pages[start // size] * size + start % size
+            for request, start in zip(requests, starts, strict=True)
+        ]
+        numbers[after : after + count] = where
         decodes.age = 0
         decodes.crossing = [[] for _ in range(size)]
         for index, start in enumerate(starts):
@@ -208,7 +213,6 @@ class _DecodeStaging:
     Attributes:
         host: The numbers on the host: tokens, positions, lengths, slots, indices into the table, rows.
         numbers: The same memory, for writes of single numbers.
-        advancing: The part of ``host`` that grows by 1 in each step.
         batch: The batch.
         age: Steps since all numbers were written.
         crossing: The indices of the requests that enter a page at each age, modulo the size of a page.
@@ -221,6 +225,8 @@ class _DecodeStaging:
         self.first_where = self.first_slot + count * reserved
         self.age = 0
         self.crossing: list[list[int]] = []
+        self._growth = torch.ones(sum(sizes), dtype=torch.int64)  # of each number from step to step
+        self._growth[:count] = self._growth[-count:] = 0  # tokens and rows
         with torch.inference_mode(mode=False):  # other steps may write it outside of the caller's mode
             self.moved = torch.zeros(sum(sizes), dtype=torch.int64, device=device)
             self.narrow_slots = torch.zeros(count * reserved, dtype=torch.int32, device=device)
@@ -241,22 +247,37 @@ class _DecodeStaging:
                     seq_lens=lengths,
                     seq_lens_cpu=host[2 * count : 3 * count],
                 )
-                sides.append((host, numbers, host[count : self.first_where + count * reserved], batch))
+                sides.append((host, numbers, batch))
         self._other, side = sides
-        self.host, self.numbers, self.advancing, self.batch = side
+        self.host, self.numbers, self.batch = side
 
-    def turn(self, *, keeping: bool) -> None:
-        """Switch to the other host memory, as a device may still copy this one; copy the numbers if asked."""
-        before = self.host, self.numbers, self.advancing, self.batch
-        self.host, self.numbers, self.advancing, self.batch = self._other
+    def turn(self, *, advancing: bool) -> None:
+        """Switch to the other host memory, as a device may still copy this one.
+
+        Args:
+            advancing: Whether to write the numbers of the next token of every request, all but the tokens.
+        """
+        before = self.host, self.numbers, self.batch
+        self.host, self.numbers, self.batch = self._other
         self._other = before
-        if keeping:
-            self.host.copy_(before[0])
+        if advancing:
+            torch.add(before[0], self._growth, out=self.host)
 
 
 def _tensor_of(numbers: Sequence[int]) -> torch.Tensor:
     """Return the numbers as an int64 tensor on the host; twice as fast as torch.tensor."""
     return torch.frombuffer(array("q", numbers), dtype=torch.int64)
+
+
+def _slots_of(pages: Sequence[int], start: int, end: int, size: int) -> list[int]:
+    """Return the slots of the positions ``start`` to ``end - 1`` of a request that owns ``pages``."""
+    slots: list[int] = []
+    while start < end:
+        offset = start % size
+        slot, count = pages[start // size] * size + offset, min(size - offset, end - start)
+        slots += range(slot, slot + count)
+        start += count
+    return slots
 
 
 def _row_of(request: Request) -> int:

@@ -14,6 +14,8 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from graphpact_engine.lanes import LaneSet
 from graphpact_engine.phases import EnginePhases
 from graphpact_engine.ranks.stages import PipelineStage
@@ -62,6 +64,7 @@ class PlainLoop:
         self._sample = phases.observed("sample", sampler.sample)
         self._commit = phases.observed("commit", scheduler.commit)
 
+    @torch.inference_mode()
     def step(self) -> list[Request]:
         """Run one batch, and return the requests that received a token."""
         scheduled = self._schedule()
@@ -150,6 +153,7 @@ class AsyncLoop(PlainLoop):
         self._start_sampling = phases.observed("sample", sampler.start)
         self._wait = phases.observed("wait", PendingTokens.read)
 
+    @torch.inference_mode()
     def step(self) -> list[Request]:
         """Run one batch, or a part of two decodes; return the requests that received a token."""
         flight, self._flight = self._flight, None

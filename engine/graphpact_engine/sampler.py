@@ -59,7 +59,11 @@ class Sampler:
             EngineError: The number of requests is not the number of rows; or a row contains NaN or has no
                 finite maximum. Then the message names its request, and no random number is used up.
         """
-        return self.start(logits, requests).read()
+        tokens, not_finite = self._choose(logits, requests, None)
+        chosen = _read(tokens.masked_fill_(not_finite, -1), requests)
+        for request in self._plan.drawing:
+            request.use_uniforms()
+        return chosen
 
     def start(self, logits: torch.Tensor, requests: Sequence[Request], *, ahead: int = 0) -> "PendingTokens":
         """Choose tokens as `sample` does, without waiting for the device; `PendingTokens.read` waits.
@@ -126,7 +130,7 @@ class Sampler:
             )
             logits = logits.to(scores.dtype).index_copy(0, changed, scores)
         best, tokens = _likeliest(logits)
-        not_finite = (best - best).ne(0)  # NaN - NaN and inf - inf are NaN
+        not_finite = (best - best).isnan()  # as is the difference of two infinities
         for draw, rows, index, params in plan.draws:
             uniform = [requests[at].uniform(ahead if drafts is None else len(drafts[at])) for at in rows]
             numbers = _to_device(torch.tensor(uniform, dtype=torch.float64), logits.device).unsqueeze(1)
@@ -251,7 +255,7 @@ def _likeliest(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     maximum of each block of columns is computed first, and the column is searched in one block of each row.
     """
     vocab = logits.shape[1]
-    if logits.device.type != "cpu" or logits.numel() < _SERIAL or vocab < _BLOCK:
+    if logits.numel() < _SERIAL or vocab < _BLOCK or logits.device.type != "cpu":
         best, tokens = logits.max(dim=-1)
         return best, tokens
     even = vocab // _BLOCK * _BLOCK

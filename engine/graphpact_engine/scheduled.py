@@ -12,7 +12,7 @@ from graphpact.batch import ForwardBatch
 from graphpact_engine.request import Request
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class ScheduledBatch:
     """The work of one step: a batch to run, and which of its requests yield a token.
 

@@ -15,10 +15,11 @@ Does not: schedule, commit tokens, depend on one algorithm, or keep anything if 
 """
 
 import time
+from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -61,7 +62,7 @@ class SpeculationStats:
 
 
 class Speculator:
-    """The steps of one algorithm.
+    """The steps of one algorithm. They run in `torch.inference_mode`, as all steps of an engine.
 
     Args:
         algorithm: The algorithm.
@@ -94,6 +95,8 @@ class Speculator:
         self.state = state
         self.target_cache = target_cache
         self.max_position = max_position
+        self.depths = torch.arange(draft.num_draft_tokens, device=target_cache[0].device)
+        """``[num_draft_tokens]`` int64: 0, 1, ..; the depths of the tokens of a chain."""
         self._run = run
         (self.verify_mode,) = (
             name for name, role in algorithm.lanes.items() if role.mode is ForwardMode.TARGET_VERIFY
@@ -108,7 +111,6 @@ class Speculator:
             spent = self.stats.seconds.get(mode, 0.0)
             self.stats.seconds[mode] = spent + time.perf_counter() - start
 
-    @torch.inference_mode()
     def extend(self, scheduled: ScheduledBatch) -> list[list[int]]:
         """Run a step of prompt tokens; return the tokens of each request: one, or none in a prompt.
 
@@ -135,13 +137,12 @@ class Speculator:
         )
         return self._used(requests, tokens)
 
-    @torch.inference_mode()
     def decode(self, scheduled: ScheduledBatch) -> list[list[int]]:
         """Run a decode step; return the tokens of each request, one or more."""
         batch, cache_loc = scheduled.batch, scheduled.cache_loc
         if cache_loc is None:
             raise EngineError("a decode step has no reserved KV slots")
-        seq_lens, seq_lens_cpu = batch.seq_lens - 1, batch.seq_lens_cpu - 1
+        seq_lens, seq_lens_cpu = batch.positions, batch.seq_lens_cpu - 1  # the tokens before the newest
         verification = _Round(self, scheduled.requests, batch, seq_lens, seq_lens_cpu, cache_loc)
         self.algorithm.decode(
             DecodeStep(
@@ -160,9 +161,11 @@ class Speculator:
                 f"{type(self.algorithm).__name__} ended a decode step without a verification",
                 hint="a defect of that algorithm: call step.verify once in a step",
             )
+        accepted = self.stats.accepted
         for tokens in verification.tokens:
             self.stats.verifications += 1
-            self.stats.accepted.update(range(1, len(tokens)))
+            for position in range(1, len(tokens)):
+                accepted[position] += 1
         return self._used(scheduled.requests, verification.tokens)
 
     @staticmethod
@@ -215,30 +218,32 @@ class _Round:
             )
         self.is_done = True
         # Copies: outputs of the draft's lane are valid until its next step.
-        ids = torch.cat([self.batch.input_ids[:, None], drafts], dim=1)
+        ids = torch.cat([self.batch.input_ids.unsqueeze(1), drafts], dim=1)
         mask = None if parents is None else _tree_mask(parents, owner.draft.num_steps)
         batch = self._batch_of(ids, mask)
         outputs = owner.run(owner.verify_mode, batch)
         paths = self._accept(outputs.logits, ids, parents)
-        path = _table(paths, width, ids.device)
         if parents is not None:
-            self._follow(path)
-        hidden = _hidden_states(outputs, batch)
-        rows = path + torch.arange(0, hidden.shape[0], width, device=ids.device)[:, None]
-        following = _table(self.tokens, width, ids.device)
+            self._follow(paths, batch.out_cache_loc)
+        count = batch.num_tokens
+        numbers = array("q")  # one copy to the device
+        for begin, path in zip(range(0, count, width), paths, strict=True):
+            numbers.extend([begin + at for at in _padded(path, width)])
+        for tokens in self.tokens:
+            numbers.extend(_padded(tokens, width))
+        numbers.extend([len(path) - 1 for path in paths])
+        table = _tensor_of(numbers, ids.device)
         return Verified(
-            hidden_states=hidden[rows.flatten()],
-            next_token_ids=following.flatten(),
-            num_correct_drafts=torch.tensor(
-                [len(p) - 1 for p in paths], dtype=torch.int32, device=ids.device
-            ),
+            hidden_states=_hidden_states(outputs, batch).index_select(0, table[:count]),
+            next_token_ids=table[count : 2 * count],
+            num_correct_drafts=table[2 * count :].to(torch.int32),
         )
 
     def _batch_of(self, ids: torch.Tensor, mask: torch.Tensor | None) -> ForwardBatch:
         """Return the batch of the target: the tokens ``ids`` ``[bs, width]`` of each request."""
         bs, width = ids.shape
-        depth = torch.arange(width, device=ids.device) if mask is None else mask.sum(dim=2) - 1
-        positions = (self.seq_lens[:, None] + depth).clamp_(max=self.owner.max_position)
+        depth = self.owner.depths if mask is None else mask.sum(dim=2) - 1
+        positions = (self.seq_lens.unsqueeze(1) + depth).clamp_(max=self.owner.max_position)
         return ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=bs,
@@ -259,33 +264,59 @@ class _Round:
         width = ids.shape[1]
         chain = [list(range(width - 1))] * len(drafted)
         parent_of: list[list[int]] = chain if parents is None else parents.tolist()
-        ahead: list[list[int]] = []
-        for row, parent in zip(drafted, parent_of, strict=True):
-            before: list[list[int]] = [[]]
-            for at, token in enumerate(row[1:]):
-                before.append([*before[parent[at]], token])
-            ahead += before
         each = [request for request in self.requests for _ in range(width)]
-        chosen = self.owner.sample(logits, each, ahead)
+        chosen = self.owner.sample(logits, each, _Drafts(drafted, parent_of))
         paths = []
-        for number, (row, parent) in enumerate(zip(drafted, parent_of, strict=True)):
-            path, tokens = accepted_path(row, parent, chosen[number * width : (number + 1) * width])
+        for begin, row, parent in zip(range(0, len(chosen), width), drafted, parent_of, strict=True):
+            path, tokens = accepted_path(row, parent, chosen[begin : begin + width])
             paths.append(path)
             self.tokens.append(tokens)
         return paths
 
-    def _follow(self, path: torch.Tensor) -> None:
-        """Move the target's keys and values of each ``path`` to the slots that follow the sequence.
+    def _follow(self, paths: Sequence[Sequence[int]], slots: torch.Tensor) -> None:
+        """Move the target's keys and values of each path to the slots that follow the sequence.
 
         Args:
-            path: ``[bs, width]`` int64: the row of each request's drafts that belongs in each slot.
+            paths: The accepted path of each request: indices into its drafts.
+            slots: ``[bs * width]`` int64: the slot of each draft.
         """
-        slots = self.cache_loc[:, : path.shape[1]]
-        source = slots.gather(1, path)
-        moves = source != slots
-        source, to = source[moves], slots[moves]
+        width = self.owner.draft.num_draft_tokens
+        moves = [
+            (begin + at, begin + to)
+            for begin, path in zip(range(0, len(slots), width), paths, strict=True)
+            for to, at in enumerate(path)
+            if to != at
+        ]
+        if not moves:
+            return
+        numbers = array("q", [move[side] for side in (0, 1) for move in moves])
+        source, to = slots.index_select(0, _tensor_of(numbers, slots.device)).view(2, -1)
         for cache in self.owner.target_cache:
-            cache.index_copy_(0, to, cache[source])
+            cache.index_copy_(0, to, cache.index_select(0, source))
+
+
+class _Drafts(Sequence[Sequence[int]]):
+    """The drafts before each row of the target's logits, made where they are read: only by some sampling.
+
+    Args:
+        drafted: The newest token of each request, then its drafts.
+        parents: For each draft of each request the index of the token that it follows.
+    """
+
+    def __init__(self, drafted: Sequence[Sequence[int]], parents: Sequence[Sequence[int]]) -> None:
+        self._drafted = drafted
+        self._parents = parents
+
+    def __len__(self) -> int:
+        return sum(map(len, self._drafted))
+
+    def __getitem__(self, row: Any) -> Any:
+        request, at = divmod(row, len(self._drafted[0]))
+        drafts = []
+        while at:
+            drafts.append(self._drafted[request][at])
+            at = self._parents[request][at - 1]
+        return drafts[::-1]
 
 
 def accepted_path(
@@ -333,7 +364,13 @@ def _tree_mask(parents: torch.Tensor, num_steps: int) -> torch.Tensor:
     return mask
 
 
-def _table(rows: Sequence[Sequence[int]], width: int, device: torch.device) -> torch.Tensor:
-    """Return ``[len(rows), width]`` int64: each row padded with its last value, which has no meaning."""
-    padded = [value for row in rows for value in [*row, *[row[-1]] * (width - len(row))]]
-    return torch.tensor(padded, dtype=torch.int64, device=device).view(len(rows), width)
+def _padded(numbers: list[int], width: int) -> list[int]:
+    """Return ``width`` numbers: the given ones, and the last one again, which then has no meaning."""
+    return numbers + numbers[-1:] * (width - len(numbers))
+
+
+def _tensor_of(numbers: "array[int]", device: torch.device) -> torch.Tensor:
+    """Return the numbers as an int64 tensor on a device; twice as fast as torch.tensor."""
+    if not numbers:  # a rank without requests; torch refuses an empty buffer
+        return torch.empty(0, dtype=torch.int64, device=device)
+    return torch.frombuffer(numbers, dtype=torch.int64).to(device)

@@ -10,6 +10,7 @@ Does not: change the threads of anything but captures and steps, or divide reque
 import contextlib
 import os
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 
 import torch
 
@@ -35,13 +36,18 @@ def choose_num_threads(setting: int | None, device: torch.device, weight_bytes: 
     return 1 if is_small and not is_given else torch.get_num_threads()
 
 
-@contextlib.contextmanager
-def running_on(num_threads: int) -> Iterator[None]:
+def running_on(num_threads: int) -> AbstractContextManager[None]:
     """Return a context in which torch's operators run on ``num_threads`` threads of the CPU."""
-    before = torch.get_num_threads()
-    if num_threads == before:
-        yield
-        return
+    before = torch.get_num_threads()  # nearly always the same: then a step enters no generator
+    return _UNCHANGED if num_threads == before else _switched(before, num_threads)
+
+
+_UNCHANGED = contextlib.nullcontext()
+
+
+@contextlib.contextmanager
+def _switched(before: int, num_threads: int) -> Iterator[None]:
+    """Return a context with another number of threads; ``before`` is the number after it."""
     torch.set_num_threads(num_threads)
     try:
         yield

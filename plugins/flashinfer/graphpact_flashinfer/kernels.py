@@ -104,13 +104,19 @@ class _Staged:
         self.copied: Event | None = None
         self._made = torch.zeros(len(source), dtype=torch.int32)  # on the host
         self._numbers: Any = (ctypes.c_int32 * len(source)).from_address(self._made.data_ptr())
+        self._firsts: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor]] = {}
+        """The first numbers of all three tensors, by their count: that of each shape."""
 
-    def write(self, numbers: Sequence[int]) -> int:
-        """Write numbers to the staging memory, and return their count."""
+    def write(self, numbers: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write numbers to the staging memory; return where they are copied to, and the staging memory."""
         count = len(numbers)
+        firsts = self._firsts.get(count)
+        if firsts is None:
+            firsts = self._firsts[count] = self._made[:count], self.source[:count], self.target[:count]
+        made, source, target = firsts
         self._numbers[:count] = numbers
-        self.source[:count].copy_(self._made[:count])
-        return count
+        source.copy_(made)
+        return target, source
 
 
 class PortableKernels(FlashInferKernels):
@@ -157,8 +163,8 @@ class PortableKernels(FlashInferKernels):
         """
         assert isinstance(plan, PortablePlan)  # noqa: S101  make_plan returned it
         size = _SMALLEST_CHUNK
-        most = plan.arguments.max_chunks
-        while sum(chunks := [-(-keys // size) for keys in rows.num_kv]) > most and size < max(rows.num_kv):
+        keys, most = rows.num_kv, plan.arguments.max_chunks
+        while sum(chunks := [-(-count // size) for count in keys]) > most and size < max(keys):
             size *= 2
         numbers = [size, *itertools.accumulate(chunks, initial=0)]
         staged = self._staged.get(plan.kv_chunk_size.data_ptr())
@@ -172,8 +178,7 @@ class PortableKernels(FlashInferKernels):
             staged.copied = driver.event()
         else:
             staged.copied.synchronize()  # the last step's copy may still read the staging memory
-        count = staged.write(numbers)  # all shapes share this memory, so it may be longer
-        driver.copy_async(staged.target[:count], staged.source[:count])
+        driver.copy_async(*staged.write(numbers))
         staged.copied.record()
 
     def covers(self, plan: Plan, rows: Rows) -> bool:

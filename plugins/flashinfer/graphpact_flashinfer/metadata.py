@@ -4,15 +4,17 @@ Does not: fill anything; `graphpact_flashinfer.backend` and the kernels do.
 """
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from graphpact_kernels import PagedRows
 
 
-@dataclass(frozen=True, slots=True)
-class PlanArguments:
+class PlanArguments(NamedTuple):
     """The host numbers of a plan. A graph freezes them, so they are fixed for its shape.
+
+    Every step makes them again, so that the pact can compare them: a tuple takes the least time to make.
 
     Args:
         num_requests: Rows of the plan, the fake request included.

@@ -53,7 +53,8 @@ class Rows:
         Raises:
             EngineError: An extend lacks its host lengths.
         """
-        keys = [length + view.uncounted_keys for length in view.seq_lens_cpu.tolist()]
+        uncounted = view.uncounted_keys
+        keys = [length + uncounted for length in view.seq_lens_cpu.tolist()]
         if view.forward_mode.is_ragged:
             queries: list[int] = view.required_extend_lens()[1].tolist()
             fake = FakeRequest.of(view.num_tokens, sum(queries), page_size)

@@ -19,6 +19,7 @@ from graphpact.speculation import (
     ExtendStep,
     LaneRole,
     SpeculationAlgorithm,
+    SpeculationContext,
     Verified,
 )
 from graphpact_speculative.tree import best_tokens
@@ -41,6 +42,11 @@ class Eagle(SpeculationAlgorithm):
         "verify": _VERIFY,
         "draft_extend": LaneRole(ForwardMode.DRAFT_EXTEND, "draft", "eagle_draft_extend"),
     }
+
+    def __init__(self, context: SpeculationContext) -> None:
+        super().__init__(context)
+        self._offsets: torch.Tensor | None = None
+        """``[num_draft_tokens]`` int64: 0, 1, ..; made in the first step, on its device."""
 
     def state(self) -> Mapping[str, tuple[tuple[int, ...], torch.dtype]]:
         """Return the first level of the next draft, and the draft model's hidden state before it."""
@@ -70,18 +76,18 @@ class Eagle(SpeculationAlgorithm):
     def _draft_batch(self, step: DecodeStep) -> ForwardBatch:
         """Return ``topk`` branches for each request, each with separate KV slots for every step."""
         num_steps, topk = self.context.draft.num_steps, self.context.draft.topk
-        state = {name: tensor[step.req_pool_indices] for name, tensor in step.state.items()}
+        state = {name: tensor.index_select(0, step.req_pool_indices) for name, tensor in step.state.items()}
         return ForwardBatch(
             forward_mode=ForwardMode.DRAFT_DECODE,
             batch_size=len(step.token_ids),
             input_ids=state["next_tokens"].flatten(),
-            positions=step.seq_lens.repeat_interleave(topk),
+            positions=_repeated(step.seq_lens, topk),
             out_cache_loc=step.cache_loc[:, : topk * num_steps].reshape(-1, num_steps),
             req_pool_indices=step.req_pool_indices,
             seq_lens=step.seq_lens,
             seq_lens_cpu=step.seq_lens_cpu,
             extra={
-                HIDDEN_STATES: state["hidden_states"].repeat_interleave(topk, dim=0),
+                HIDDEN_STATES: _repeated(state["hidden_states"], topk),
                 SCORES: state["scores"].flatten(),
             },
         )
@@ -89,12 +95,13 @@ class Eagle(SpeculationAlgorithm):
     def _extend_batch(self, step: DecodeStep, verified: Verified) -> ForwardBatch:
         """Return all verified tokens, ``num_draft_tokens`` for each request, accepted or not."""
         width = self.context.draft.num_draft_tokens
-        offsets = torch.arange(width, device=step.seq_lens.device)
+        if self._offsets is None:
+            self._offsets = torch.arange(width, device=step.seq_lens.device)
         return ForwardBatch(
             forward_mode=ForwardMode.DRAFT_EXTEND,
             batch_size=len(step.token_ids),
             input_ids=verified.next_token_ids,
-            positions=(step.seq_lens[:, None] + offsets).flatten(),
+            positions=(step.seq_lens.unsqueeze(1) + self._offsets).flatten(),
             out_cache_loc=step.cache_loc[:, :width].flatten(),
             req_pool_indices=step.req_pool_indices,
             seq_lens=step.seq_lens + width,
@@ -133,28 +140,33 @@ class FrozenKvMtp(SpeculationAlgorithm):
         verified = step.verify(tokens, None if topk == 1 else parents)
         width, rows = self.context.draft.num_draft_tokens, verified.hidden_states
         first = torch.arange(0, len(rows), width, device=rows.device)
-        last = rows[first + verified.num_correct_drafts]
+        last = rows.index_select(0, first + verified.num_correct_drafts)
         _keep(step.state, step.req_pool_indices, {"hidden_states": last})
 
     def _draft_batch(self, step: DecodeStep) -> ForwardBatch:
         """Return the newest token of each request, in ``topk`` equal rows."""
         topk = self.context.draft.topk
-        rows = step.req_pool_indices.repeat_interleave(topk)
-        lens = step.seq_lens.repeat_interleave(topk)
+        rows = _repeated(step.req_pool_indices, topk)
+        lens = _repeated(step.seq_lens, topk)
         return ForwardBatch(
             forward_mode=ForwardMode.DECODE,
             batch_size=len(rows),
-            input_ids=step.token_ids.repeat_interleave(topk),
+            input_ids=_repeated(step.token_ids, topk),
             positions=lens,
             out_cache_loc=torch.zeros_like(rows),  # scratch: nothing is written
             req_pool_indices=rows,
             seq_lens=lens,
-            seq_lens_cpu=step.seq_lens_cpu.repeat_interleave(topk),
-            extra={HIDDEN_STATES: step.state["hidden_states"][rows]},
+            seq_lens_cpu=_repeated(step.seq_lens_cpu, topk),
+            extra={HIDDEN_STATES: step.state["hidden_states"].index_select(0, rows)},
         )
 
 
 def _keep(state: Mapping[str, torch.Tensor], rows: torch.Tensor, values: Mapping[str, torch.Tensor]) -> None:
     """Write ``values`` into the rows of the request state."""
     for name, tensor in state.items():
-        tensor[rows] = values[name]
+        tensor.index_copy_(0, rows, values[name])
+
+
+def _repeated(tensor: torch.Tensor, count: int) -> torch.Tensor:
+    """Return ``[bs * count, ..]``: each row ``count`` times in a row."""
+    return tensor if count == 1 else tensor.repeat_interleave(count, dim=0)
