@@ -40,9 +40,6 @@ class ForwardMode(enum.Enum):
     DRAFT_EXTEND = "draft_extend"
     IDLE = "idle"
 
-    # Members are equal only if identical. A mode is in the key of a shape, and enum's own hash runs Python.
-    __hash__ = object.__hash__
-
     # A step asks both many times. Before Python 3.12, the look-up of a member on its class takes longer.
 
     @property
