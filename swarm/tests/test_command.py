@@ -1,5 +1,7 @@
 """``graphpact swarm``, as a user runs it: seeds, a run that goes on, a scenario, and wrong commands."""
 
+import contextlib
+import io
 import json
 import multiprocessing
 import os
@@ -8,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -25,14 +28,10 @@ _SEEDS = (
 
 def swarm(*words: str, folder: Path) -> tuple[int, dict[str, Any], str]:
     """Run the command in ``folder``; return its status, what it wrote as JSON, and its messages."""
-    done = subprocess.run(
-        [sys.executable, "-m", "graphpact_cli", "swarm", *words],
-        check=False,
-        capture_output=True,
-        text=True,
-        cwd=folder,
-    )
-    return done.returncode, json.loads(done.stdout) if done.stdout else {}, done.stderr
+    out, said = io.StringIO(), io.StringIO()
+    with contextlib.chdir(folder), redirect_stdout(out), redirect_stderr(said):
+        status = main(["swarm", *words])
+    return status, json.loads(out.getvalue()) if out.getvalue() else {}, said.getvalue()
 
 
 def digests(folder: Path) -> dict[int, str]:
@@ -200,15 +199,9 @@ def test_a_scenario_says_what_is_wrong(tmp_path: Path) -> None:
     ],
 )
 def test_a_wrong_command_is_refused_before_anything_runs(
-    words: Sequence[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    words: Sequence[str], message: str, tmp_path: Path
 ) -> None:
     """The status is 2, the message names what is wrong, and no file is left."""
-    monkeypatch.chdir(tmp_path)
-    status = main(["swarm", *words])
-    said = capsys.readouterr().err
+    status, _, said = swarm(*words, folder=tmp_path)
     assert (status, [*tmp_path.iterdir()]) == (2, []), said
     assert message in said
