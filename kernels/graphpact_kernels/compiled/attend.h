@@ -39,8 +39,8 @@ struct Options {
   bool causal;
 };
 
-constexpr int64_t kBlock = 64;               // keys in a block
-constexpr int64_t kTile = 192;               // rows in a tile; it transposes a block of keys once for all of them
+constexpr int64_t kBlock = 64;  // keys in a block
+constexpr int64_t kTile = 192;  // rows in a tile; it transposes a block of keys once for all of them
 #ifdef CPU_CAPABILITY_AVX512
 constexpr int64_t kMicro = 8;  // rows that are multiplied at once; with two vectors each, 16 of 32 registers
 #else
@@ -302,8 +302,7 @@ void attend_block(const Scratch<A>& s, const Tile& tile, int64_t at, int64_t beg
     return std::clamp<int64_t>(tile.to(row + count - 1) - at, begin, end);
   };
   if (turns) {
-    by_rows(rows,
-            [&](auto count, int64_t row) { multiply_rows<A, count()>(s, row, last(row, count()), dim); });
+    by_rows(rows, [&](auto count, int64_t row) { multiply_rows<A, count()>(s, row, last(row, count()), dim); });
   } else {
     dot_few(s, rows, begin, end, dim);
   }
@@ -325,9 +324,7 @@ void attend_block(const Scratch<A>& s, const Tile& tile, int64_t at, int64_t beg
     }
     weigh(s, r, whole, v_dim);
   }
-  by_rows(rows, [&](auto count, int64_t row) {
-    add_values<A, count()>(s, row, begin, last(row, count()), v_dim);
-  });
+  by_rows(rows, [&](auto count, int64_t row) { add_values<A, count()>(s, row, begin, last(row, count()), v_dim); });
 }
 
 // The tensors of a call, with their strides.
