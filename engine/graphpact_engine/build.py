@@ -22,6 +22,7 @@ from graphpact.errors import ConfigError, PluginError
 from graphpact.lane import Lane
 from graphpact.plugins import PluginCatalog
 from graphpact.speculation import SpeculationAlgorithm, SpeculationContext
+from graphpact_engine.allocator import keep_freed_memory
 from graphpact_engine.build_lanes import OnCapture, backend_context, build_lane, build_observers
 from graphpact_engine.config import EngineConfig
 from graphpact_engine.faults import call_plugin
@@ -158,6 +159,8 @@ def build_parts(
     lane_set = LaneSet(by_mode, rank_steps, stage)
     weights = sum(weight.nbytes for model in models.by_name.values() for _, weight in model.named_weights())
     num_threads = choose_num_threads(config.engine.num_threads, device, weights)
+    if device.type == "cpu":
+        keep_freed_memory()
     with running_on(num_threads):
         lane_set.capture()
     if ranks is not None:  # stages compile for different times, and steps have less time than the start

@@ -28,6 +28,7 @@ from graphpact_engine.model_checks import ModelSpec
 from graphpact_engine.ownership import EngineOwnership
 from graphpact_engine.phases import Around
 from graphpact_engine.plans import LanePlan
+from graphpact_engine.products import EagerProducts
 from graphpact_engine.ranks import EngineRanks
 from graphpact_engine.trace import HookTrace
 from graphpact_engine.verify import Verifier
@@ -144,7 +145,7 @@ def build_lane(
             driver.traced = True  # the verifier finds in a trace which replays must be bit-identical
     lane = Lane(
         plan.name,
-        model=model,
+        model=EagerProducts(model) if plan.runner is EagerRunner else model,
         runner=runner,
         backend=make_backend(memory.kv_cache),
         driver=driver,

@@ -21,6 +21,7 @@ import transformers
 
 from graphpact_engine.errors import UnsupportedModelError
 from graphpact_engine.models.interface import Attention, active_attention
+from graphpact_engine.products import PLAIN
 
 _EXPANDED = "use an attention backend without MLA, which runs the model in expanded form"
 
@@ -137,8 +138,8 @@ def _latent_layer(module: Any) -> LatentLayer:
     up = module.kv_b_proj
     weight: Any = getattr(up, "weight", None)
     bias = getattr(up, "bias", None)
-    for part, plain in ((up, torch.nn.Linear), (weight, torch.nn.Parameter)):
-        if type(part) is not plain:
+    for part, plain in ((up, PLAIN), (weight, (torch.nn.Parameter,))):
+        if type(part) not in plain:
             raise UnsupportedModelError(
                 f"{name}: kv_b_proj is a {type(part).__name__}; only a plain Linear can be absorbed",
                 hint=_EXPANDED,

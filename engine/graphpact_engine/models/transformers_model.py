@@ -29,6 +29,7 @@ from graphpact_engine.models.interface import Attention, attending
 from graphpact_engine.models.latents import AbsorbedAttention, absorb_layers, latent_modules
 from graphpact_engine.models.probe import probe_layers
 from graphpact_engine.models.stages import receiving, stage_of
+from graphpact_engine.products import choose_products
 from graphpact_engine.ranks.stages import STAGE_OUTPUT
 
 
@@ -144,6 +145,7 @@ class TransformersModel:
         self.has_experts = mask_experts(model)
         self.has_latents = bool(latent_modules(model))
         self._latents = absorb_layers(model) if absorb else {}
+        choose_products(model)
         self.dtype: torch.dtype = model.dtype
         self._takes_logits_to_keep = "logits_to_keep" in inspect.signature(model.forward).parameters
         for module in model.modules():

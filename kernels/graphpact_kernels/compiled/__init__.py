@@ -7,7 +7,7 @@
     library.cpp       registers the kernels as operators
     attention.cpp     attention over FlashInfer's index tensors and over a page table, with their checks
     indices.cpp       index tensors of a step
-    linear.cpp        the product of a few rows with a weight
+    linear.cpp        the product of rows with a weight
     paged_cache.cpp   writes to a paged KV cache
     build             builds the library once, and loads it
     cache             compiled libraries on disk, of these kernels and of compiled graphs
@@ -20,6 +20,7 @@ torch's own. `CompiledProvider` makes them a provider of a backend.
 Does not: run on a GPU; there, the vendors' kernels are the compiled ones.
 """
 
+import sys
 from typing import ClassVar
 
 import torch
@@ -52,17 +53,20 @@ linear = declare_compiled("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(
 float32. ``weight`` and ``out`` must be dense. Call `load` first."""
 
 _MOST_ROWS = {torch.float32: 64, torch.bfloat16: 4}
-_MOST_ROWS_IN_PAIRS = {**_MOST_ROWS, torch.bfloat16: 32}
+_MOST_ROWS_OF_AVX512 = {**_MOST_ROWS, torch.float32: sys.maxsize}
+_MOST_ROWS_IN_PAIRS = {torch.float32: sys.maxsize, torch.bfloat16: 32}
 
 
 def is_faster(rows: int, dtype: torch.dtype) -> bool:
     """Return whether `linear` was measured to be faster than torch's product for ``rows`` rows.
 
-    Torch multiplies with MKL or oneDNN, which are made for many rows. With few rows, most of the time is
-    spent reading the weight.
+    Torch multiplies with MKL or oneDNN. Few rows take as long as reading the weight, which both read slower;
+    many rows of float32 are multiplied faster with AVX-512, where MKL does not use it to the full.
     """
-    most = _MOST_ROWS_IN_PAIRS if multiplies_pairs() else _MOST_ROWS
-    return rows <= most.get(dtype, 0)
+    if multiplies_pairs():
+        return rows <= _MOST_ROWS_IN_PAIRS.get(dtype, 0)
+    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
+    return rows <= (_MOST_ROWS_OF_AVX512 if is_wide else _MOST_ROWS).get(dtype, 0)
 
 
 class CompiledProvider(KernelProvider):
