@@ -11,7 +11,6 @@ Does not: change layers that are not plain ``torch.nn.Linear``, or the products 
 """
 
 import functools
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -80,11 +79,11 @@ class EagerProducts:
         # The kernel has no derivative, and torch.compile has products of its own.
         if torch.compiler.is_compiling() or torch.is_grad_enabled() or not _is_loaded():
             return self.forward(batch, metadata, attend)
-        with choosing(linear):
+        with choosing(faster_product):
             return self.forward(batch, metadata, attend)
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+def faster_product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Return ``x @ weight.T + bias`` like ``torch.nn.functional.linear``, by the faster kernel."""
     rows = x.numel() // x.shape[-1]
     is_plain = x.dtype is weight.dtype and x.device.type == "cpu" and weight.is_contiguous()
@@ -97,13 +96,8 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 @functools.cache
 def _most_rows(dtype: torch.dtype) -> int:
-    """Return for how many rows the compiled kernel was measured to be faster."""
-    is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    if dtype is torch.float32:
-        return sys.maxsize if is_wide else 64
-    if dtype is torch.bfloat16:
-        return 32 if is_wide and torch.cpu._is_avx512_bf16_supported() else 4  # noqa: SLF001  no public name before torch 2.13
-    return 0
+    """Return for how many rows the compiled kernel was measured to be faster, as its package says."""
+    return int(_OPS.graphpact_compiled.most_rows(dtype))
 
 
 def _is_loaded() -> bool:

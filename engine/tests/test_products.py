@@ -13,7 +13,7 @@ from typing_extensions import override
 from compiled_kernels import needs_compiled
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
-from graphpact_engine.products import ChosenLinear, choose_products, choosing, linear
+from graphpact_engine.products import ChosenLinear, choose_products, choosing, faster_product
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
 KERNEL = "graphpact_compiled.linear.default"
@@ -80,7 +80,7 @@ def test_a_product_has_the_value_and_shape_of_torchs(
     x = torch.randn(shape).to(dtype)
     with torch.inference_mode():
         expected = layer(x)
-        with choosing(linear):
+        with choosing(faster_product):
             got = layer(x)
     torch.testing.assert_close(got, expected)
 

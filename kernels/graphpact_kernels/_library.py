@@ -67,6 +67,13 @@ def define_forms(
     return define_kernel(schema, function, on_cuda=on_cuda), declare_compiled(schema)
 
 
+def define_query(schema: str, function: Callable[..., Any]) -> None:
+    """Define operator ``graphpact_compiled::<schema>``, which takes no tensor and says what kernels do."""
+    library = _library("graphpact_compiled")
+    library.define(schema)
+    library.impl(schema.split("(", 1)[0], function, "CompositeImplicitAutograd")
+
+
 def _declare(schema: str, namespace: str, function: Callable[..., Any] | None = None) -> Callable[..., Any]:
     name = schema.split("(", 1)[0]
     library = _library(namespace)

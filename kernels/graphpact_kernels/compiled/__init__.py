@@ -27,7 +27,7 @@ import torch
 
 from graphpact import BackendContext
 from graphpact.attention import KernelName, KernelProvider
-from graphpact_kernels._library import declare_compiled
+from graphpact_kernels._library import declare_compiled, define_query
 from graphpact_kernels.compiled.build import load, missing, multiplies_pairs
 from graphpact_kernels.compiled.cache import LibraryCache, cache_folder
 from graphpact_kernels.compiled.ownership import own_folder
@@ -38,10 +38,10 @@ __all__ = [
     "LibraryCache",
     "announced",
     "cache_folder",
-    "is_faster",
     "linear",
     "load",
     "missing",
+    "most_rows",
     "own_folder",
 ]
 
@@ -52,21 +52,22 @@ linear = declare_compiled("linear(Tensor x, Tensor weight, Tensor? bias, Tensor(
 ``[out_features]`` or None, ``out`` is ``[rows, out_features]``. All are float32, or all bfloat16 with sums in
 float32. ``weight`` and ``out`` must be dense. Call `load` first."""
 
-_MOST_ROWS = {torch.float32: 64, torch.bfloat16: 4}
-_MOST_ROWS_OF_AVX512 = {**_MOST_ROWS, torch.float32: sys.maxsize}
-_MOST_ROWS_IN_PAIRS = {torch.float32: sys.maxsize, torch.bfloat16: 32}
 
-
-def is_faster(rows: int, dtype: torch.dtype) -> bool:
-    """Return whether `linear` was measured to be faster than torch's product for ``rows`` rows.
+def most_rows(dtype: torch.dtype) -> int:
+    """Return for how many rows `linear` was measured to be faster than torch's product; 0 for none.
 
     Torch multiplies with MKL or oneDNN. Few rows take as long as reading the weight, which both read slower;
     many rows of float32 are multiplied faster with AVX-512, where MKL does not use it to the full.
     """
-    if multiplies_pairs():
-        return rows <= _MOST_ROWS_IN_PAIRS.get(dtype, 0)
     is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
-    return rows <= (_MOST_ROWS_OF_AVX512 if is_wide else _MOST_ROWS).get(dtype, 0)
+    if dtype is torch.float32:
+        return sys.maxsize if is_wide else 64
+    if dtype is torch.bfloat16:
+        return 32 if multiplies_pairs() else 4
+    return 0
+
+
+define_query("most_rows(ScalarType dtype) -> int", most_rows)  # an engine asks it without this package
 
 
 class CompiledProvider(KernelProvider):

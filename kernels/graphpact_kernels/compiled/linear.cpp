@@ -220,10 +220,7 @@ struct Product {
       sum_each(parts, sums);
       add_rest<R, C>(its, of, to, k, sums);
       for (int64_t r = 0; r < R; r++)
-        for (int64_t c = 0; c < C; c++) {
-          const float shift = bias == nullptr ? 0.f : static_cast<float>(bias[column + c]);
-          out[(row + r) * out_stride + column + c] = static_cast<T>(sums[r * C + c] + shift);
-        }
+        for (int64_t c = 0; c < C; c++) write(row + r, column + c, sums[r * C + c]);
     }
   }
 

@@ -2,7 +2,7 @@
 
 A decode step multiplies a few rows with every weight of the model. The compiled kernel reads a weight once,
 in the layout of the checkpoint. Torch's products are made for many rows and take up to three times as long.
-Many rows of float32 are faster too, see `is_faster`.
+Many rows of float32 are faster too, see `most_rows`.
 
 Does not: replace a product that torch computes faster, or one of float64 or float16.
 """
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from graphpact_kernels.compiled import is_faster, load
+from graphpact_kernels.compiled import load, most_rows
 from graphpact_tape.recorder import RecordedCall
 
 _log = logging.getLogger(__name__)
@@ -58,4 +58,4 @@ def _fits(product: Product) -> bool:
     is_transposed = weight.stride() == (1, weight.shape[0])
     is_large = weight.numel() >= _SMALLEST
     is_plain = x.device.type == "cpu" and x.dtype is weight.dtype and (bias is None or bias.dtype is x.dtype)
-    return is_large and is_transposed and is_plain and is_faster(x.shape[0], x.dtype)
+    return is_large and is_transposed and is_plain and x.shape[0] <= most_rows(x.dtype)
