@@ -25,10 +25,10 @@ from graphpact_engine.faults import call_plugin
 from graphpact_engine.layout import Memory
 from graphpact_engine.logs import log_event
 from graphpact_engine.model_checks import ModelSpec
+from graphpact_engine.models.products import EagerProducts
 from graphpact_engine.ownership import EngineOwnership
 from graphpact_engine.phases import Around
 from graphpact_engine.plans import LanePlan
-from graphpact_engine.products import EagerProducts
 from graphpact_engine.ranks import EngineRanks
 from graphpact_engine.trace import HookTrace
 from graphpact_engine.verify import Verifier

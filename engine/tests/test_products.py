@@ -13,7 +13,7 @@ from typing_extensions import override
 from compiled_kernels import needs_compiled
 from graphpact_engine import Engine, SamplingParams
 from graphpact_engine.config import EngineConfig
-from graphpact_engine.products import ChosenLinear, choose_products, choosing, faster_product
+from graphpact_engine.models.products import ChosenLinear, choose_products, choosing, faster_product
 
 TINY = Path(__file__).parents[2] / "examples/models/tiny-llama"
 KERNEL = "graphpact_compiled.linear.default"

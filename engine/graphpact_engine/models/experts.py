@@ -15,16 +15,14 @@ way stay unchanged, such as Llama 4's, which compute every token with all expert
 """
 
 import inspect
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from graphpact import declare_kernel
+from graphpact_engine.models.active import activated, active
 
-_active = threading.local()  # torch.compile can trace it, but not a context variable
 _NUM_INPUTS = 4  # self, hidden states [T, H], indices of experts [T, top_k], weights [T, top_k]
 _SKIPPING = "_is_expert_parallel"  # makes ``grouped_mm`` skip rows without an expert; not in transformers 5.0
 
@@ -50,19 +48,13 @@ def mask_experts(model: Any) -> bool:
     return bool(experts)
 
 
-@contextmanager
-def routing(padding: torch.Tensor | None) -> Iterator[None]:
-    """Keep rows of the forward pass inside away from experts.
+def routing(padding: torch.Tensor | None) -> AbstractContextManager[None]:
+    """Keep rows of the forward pass inside the context away from experts.
 
     Args:
         padding: ``[rows, 1]`` bool: whether each row is padding; None if all rows are real.
     """
-    before = getattr(_active, "padding", None)
-    _active.padding = padding
-    try:
-        yield
-    finally:
-        _active.padding = before
+    return activated("padding", padding)
 
 
 def _is_dispatched(name: str, module: Any) -> bool:
@@ -74,7 +66,7 @@ def _is_dispatched(name: str, module: Any) -> bool:
 
 def _skip_padding(module: Any, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...] | None:
     """Return inputs of experts that send padding rows to no expert; None if no row is padding."""
-    padding: torch.Tensor | None = getattr(_active, "padding", None)
+    padding: torch.Tensor | None = getattr(active, "padding", None)
     if padding is None:
         return None
     hidden, index, weights = inputs

@@ -6,13 +6,13 @@ transformers builds no masks.
 Does not: attend; the `Attention` of the forward pass does.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from transformers import AttentionInterface
+
+from graphpact_engine.models.active import activated, active
 
 ATTENTION_NAME = "graphpact"
 
@@ -40,23 +40,14 @@ class Attention(Protocol):
         ...
 
 
-_active = threading.local()  # torch.compile can trace it, but not a context variable
-
-
-@contextmanager
-def attending(attention: Attention) -> Iterator[None]:
+def attending(attention: Attention) -> AbstractContextManager[None]:
     """Let ``attention`` serve the forward passes inside the context."""
-    before = getattr(_active, "attention", None)
-    _active.attention = attention
-    try:
-        yield
-    finally:
-        _active.attention = before
+    return activated("attention", attention)
 
 
 def active_attention() -> Attention | None:
     """Return the `Attention` that serves the forward pass of this thread, or None outside `attending`."""
-    attention: Attention | None = getattr(_active, "attention", None)
+    attention: Attention | None = getattr(active, "attention", None)
     return attention
 
 
@@ -74,7 +65,7 @@ def _attention_function(
         asked["scaling"] = query.shape[-1] ** -0.5
     q = query[0].transpose(0, 1)
     k, v = (None if t is None else t[0].transpose(0, 1) for t in (key, value))
-    out = _active.attention.attend(module, q, k, v, asked)
+    out = active.attention.attend(module, q, k, v, asked)
     return out[None], None
 
 

@@ -21,7 +21,7 @@ import transformers
 
 from graphpact_engine.errors import UnsupportedModelError
 from graphpact_engine.models.interface import Attention, active_attention
-from graphpact_engine.products import PLAIN
+from graphpact_engine.models.products import PLAIN
 
 _EXPANDED = "use an attention backend without MLA, which runs the model in expanded form"
 

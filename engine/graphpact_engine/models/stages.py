@@ -10,9 +10,7 @@ states enter and leave a stage outside of its forward pass, so that a graph can 
 Does not: communicate; `graphpact_engine.ranks.stages` does.
 """
 
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,11 +18,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from graphpact.errors import ConfigError
+from graphpact_engine.models.active import activated, active
 
 _PARTS = {"embed_tokens", "layers", "norm"}
 """The parts of a model that transformers can split: nothing but hidden states goes from layer to layer."""
-
-_active = threading.local()  # torch.compile can trace it, but not a context variable
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,19 +82,13 @@ def stage_of(model: Any) -> StageLayers | None:
     return StageLayers(own, is_first=stage.pp_is_first_stage, is_last=stage.pp_is_last_stage)
 
 
-@contextmanager
-def receiving(hidden: torch.Tensor | None) -> Iterator[None]:
-    """Begin the forward passes inside with the hidden states of the stage before.
+def receiving(hidden: torch.Tensor | None) -> AbstractContextManager[None]:
+    """Begin the forward passes inside the context with the hidden states of the stage before.
 
     Args:
         hidden: ``[T, hidden_size]``; None in the first stage.
     """
-    before = getattr(_active, "hidden", None)
-    _active.hidden = hidden
-    try:
-        yield
-    finally:
-        _active.hidden = before
+    return activated("hidden", hidden)
 
 
 class _StageInput(torch.nn.Module):
@@ -105,5 +96,5 @@ class _StageInput(torch.nn.Module):
 
     def forward(self, *_: Any, **__: Any) -> torch.Tensor:
         """Return ``[1, T, hidden_size]``."""
-        hidden: torch.Tensor = _active.hidden
+        hidden: torch.Tensor = active.hidden
         return hidden[None]

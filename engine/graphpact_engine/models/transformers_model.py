@@ -28,8 +28,8 @@ from graphpact_engine.models.gathering import GatheredTokens
 from graphpact_engine.models.interface import Attention, attending
 from graphpact_engine.models.latents import AbsorbedAttention, absorb_layers, latent_modules
 from graphpact_engine.models.probe import probe_layers
+from graphpact_engine.models.products import choose_products
 from graphpact_engine.models.stages import receiving, stage_of
-from graphpact_engine.products import choose_products
 from graphpact_engine.ranks.stages import STAGE_OUTPUT
 
 

@@ -11,15 +11,15 @@ Does not: change layers that are not plain ``torch.nn.Linear``, or the products 
 """
 
 import functools
-import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from graphpact.batch import ForwardBatch
 from graphpact.step import Attend, Forward, StepOutputs
+from graphpact_engine.models.active import activated, active
 
 _Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
@@ -27,7 +27,6 @@ _SMALLEST = 4096
 """The smallest number of elements of a weight; with a smaller one nothing is gained."""
 _KERNEL = "graphpact_compiled::linear"
 _OPS: Any = torch.ops
-_active = threading.local()  # torch.compile can trace it, but not a context variable
 
 
 class ChosenLinear(torch.nn.Linear):
@@ -35,7 +34,7 @@ class ChosenLinear(torch.nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:  # noqa: A002  the name in torch
         """Return the product with the weight, and the bias added."""
-        product: _Product = getattr(_active, "product", None) or torch.nn.functional.linear
+        product: _Product = getattr(active, "product", None) or torch.nn.functional.linear
         return product(input, self.weight, self.bias)
 
 
@@ -53,15 +52,9 @@ def choose_products(model: Any) -> None:
             module.__class__ = ChosenLinear
 
 
-@contextmanager
-def choosing(product: _Product | None) -> Iterator[None]:
+def choosing(product: _Product | None) -> AbstractContextManager[None]:
     """Let ``product`` compute the products of `ChosenLinear` layers inside the context; None for torch's."""
-    before = getattr(_active, "product", None)
-    _active.product = product
-    try:
-        yield
-    finally:
-        _active.product = before
+    return activated("product", product)
 
 
 class EagerProducts:
