@@ -428,14 +428,16 @@ def test_a_row_of_a_product_does_not_depend_on_other_rows(features: int, dtype: 
         assert torch.equal(alone[0], together[row])
 
 
-@pytest.mark.parametrize("features", [200, 2505])  # one panel of inputs, and two
-def test_one_of_many_rows_does_not_depend_on_other_rows(features: int) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("features", [200, 2506])  # one panel of inputs, and several
+def test_one_of_many_rows_does_not_depend_on_other_rows(features: int, dtype: torch.dtype) -> None:
     """Among many rows, the result of a row is bitwise the same at any index and for any number of them."""
-    x, weight, bias = torch.randn(75, features), torch.randn(37, features), torch.randn(37)
-    together = torch.empty(75, 37)
+    x, weight, bias = (torch.randn(n, features).to(dtype) for n in (75, 37, 37))
+    bias = bias[:, 0]
+    together = torch.empty(75, 37, dtype=dtype)
     linear(x, weight, bias, together)
     for first in (0, 1, 9, 35):
-        fewer = torch.empty(40, 37)
+        fewer = torch.empty(40, 37, dtype=dtype)
         linear(x[first : first + 40], weight, bias, fewer)
         assert torch.equal(fewer, together[first : first + 40])
 

@@ -57,13 +57,13 @@ def most_rows(dtype: torch.dtype) -> int:
     """Return for how many rows `linear` was measured to be faster than torch's product; 0 for none.
 
     Torch multiplies with MKL or oneDNN. Few rows take as long as reading the weight, which both read slower;
-    many rows of float32 are multiplied faster with AVX-512, where MKL does not use it to the full.
+    many rows are multiplied faster with AVX-512, and those of bfloat16 with AVX512_BF16.
     """
     is_wide = torch.backends.cpu.get_cpu_capability() == "AVX512"
     if dtype is torch.float32:
         return sys.maxsize if is_wide else 64
     if dtype is torch.bfloat16:
-        return 32 if multiplies_pairs() else 4
+        return sys.maxsize if multiplies_pairs() else 4
     return 0
 
 

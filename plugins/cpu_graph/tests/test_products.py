@@ -10,6 +10,7 @@ from compiled_kernels import needs_compiled
 from graphpact_cpu_graph import fx_graph, products
 from graphpact_cpu_graph.inductor import InductorDriver
 from graphpact_cpu_graph.products import Product
+from graphpact_kernels.compiled.build import multiplies_pairs
 from graphpact_tape.recorder import RecordedCall
 
 CPU = torch.device("cpu")
@@ -51,7 +52,7 @@ A, B, COLUMN = torch.randn(3, 80), torch.randn(80, 60), torch.randn(3, 1)
         (linear(64), 1),
         (linear(65), int(torch.backends.cpu.get_cpu_capability() == "AVX512")),
         (linear(4, torch.bfloat16), 1),
-        (linear(33, torch.bfloat16), 0),
+        (linear(65, torch.bfloat16), int(multiplies_pairs())),
         (linear(3, torch.float64), 0),
         (lambda: A[:, :60] @ B[:60].t(), 0),  # 3600 elements
         (lambda: A @ B, 0),  # the weight has the other memory order
@@ -64,7 +65,7 @@ A, B, COLUMN = torch.randn(3, 80), torch.randn(80, 60), torch.randn(3, 1)
         "many rows",
         "rows of a prefill",
         "bfloat16",
-        "too many rows of bfloat16",
+        "rows of a prefill in bfloat16",
         "float64",
         "a small weight",
         "another order",
