@@ -263,6 +263,7 @@ def test_without_the_examples_a_measurement_is_skipped(
     assert "speculation is skipped: its model is among the examples" in out
 
 
+@pytest.mark.sweep
 def test_an_exchange_is_measured_against_its_collective(bench: Bench) -> None:
     """Two processes time both parts, and what the exchange adds is the difference from the first row."""
     (table,), out = bench("ranks", "--quick")
@@ -274,6 +275,7 @@ def test_an_exchange_is_measured_against_its_collective(bench: Bench) -> None:
     assert "adds at most 60 us" in out
 
 
+@pytest.mark.sweep
 def test_a_rank_that_fails_ends_the_measurement(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -190,6 +190,7 @@ class FillsFromTheHost(ReferenceBackend):
 DEVICE_ONLY = "feature fill_is_device_only"
 
 
+@pytest.mark.sweep
 def test_a_preparation_that_graphs_record_is_proved_by_its_lanes() -> None:
     """Lanes whose graphs record the fill show the declaration; a fill from host lengths fails there."""
     for base, is_right in ((ReferenceBackend, True), (FillsFromTheHost, False)):

@@ -80,7 +80,8 @@ def found(
     return [finding for result in results for finding in result.findings]
 
 
-@pytest.mark.parametrize("kind", ["decode", "draft_decode", pytest.param("extend", marks=pytest.mark.sweep)])
+@pytest.mark.few(1)
+@pytest.mark.parametrize("kind", ["decode", "draft_decode", "extend"])
 def test_a_stale_plan_with_right_outputs_breaks_its_invariant(kind: str) -> None:
     """A plan that depends on earlier steps breaks its invariant, and no output shows it."""
     assert found(declaring(KeepsTheLongest), kind, EXPERIMENTS) == []

@@ -124,6 +124,7 @@ def test_wrong_rows_of_a_rank_are_found_with_its_name(
     assert all(f.batch for f in found if ";" in (f.field or "") and "at the capture" not in (f.field or ""))
 
 
+@pytest.mark.sweep
 def test_a_killed_rank_is_named_and_the_next_lane_has_new_ranks(processes: RankProcesses) -> None:
     """The finding says which rank was killed, and where the other one waited; then others start."""
     (found,) = found_in(processes, "Dies")

@@ -306,6 +306,7 @@ def test_the_number_of_processes_is_the_one_of_the_configuration(checkpoint: Cal
     assert "torchrun --nproc-per-node 2" in str(error.value)
 
 
+@pytest.mark.sweep
 def test_the_command_writes_every_answer_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """``torchrun --no-python graphpact generate``: rank 0 writes, and each rank records its own steps."""
     command = [

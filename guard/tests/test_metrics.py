@@ -89,6 +89,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.sweep
 def test_another_process_serves_the_metrics(tmp_path: Path) -> None:
     """In prometheus_client's multiprocess mode, as engines serve them, each process has its samples."""
     script = tmp_path / "scrape.py"

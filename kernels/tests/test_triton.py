@@ -41,7 +41,7 @@ def test_in_a_process_of_its_own(file: str, interpreted: str, tmp_path: Path) ->
 
 
 @needs_triton
-@pytest.mark.parametrize("interpreted", ["1", "0"])
+@pytest.mark.parametrize("interpreted", ["1", pytest.param("0", marks=pytest.mark.sweep)])
 def test_launches_are_recorded_in_a_process_of_its_own(interpreted: str) -> None:
     """Launches of the interpreter become nodes of a graph; without it, a launch is refused."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "triton_launches.py"]

@@ -120,6 +120,7 @@ def test_a_run_goes_on(run: tuple[Path, dict[str, Any]]) -> None:
     assert digests(folder).keys() == {0, 1, 2}
 
 
+@pytest.mark.sweep
 def test_features_of_model_load_and_engine_can_be_fixed(tmp_path: Path) -> None:
     """Each seed has the values of ``--set``."""
     fixed = {"model": "windows", "requests": 1, "logprobs": "all", "page_size": 1, "fault": "raise"}
@@ -131,6 +132,7 @@ def test_features_of_model_load_and_engine_can_be_fixed(tmp_path: Path) -> None:
     assert [{name: each["choice"][name] for name in fixed} for each in scenarios] == [fixed, fixed]
 
 
+@pytest.mark.sweep
 def test_a_run_that_sigterm_ends_leaves_no_model_behind(tmp_path: Path) -> None:
     """The status is that of shells; the made models are removed, the results are kept."""
     temporary = tmp_path / "temporary"
@@ -154,6 +156,7 @@ def test_a_run_that_sigterm_ends_leaves_no_model_behind(tmp_path: Path) -> None:
     assert digests(tmp_path / "swarm-graphpact")
 
 
+@pytest.mark.sweep
 def test_a_scenario_says_what_is_wrong(tmp_path: Path) -> None:
     """A request that the engine refuses is a finding, with status 1 and the engine's own words."""
     arrivals = (Arrival(prompt=(5,) * 300, max_new_tokens=2),)

@@ -31,7 +31,7 @@ def ask(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ask]:
         yield runs.ask
 
 
-@pytest.mark.few(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("name", PLANTS)
 def test_a_planted_fault_is_found_and_shrunk(name: str, ask: Ask) -> None:
     """One of 50 seeds finds it, for what it is; a run of four requests is enough, and right without it."""
@@ -46,7 +46,7 @@ def test_a_planted_fault_is_found_and_shrunk(name: str, ask: Ask) -> None:
     assert not found["without"]
 
 
-@pytest.mark.few(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize("first", range(0, SEEDS, SEEDS_PER_START))
 def test_the_engine_as_it_is_is_clean(first: int, ask: Ask) -> None:
     """Without a plant, and with all checks, the seeds find nothing."""

@@ -157,6 +157,7 @@ def test_what_version_2_added_is_optional_and_used(core_2: Path, expected: list[
     assert texts(generate(folders=(core_2,))) == expected
 
 
+@pytest.mark.sweep
 def test_an_algorithm_of_version_1_drafts_on_version_2(
     plugin_v1: Path, core_2: Path, expected: list[str], tmp_path: Path
 ) -> None:
@@ -264,7 +265,7 @@ def deprecating(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return edited(tmp_path_factory.mktemp("core"), DEPRECATIONS)
 
 
-@pytest.mark.few(1)
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("kind", "name", "text"),
     [

@@ -47,7 +47,7 @@ constexpr int64_t kPanel = 128 << 10;        // bytes of the weight that all row
 constexpr int64_t kMacsPerThread = 1 << 17;  // the fewest multiplications for which a thread is used
 constexpr int64_t kMany = 40;                // from so many rows on, weights are transposed by panels
 
-// Weights are fetched to the L2 cache. On an EPYC (Zen 5), products of 2 to 8 rows with weights that are in no cache
+// Weights are fetched to the L2 cache. On an EPYC (Zen 4), products of 2 to 8 rows with weights that are in no cache
 // read 10 GB/s if they fetch to the L1 cache, and 17 to 20 GB/s if to L2. A product of one row reads 20 GB/s with both
 // on an idle machine, and up to 1.5 times as much with L2 while another core reads memory.
 constexpr int kCache = 2;

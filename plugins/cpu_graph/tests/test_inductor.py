@@ -417,6 +417,7 @@ def test_a_missing_compiler_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no Python.h in /nowhere: install" in str(look())
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize("compiler", ["g++", "no-such-compiler"])
 def test_the_compiler_is_found_without_importing_inductor(compiler: str) -> None:
     """In a new process the answer is that of torch's own search, and torch's compiler is not imported."""
