@@ -59,8 +59,7 @@ class Sampler:
             EngineError: The number of requests is not the number of rows; or a row contains NaN or has no
                 finite maximum. Then the message names its request, and no random number is used up.
         """
-        tokens, not_finite = self._choose(logits, requests, None)
-        chosen = _read(tokens.masked_fill_(not_finite, -1), requests)
+        chosen = self.sample_after(logits, requests)
         for request in self._plan.drawing:
             request.use_uniforms()
         return chosen

@@ -15,7 +15,6 @@ Does not: schedule, commit tokens, depend on one algorithm, or keep anything if 
 """
 
 import time
-from array import array
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -34,6 +33,7 @@ from graphpact.speculation import (
     Verified,
 )
 from graphpact.step import StepOutputs
+from graphpact_engine.batches import int64_tensor
 from graphpact_engine.request import Request
 from graphpact_engine.scheduled import ScheduledBatch
 
@@ -226,13 +226,13 @@ class _Round:
         if parents is not None:
             self._follow(paths, batch.out_cache_loc)
         count = batch.num_tokens
-        numbers = array("q")  # one copy to the device
+        numbers: list[int] = []  # one copy to the device
         for begin, path in zip(range(0, count, width), paths, strict=True):
             numbers.extend([begin + at for at in _padded(path, width)])
         for tokens in self.tokens:
             numbers.extend(_padded(tokens, width))
         numbers.extend([len(path) - 1 for path in paths])
-        table = _tensor_of(numbers, ids.device)
+        table = int64_tensor(numbers).to(ids.device)
         return Verified(
             hidden_states=_hidden_states(outputs, batch).index_select(0, table[:count]),
             next_token_ids=table[count : 2 * count],
@@ -289,8 +289,8 @@ class _Round:
         ]
         if not moves:
             return
-        numbers = array("q", [move[side] for side in (0, 1) for move in moves])
-        source, to = slots.index_select(0, _tensor_of(numbers, slots.device)).view(2, -1)
+        numbers = int64_tensor([move[side] for side in (0, 1) for move in moves])
+        source, to = slots.index_select(0, numbers.to(slots.device)).view(2, -1)
         for cache in self.owner.target_cache:
             cache.index_copy_(0, to, cache.index_select(0, source))
 
@@ -367,10 +367,3 @@ def _tree_mask(parents: torch.Tensor, num_steps: int) -> torch.Tensor:
 def _padded(numbers: list[int], width: int) -> list[int]:
     """Return ``width`` numbers: the given ones, and the last one again, which then has no meaning."""
     return numbers + numbers[-1:] * (width - len(numbers))
-
-
-def _tensor_of(numbers: "array[int]", device: torch.device) -> torch.Tensor:
-    """Return the numbers as an int64 tensor on a device; twice as fast as torch.tensor."""
-    if not numbers:  # a rank without requests; torch refuses an empty buffer
-        return torch.empty(0, dtype=torch.int64, device=device)
-    return torch.frombuffer(numbers, dtype=torch.int64).to(device)

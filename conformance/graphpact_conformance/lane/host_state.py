@@ -180,8 +180,8 @@ def _copy(value: Any) -> Any:
     """Return a copy of containers of a value, with the same tensors and objects inside."""
     if isinstance(value, dict):
         return {key: _copy(item) for key, item in [*value.items()]}
-    if type(value) in (list, tuple, set, deque):
-        return type(value)(map(_copy, [*value]))
+    if type(value) is tuple:
+        return tuple(map(_copy, value))
     for kind in (list, set, deque):  # of subclasses only the contents: their constructors may take anything
         if isinstance(value, kind):
             return kind(map(_copy, [*value]))

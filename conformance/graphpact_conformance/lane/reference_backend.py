@@ -188,7 +188,10 @@ class ReferenceBackend(AttentionBackend):
         layer: LayerSpec,
         metadata: ReferenceMetadata,
     ) -> torch.Tensor:
-        """Write new keys and values, gather the keys of every request, and attend in float32."""
+        """Write new keys and values, gather the keys of every request, and attend.
+
+        Sums are float32, or float64 for queries of float64.
+        """
         kv_cache = self.context.kv_cache
         k_cache, v_cache = kv_cache.k[layer.cache_layer], kv_cache.v[layer.cache_layer]
         new = new_kv(k, v, layer)
@@ -207,17 +210,18 @@ class ReferenceBackend(AttentionBackend):
         slots = slots.view(requests, width, count)[:, 0].masked_fill(unused, 0)
         keys, values = _rows_in(k_cache, slots), _rows_in(v_cache, slots)
         values.masked_fill_(unused[:, :, None, None], 0)  # scratch may hold NaN, and 0 * NaN is NaN
-        queries = q.float().view(requests, width, *heads, q.shape[-1]) * layer.scaling
-        scores = torch.einsum("rthgd,rnhd->rthgn", queries, keys.float())
+        wide = torch.promote_types(q.dtype, torch.float32)
+        queries = q.to(wide).view(requests, width, *heads, q.shape[-1]) * layer.scaling
+        scores = torch.einsum("rthgd,rnhd->rthgn", queries, keys.to(wide))
         if layer.softcap is not None:
             scores = layer.softcap * torch.tanh(scores / layer.softcap)
         scores.masked_fill_(hidden[:, :, None, None], float("-inf"))
         if layer.sinks is not None:
-            sinks = layer.sinks.float().view(*heads, 1).expand(requests, width, *heads, 1)
+            sinks = layer.sinks.to(wide).view(*heads, 1).expand(requests, width, *heads, 1)
             scores = torch.cat([scores, sinks], dim=4)
         weights = torch.softmax(scores, dim=4)[..., :count]
         weights = weights.masked_fill(hidden[:, :, None, None], 0)  # NaN for a query without keys
-        out = torch.einsum("rthgn,rnhd->rthgd", weights, values.float())
+        out = torch.einsum("rthgn,rnhd->rthgd", weights, values.to(wide))
         return out.flatten(2, 3).flatten(0, 1).to(q.dtype)
 
     def keys_of(self, metadata: ReferenceMetadata) -> tuple[torch.Tensor, torch.Tensor]:

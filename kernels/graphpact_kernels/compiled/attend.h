@@ -207,8 +207,7 @@ inline int64_t whole_vectors(int64_t count) {
   return (count + kSize - 1) / kSize * kSize;
 }
 
-// exp(x) for x <= 0, within 2 units in the last place. It is inlined, and the vectorized exp of torch is a call: with
-// many rows, a fifth of the time is for this.
+// exp(x) for x <= 0, within 2 units in the last place. It is inlined, and the vectorized exp of torch is a call.
 template <typename A>
 inline at::vec::Vectorized<A> exp_of(at::vec::Vectorized<A> x) {
 #ifdef CPU_CAPABILITY_AVX512

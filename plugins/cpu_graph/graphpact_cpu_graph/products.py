@@ -2,7 +2,7 @@
 
 A decode step multiplies a few rows with every weight of the model. The compiled kernel reads a weight once,
 in the layout of the checkpoint. Torch's products are made for many rows and take up to three times as long.
-Many rows of float32 are faster too, see `most_rows`.
+`most_rows` says for how many rows the kernel is faster.
 
 Does not: replace a product that torch computes faster, or one of float64 or float16.
 """

@@ -1,4 +1,4 @@
-"""Products of a few rows in compiled graphs: which are replaced, and what they compute."""
+"""Products of rows with a weight in compiled graphs: which are replaced, and what they compute."""
 
 from collections.abc import Callable
 from typing import Any
@@ -73,7 +73,7 @@ A, B, COLUMN = torch.randn(3, 80), torch.randn(80, 60), torch.randn(3, 1)
         "a factor",
     ],
 )
-def test_the_kernel_takes_products_of_few_rows_with_a_weight(
+def test_the_kernel_takes_products_with_a_weight(
     region: Callable[[], Any], count: int, found: list[Product], interpreted: None
 ) -> None:
     """Only products that the kernel computes faster are replaced; all products have correct results."""
