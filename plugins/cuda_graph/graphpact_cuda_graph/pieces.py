@@ -3,7 +3,7 @@
 Dynamo traces the pass into one FX graph. Its inputs are the tensors that the pass reads: weights, and the
 static inputs of a shape. They all keep their addresses, so the pieces can run again without the Python of the
 pass. In the trace, attention is one opaque operator. One trace is used for all token counts that the model
-treats alike; each region runs with the token count of its shape.
+treats alike, and for all equal models; each region runs with the token count of its shape and its own inputs.
 
 Does not: record anything, or split at other places than attention calls.
 """
@@ -64,8 +64,32 @@ def _forward_once(forward: Forward, view: ForwardBatch) -> StepOutputs:
     return forward(view, None, _attend)
 
 
+class _Traced:
+    """The function that torch traces, and its traces: for the same code of models with equal attributes one.
+
+    Torch stores compiled code with the code object, with a small limit for each, and never frees a backend or
+    its results. So the code object is a copy, which is freed with this object, and both refer to the traces
+    and the pieces weakly.
+
+    Args:
+        compiled: As of `Tracer`.
+    """
+
+    def __init__(self, *, compiled: bool) -> None:
+        self.traces: list[fx.GraphModule] = []
+        code = _forward_once.__code__.replace()
+        function = types.FunctionType(code, _forward_once.__globals__, "traced")
+        self.call: Any = torch.compile(
+            function, backend=_backend, fullgraph=True, dynamic=False if compiled else None
+        )
+
+
+_traced: "weakref.WeakValueDictionary[bool, _Traced]" = weakref.WeakValueDictionary()
+"""What the tracers of this process share, by their ``compiled``, while there are any."""
+
+
 class Tracer:
-    """Traces one model. It keeps traces, but no tensors.
+    """Traces one model. It keeps traces, but no tensors; tracers of equal models share them.
 
     Args:
         compiled: Whether inductor compiles the pieces, which are then traced separately for each shape.
@@ -73,15 +97,16 @@ class Tracer:
 
     def __init__(self, *, compiled: bool = False) -> None:
         self.compiled = compiled
-        self._traces: list[fx.GraphModule] = []
-        # Torch stores compiled code with the code object, with a small limit for each, and never frees a
-        # backend or its results. So the code object is a copy, and both refer to the traces and the pieces
-        # weakly.
-        code = _forward_once.__code__.replace()
-        function = types.FunctionType(code, _forward_once.__globals__, "traced")
-        self._traced: Any = torch.compile(
-            function, backend=_backend, fullgraph=True, dynamic=False if compiled else None
-        )
+        self._has_run = False
+        traced = _traced.get(compiled)
+        if traced is None:
+            traced = _traced[compiled] = _Traced(compiled=compiled)
+        self._shared = traced
+
+    @property
+    def traces(self) -> list[fx.GraphModule]:
+        """The traces of this and other models."""
+        return self._shared.traces
 
     def split(self, forward: Forward, view: ForwardBatch, attend: AttendLayer) -> Region:
         """Return a region that runs the pass over ``view`` in pieces. The pass also runs once now.
@@ -100,12 +125,13 @@ class Tracer:
             for dim, size in enumerate(tensor.shape):
                 if size in (view.num_tokens, view.batch_size):
                     maybe_mark_dynamic(tensor, dim)
-        if not self._traces:  # work that a model does only in its first pass is not part of the trace
+        if not self._has_run:  # work that a model does only in its first pass is not part of the trace
+            self._has_run = True
             forward(view, None, lambda q, k, v, layer, _: attend(q, k, v, layer.layer_id))
-        _current.pieces = pieces = _Pieces(attend, self._traces, compiled=self.compiled)
+        _current.pieces = pieces = _Pieces(attend, self.traces, compiled=self.compiled)
         try:
             with config.patch(**_SETTINGS):
-                outputs = self._traced(forward, view)
+                outputs = self._shared.call(forward, view)
         except Exception as error:
             if pieces.failed is not None:
                 raise pieces.failed from None

@@ -273,10 +273,11 @@ def test_a_model_that_cannot_be_traced_is_refused_by_name() -> None:
 
 def test_one_trace_serves_all_token_counts() -> None:
     """Most shapes share one trace; only shapes with one token, or with equal counts, need other traces."""
+    gc.collect()  # tracers of earlier tests, which share their traces
     rig = _rig("piecewise", "reference", "extend", strict=False)
     assert len(rig.lane.captured) == len(COUNTS)
     others = [shape for shape in rig.lane.captured if shape.batch_size == shape.num_tokens]
-    assert len(rig.runner._tracer._traces) <= 1 + len(others) < len(COUNTS)
+    assert len(rig.runner._tracer.traces) <= 1 + len(others) < len(COUNTS)
     nodes = {captured.graph.num_nodes for captured in rig.lane.captured.values()}
     assert len(nodes) <= 2
 
@@ -292,15 +293,49 @@ def test_eager_steps_trace_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert differences(rig, step, rig.answer(steps.exact)) == []
 
 
-def test_what_torch_compiled_is_freed_with_the_lane() -> None:
-    """Torch keeps compiled code by code object; closing a lane frees the model and its static inputs."""
+def test_equal_models_share_their_traces_but_no_weights() -> None:
+    """A lane of an equal model traces nothing anew, and its replays compute with its own weights."""
+    gc.collect()
+    first, second = (_piecewise() for _ in range(2))
+    for weight in second.net.weights[0]:
+        weight.mul_(-2)
+    first.capture()
+    traces = list(first.runner._tracer.traces)
+    second.capture()
+    assert second.runner._tracer.traces == traces
+    (steps,) = draw(first.config, 1, 0)
+    seen = []
+    for rig in (first, second):
+        step = rig.step(steps.padded)
+        assert (step.error, step.replays) == (None, 1)
+        assert differences(rig, step, rig.answer(steps.padded)) == []
+        seen.append(step.rows["rows"])
+    assert not torch.equal(*seen)
+
+
+@pytest.mark.parametrize("stays", [False, True])
+def test_what_torch_compiled_is_freed_with_the_lane(*, stays: bool) -> None:
+    """Torch keeps compiled code by code object; closing a lane frees the model and its static inputs.
+
+    That holds while another lane of an equal model uses the traces, and this one then replays as before.
+    """
+    gc.collect()
     rig = _piecewise()
     rig.capture()
+    other = _piecewise() if stays else None
+    if other is not None:
+        other.capture()
     weights = [weakref.ref(tensor) for tensor in rig.net.tensors()]
+    traces = [weakref.ref(trace) for trace in rig.runner._tracer.traces]
     rig.lane.close()
     del rig
     gc.collect()
     assert not [ref for ref in weights if ref() is not None]
+    assert [ref() is not None for ref in traces] == [stays] * len(traces)
+    if other is not None:
+        (steps,) = draw(other.config, 1, 0)
+        step = other.step(steps.padded)
+        assert differences(other, step, other.answer(steps.padded)) == []
 
 
 @pytest.mark.sweep
