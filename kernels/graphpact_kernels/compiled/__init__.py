@@ -2,6 +2,7 @@
 
     attend.h          attention over the pages of requests: tiles, blocks of keys, vectors, threads
     index.h           shared by the kernels that read index tensors and those that fill them
+    sums.h            the sums of the numbers of vectors
     text.h            the text of an error, made without streams
     kernels.h         declarations of the kernels
     library.cpp       registers the kernels as operators

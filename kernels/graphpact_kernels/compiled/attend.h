@@ -1,6 +1,6 @@
 // Attention of ragged queries over the pages of their requests, on a CPU; the shared part of the kernels.
 //
-// A kernel turns its index tensors into a list of `Request`s. The work is split by request, key head and a tile of
+// A kernel turns its index tensors into a list of `Request`s. The work is split by request, key heads and a tile of
 // rows (a row is one query with one of the query heads that share the key head). A tile walks over its keys in blocks
 // of `kBlock`, with a running maximum and sum per row (FlashAttention, Dao et al. 2022). Keys and values are read in
 // place from the cache; 16-bit ones are widened block by block. The result of a row does not depend on other
@@ -19,6 +19,8 @@
 #include <limits>
 #include <type_traits>
 #include <vector>
+
+#include "sums.h"
 
 namespace graphpact {
 
@@ -43,26 +45,54 @@ constexpr int64_t kBlock = 64;  // keys in a block
 constexpr int64_t kTile = 192;  // rows in a tile; it transposes a block of keys once for all of them
 #ifdef CPU_CAPABILITY_AVX512
 constexpr int64_t kMicro = 8;  // rows that are multiplied at once; with two vectors each, 16 of 32 registers
+constexpr int64_t kSums = 16;  // products of a query and a key that are summed at once
 #else
-constexpr int64_t kMicro = 4;  // 8 of 16
+constexpr int64_t kMicro = 4, kSums = 8;  // 8 of 16
 #endif
-constexpr int64_t kFew = 4;                  // with fewer rows, keys are not transposed
+constexpr int64_t kFew = 8;                  // up to so many rows, keys are not transposed
 constexpr int64_t kMacsPerThread = 1 << 16;  // the fewest multiplications for which a thread is used
+
+inline bool is_few(int64_t rows) { return rows <= kFew; }
 
 template <typename A>
 constexpr A kNone = -std::numeric_limits<A>::infinity();
 
-// The memory of one tile. Its thread keeps it, so that a step allocates nothing.
+// Keys or values that are used next. They are fetched to the L2 cache in small parts, while others are used: a core can
+// wait for few lines of memory at a time. All heads of a key are fetched together, since they are neighbours in memory:
+// an EPYC (Zen 4) reads pieces of 768 bytes at 16 to 20 GB/s, and pieces of 256 bytes at 7.
+struct Ahead {
+  const char* memory;
+  int64_t slot_bytes, head_bytes, bytes;  // from a slot or a head to the next, and of a head
+  const int32_t* page;                    // of the next key
+  int64_t offset, page_size, heads;
+  int64_t keys;  // that are left to fetch
+  int64_t each;  // parts that are fetched at a time
+  int64_t head = 0;
+
+  C10_ALWAYS_INLINE void fetch(int64_t times) {
+    for (int64_t count = times * each; count > 0 && keys > 0; count--) {
+      const char* at = memory + (*page * page_size + offset) * slot_bytes + head * head_bytes;
+      for (int64_t b = 0; b < bytes; b += 64) __builtin_prefetch(at + b, 0, 2);
+      if (++head < heads) continue;
+      head = 0, keys--;
+      if (++offset == page_size) page++, offset = 0;
+    }
+  }
+};
+
+// The memory of an item. Its thread keeps it, so that a step allocates nothing.
 template <typename A>
 struct Scratch {
-  A *q, *out, *scores, *keys, *turned, *values, *most, *sum;
+  A *q, *out, *most, *sum;  // of the rows of the head that is attended
+  A *scores, *keys, *turned, *values;
   const A* key[kBlock];
   const A* value[kBlock];
+  Ahead next_keys{}, next_values{};
 
   Scratch(int64_t dim, int64_t v_dim) {
     const int64_t sizes[] = {kTile * dim,  kTile * v_dim,  kTile * kBlock, kBlock * dim,
                              kBlock * dim, kBlock * v_dim, kTile,          kTile};
-    A** parts[] = {&q, &out, &scores, &keys, &turned, &values, &most, &sum};
+    A** parts[] = {&first_q, &first_out, &scores, &keys, &turned, &values, &first_most, &first_sum};
     int64_t total = 0;
     for (auto size : sizes) total += size;
     static thread_local std::vector<A> memory;
@@ -72,7 +102,16 @@ struct Scratch {
       *parts[i] = next;
       next += sizes[i];
     }
+    select(0, dim, v_dim);
   }
+
+  // Attend to the rows from `row` on.
+  void select(int64_t row, int64_t dim, int64_t v_dim) {
+    q = first_q + row * dim, out = first_out + row * v_dim, most = first_most + row, sum = first_sum + row;
+  }
+
+ private:
+  A *first_q, *first_out, *first_most, *first_sum;
 };
 
 // Copy `n` numbers, widened, from a row with the given stride.
@@ -98,38 +137,35 @@ inline void widen(const T* from, int64_t stride, A* to, int64_t n) {
   for (; i < n; i++) to[i] = static_cast<A>(from[i * stride]);
 }
 
-// scores[row][key] = q[row] . key, for up to three rows and keys at any address.
-template <typename A>
-void dot_few(const Scratch<A>& s, int64_t rows, int64_t begin, int64_t end, int64_t dim) {
+// scores[row][key] = q[row] . key, for `kRows` rows and the keys begin to end of a block, which are at any address.
+template <typename A, int64_t kRows>
+inline void dot_rows(Scratch<A>& s, int64_t row, int64_t begin, int64_t end, int64_t dim) {
   using Vec = at::vec::Vectorized<A>;
-  constexpr int64_t kKeys = 4;
-  const auto add = [](Vec a, Vec b) { return a + b; };
-  for (int64_t row = 0; row < rows; row++) {
-    const A* q = s.q + row * dim;
-    A* scores = s.scores + row * kBlock;
-    int64_t j = begin;
-    for (; j + kKeys <= end; j += kKeys) {
-      Vec sums[kKeys] = {Vec(A(0)), Vec(A(0)), Vec(A(0)), Vec(A(0))};
-      int64_t d = 0;
-      for (; d + Vec::size() <= dim; d += Vec::size()) {
-        const Vec x = Vec::loadu(q + d);
-        for (int64_t k = 0; k < kKeys; k++) sums[k] = at::vec::fmadd(x, Vec::loadu(s.key[j + k] + d), sums[k]);
-      }
-      for (int64_t k = 0; k < kKeys; k++) {
-        A total = at::vec::vec_reduce_all<A>(add, sums[k]);
-        for (int64_t rest = d; rest < dim; rest++) total += q[rest] * s.key[j + k][rest];
-        scores[j + k] = total;
+  constexpr int64_t kKeys = kSums / kRows;
+  for (int64_t j = begin; j < end; j += kKeys) {
+    const A* key[kKeys];
+    for (int64_t i = 0; i < kKeys; i++) key[i] = s.key[std::min(j + i, end - 1)];
+    s.next_keys.fetch(kKeys);
+    Vec sums[kRows * kKeys];
+    for (auto& sum : sums) sum = Vec(A(0));
+    int64_t d = 0;
+    for (; d + Vec::size() <= dim; d += Vec::size()) {
+      Vec q[kRows];
+#pragma GCC unroll 8
+      for (int64_t r = 0; r < kRows; r++) q[r] = Vec::loadu(s.q + (row + r) * dim + d);
+#pragma GCC unroll 16
+      for (int64_t i = 0; i < kKeys; i++) {
+        const Vec of = Vec::loadu(key[i] + d);
+#pragma GCC unroll 8
+        for (int64_t r = 0; r < kRows; r++) sums[r * kKeys + i] = at::vec::fmadd(q[r], of, sums[r * kKeys + i]);
       }
     }
-    for (; j < end; j++) {
-      Vec sum(A(0));
-      int64_t d = 0;
-      for (; d + Vec::size() <= dim; d += Vec::size())
-        sum = at::vec::fmadd(Vec::loadu(q + d), Vec::loadu(s.key[j] + d), sum);
-      A total = at::vec::vec_reduce_all<A>(add, sum);
-      for (; d < dim; d++) total += q[d] * s.key[j][d];
-      scores[j] = total;
-    }
+    A totals[kRows * kKeys];
+    sum_each(sums, totals);
+    for (; d < dim; d++)
+      for (int64_t i = 0; i < kRows * kKeys; i++) totals[i] += s.q[(row + i / kKeys) * dim + d] * key[i % kKeys][d];
+    for (int64_t r = 0; r < kRows; r++)
+      std::copy_n(totals + r * kKeys, std::min(kKeys, end - j), s.scores + (row + r) * kBlock + j);
   }
 }
 
@@ -156,17 +192,16 @@ inline void multiply_rows(const Scratch<A>& s, int64_t row, int64_t end, int64_t
   }
 }
 
-// out[row] += scores[row] * values, for `kRows` rows and the keys begin to end of a block.
-template <typename A, int64_t kRows>
-inline void add_values(const Scratch<A>& s, int64_t row, int64_t begin, int64_t end, int64_t v_dim) {
+// The same columns of `kRows` rows of out, from `c` on while there are `kVecs` vectors of them; see `add_values`.
+template <typename A, int64_t kRows, int64_t kVecs>
+inline void add_columns(Scratch<A>& s, int64_t row, int64_t begin, int64_t end, int64_t v_dim, int64_t& c) {
   using Vec = at::vec::Vectorized<A>;
-  constexpr int64_t kVecs = 2, kStep = kVecs * Vec::size();
-  int64_t c = 0;
-  for (; c + kStep <= v_dim; c += kStep) {
+  for (; c + kVecs * Vec::size() <= v_dim; c += kVecs * Vec::size()) {
     Vec sums[kRows][kVecs];
     for (int64_t r = 0; r < kRows; r++)
       for (int64_t v = 0; v < kVecs; v++) sums[r][v] = Vec::loadu(s.out + (row + r) * v_dim + c + v * Vec::size());
     for (int64_t j = begin; j < end; j++) {
+      s.next_values.fetch(1);
       Vec value[kVecs];
       for (int64_t v = 0; v < kVecs; v++) value[v] = Vec::loadu(s.value[j] + c + v * Vec::size());
       for (int64_t r = 0; r < kRows; r++) {
@@ -177,6 +212,15 @@ inline void add_values(const Scratch<A>& s, int64_t row, int64_t begin, int64_t 
     for (int64_t r = 0; r < kRows; r++)
       for (int64_t v = 0; v < kVecs; v++) sums[r][v].store(s.out + (row + r) * v_dim + c + v * Vec::size());
   }
+}
+
+// out[row] += scores[row] * values, for `kRows` rows and the keys begin to end of a block.
+template <typename A, int64_t kRows>
+inline void add_values(Scratch<A>& s, int64_t row, int64_t begin, int64_t end, int64_t v_dim) {
+  int64_t c = 0;
+  if constexpr (kRows < 4 && std::is_same_v<A, float>)
+    add_columns<A, kRows, kSums / 4>(s, row, begin, end, v_dim, c);  // each sum waits for itself
+  add_columns<A, kRows, 2>(s, row, begin, end, v_dim, c);
   for (int64_t r = 0; r < kRows && c < v_dim; r++) {
     A* out = s.out + (row + r) * v_dim;
     for (int64_t j = begin; j < end; j++) {
@@ -293,7 +337,7 @@ struct Tile {
 // Attend to the keys `begin` to `end` of the block at key `at`. This part does not depend on the type of the tensors,
 // so it is compiled only twice.
 template <typename A>
-void attend_block(const Scratch<A>& s, const Tile& tile, int64_t at, int64_t begin, int64_t end, bool turns) {
+void attend_block(Scratch<A>& s, const Tile& tile, int64_t at, int64_t begin, int64_t end, bool turns) {
   const Request& request = tile.request;
   const int64_t rows = tile.rows, dim = tile.shape.dim, v_dim = tile.shape.v_dim;
   // Where the keys end that a row of `count` rows sees. The last one sees the most.
@@ -303,7 +347,13 @@ void attend_block(const Scratch<A>& s, const Tile& tile, int64_t at, int64_t beg
   if (turns) {
     by_rows(rows, [&](auto count, int64_t row) { multiply_rows<A, count()>(s, row, last(row, count()), dim); });
   } else {
-    dot_few(s, rows, begin, end, dim);
+    by_rows(rows, [&](auto count, int64_t row) {
+      if constexpr (std::is_same_v<A, float>) {
+        dot_rows<A, count()>(s, row, begin, end, dim);
+      } else {
+        for (int64_t r = 0; r < count(); r++) dot_rows<A, 1>(s, row + r, begin, end, dim);
+      }
+    });
   }
   for (int64_t r = 0; r < rows; r++) {
     A* scores = s.scores + r * kBlock;
@@ -326,6 +376,13 @@ void attend_block(const Scratch<A>& s, const Tile& tile, int64_t at, int64_t beg
   by_rows(rows, [&](auto count, int64_t row) { add_values<A, count()>(s, row, begin, last(row, count()), v_dim); });
 }
 
+// What a thread does at once: `rows` rows of a request from row `first` on, for `heads` key heads from `head` on. There
+// are several heads only for few rows.
+struct Item {
+  const Request& request;
+  int64_t head, heads, first, rows;
+};
+
 // The tensors of a call, with their strides.
 template <typename T, typename A>
 struct Call {
@@ -336,38 +393,73 @@ struct Call {
   int64_t q_row, q_head, k_slot, k_head, k_last, v_slot, v_head, v_last, out_row, out_head, lse_row, lse_head;
   Shape shape;
 
-  // Attend with `rows` rows of a request from row `first`, for one key head.
-  void tile(const Request& request, int64_t head, int64_t first, int64_t rows) const {
+  // Attend for an item. Meanwhile the first keys and values of `next` are fetched, unless it is null.
+  void attend(const Item& item, const Item* next) const {
+    const auto [request, head, heads, first, rows] = item;
     const auto [dim, v_dim, group, options] = shape;
     Scratch<A> s(dim, v_dim);
-    for (int64_t r = 0; r < rows; r++) {
-      const int64_t query = request.begin + (first + r) / group, its_head = head * group + (first + r) % group;
-      widen(q + query * q_row + its_head * q_head, 1, s.q + r * dim, dim);
+    for (int64_t r = 0; r < heads * rows; r++) {
+      const int64_t row = first + r % rows, its_head = (head + r / rows) * group + row % group;
+      widen(q + (request.begin + row / group) * q_row + its_head * q_head, 1, s.q + r * dim, dim);
     }
     const at::vec::Vectorized<A> scaling(A(options.scaling));
-    at::vec::map<A>([scaling](at::vec::Vectorized<A> x) { return x * scaling; }, s.q, s.q, rows * dim);
-    std::fill_n(s.out, rows * v_dim, A(0));
-    std::fill_n(s.most, rows, kNone<A>);
-    std::fill_n(s.sum, rows, A(0));
+    at::vec::map<A>([scaling](at::vec::Vectorized<A> x) { return x * scaling; }, s.q, s.q, heads * rows * dim);
+    std::fill_n(s.out, heads * rows * v_dim, A(0));
+    std::fill_n(s.most, heads * rows, kNone<A>);
+    std::fill_n(s.sum, heads * rows, A(0));
     const Tile tile{request, shape, first, rows};
     const int64_t lowest = tile.from(0), highest = tile.to(rows - 1);
-    const bool turns = rows >= kFew;
+    const bool turns = !is_few(rows);
     for (int64_t at = lowest / kBlock * kBlock; at < highest; at += kBlock) {
       const int64_t begin = std::max<int64_t>(0, lowest - at), end = std::min(kBlock, highest - at);
-      fetch(request, head, at, begin, end, turns, s);
-      attend_block(s, tile, at, begin, end, turns);
+      const bool is_last = at + kBlock >= highest;
+      const Item* following = is_last ? next : &item;
+      if (!turns && following != nullptr) look_ahead(s, *following, is_last ? 0 : at + kBlock, heads * (end - begin));
+      for (int64_t h = 0; h < heads; h++) {
+        s.select(h * rows, dim, v_dim);
+        fetch(request, head + h, at, begin, end, turns, s);
+        attend_block(s, tile, at, begin, end, turns);
+      }
     }
-    for (int64_t r = 0; r < rows; r++) write(request, head, first + r, r, s);
+    for (int64_t h = 0; h < heads; h++) {
+      s.select(h * rows, dim, v_dim);
+      for (int64_t r = 0; r < rows; r++) write(request, head + h, first + r, r, s);
+    }
   }
 
  private:
+  // Have the first block of an item fetched that has keys from `at` on, while `used` keys of single heads are used.
+  void look_ahead(Scratch<A>& s, const Item& item, int64_t at, int64_t used) const {
+    const Tile tile{item.request, shape, item.first, item.rows};
+    const int64_t begin = std::max(at, tile.from(0)), size = shape.options.page_size;
+    const int64_t end = std::min(begin / kBlock * kBlock + kBlock, tile.to(item.rows - 1));
+    constexpr int64_t kBytes = sizeof(T);
+    Ahead keys{
+        .memory = reinterpret_cast<const char*>(k + item.head * k_head),
+        .slot_bytes = k_slot * kBytes,
+        .head_bytes = k_head * kBytes,
+        .bytes = shape.dim * kBytes,
+        .page = item.request.pages + begin / size,
+        .offset = begin % size,
+        .page_size = size,
+        .heads = item.heads,
+        .keys = end - begin,
+        .each = ((end - begin) * item.heads + used - 1) / used,
+    };
+    s.next_keys = keys;
+    keys.memory = reinterpret_cast<const char*>(v + item.head * v_head);
+    keys.slot_bytes = v_slot * kBytes, keys.head_bytes = v_head * kBytes, keys.bytes = shape.v_dim * kBytes;
+    s.next_values = keys;
+  }
+
   // Find the keys and values of a block, widened if they are narrow; transpose the keys if rows share them.
   void fetch(const Request& request, int64_t head, int64_t at, int64_t begin, int64_t end, bool turns,
              Scratch<A>& s) const {
-    const int64_t dim = shape.dim, v_dim = shape.v_dim;
-    for (int64_t j = begin; j < end; j++) {
-      const int64_t key = at + j, size = shape.options.page_size;
-      const int64_t slot = request.pages[key / size] * size + key % size;
+    const int64_t dim = shape.dim, v_dim = shape.v_dim, size = shape.options.page_size;
+    int64_t page = (at + begin) / size, offset = (at + begin) % size;
+    for (int64_t j = begin; j < end; j++, offset++) {
+      if (offset == size) page++, offset = 0;
+      const int64_t slot = request.pages[page] * size + offset;
       const T* k_at = k + slot * k_slot + head * k_head;
       const T* v_at = v + slot * v_slot + head * v_head;
       bool copies_k = true, copies_v = true;
@@ -441,24 +533,24 @@ void attend_all(const std::vector<Request>& requests, const at::Tensor& q, const
       .lse_head = lse ? lse->stride(1) : 0,
       .shape = {q.size(2), v.size(2), q.size(1) / kv_heads, options},
   };
-  struct Item {
-    int64_t request, head, first, rows;
-  };
   static thread_local std::vector<Item> items;  // its memory is kept, so that a step allocates nothing
   items.clear();
   int64_t macs = 0;
+  // An item with few rows has several heads, but each thread gets an item.
+  const int64_t bs = std::max<int64_t>(1, requests.size()), shares = (at::get_num_threads() + bs - 1) / bs;
+  const int64_t most_heads = (kv_heads + shares - 1) / shares;
   for (size_t i = 0; i < requests.size(); i++) {
     const int64_t rows = requests[i].num_q * call.shape.group;
     macs += rows * kv_heads * requests[i].num_keys * (q.size(2) + v.size(2));
+    const int64_t heads = is_few(rows) ? std::clamp<int64_t>(most_heads, 1, kTile / std::max<int64_t>(1, rows)) : 1;
     for (int64_t first = 0; first < rows; first += kTile)
-      for (int64_t head = 0; head < kv_heads; head++)
-        items.push_back({static_cast<int64_t>(i), head, first, std::min(kTile, rows - first)});
+      for (int64_t head = 0; head < kv_heads; head += heads)
+        items.push_back({requests[i], head, std::min(heads, kv_heads - head), first, std::min(kTile, rows - first)});
   }
   const int64_t count = static_cast<int64_t>(items.size());
   const Item* item = items.data();
-  const auto run = [&call, &requests, item](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; i++)
-      call.tile(requests[item[i].request], item[i].head, item[i].first, item[i].rows);
+  const auto run = [&call, item](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; i++) call.attend(item[i], i + 1 < end ? item + i + 1 : nullptr);
   };
   if (macs <= kMacsPerThread) {
     run(0, count);

@@ -33,7 +33,7 @@ from graphpact_kernels.compiled.waiting import announced
 
 _NAME = "graphpact_compiled"
 _HERE = Path(__file__).parent
-_HEADERS = ("attend.h", "index.h", "kernels.h", "text.h")
+_HEADERS = ("attend.h", "index.h", "kernels.h", "sums.h", "text.h")
 _UNITS = (("library.cpp",), ("attention.cpp",), ("linear.cpp",), ("indices.cpp", "paged_cache.cpp"))
 """The sources that are compiled together; each unit parses torch's headers once."""
 _SOURCES = tuple(name for unit in _UNITS for name in unit)

@@ -29,6 +29,7 @@
 #include <vector>
 
 #include "kernels.h"
+#include "sums.h"
 #include "text.h"
 
 namespace graphpact {
@@ -45,7 +46,7 @@ constexpr int64_t kChunk = 24 << 10;         // bytes of rows of x that stay in 
 constexpr int64_t kAhead = 8 << 10;          // bytes of the weight that are fetched ahead of their use
 constexpr int64_t kPanel = 128 << 10;        // bytes of the weight that all rows are multiplied with in turn
 constexpr int64_t kMacsPerThread = 1 << 17;  // the fewest multiplications for which a thread is used
-constexpr int64_t kMany = 40;                // from so many rows on, weights are transposed by panels
+constexpr int64_t kMany = 24;                // from so many rows on, weights are transposed by panels
 
 // Weights are fetched to the L2 cache. On an EPYC (Zen 4), products of 2 to 8 rows with weights that are in no cache
 // read 10 GB/s if they fetch to the L1 cache, and 17 to 20 GB/s if to L2. A product of one row reads 20 GB/s with both
@@ -58,39 +59,9 @@ inline Vec in_register(__m512 x) {
   asm("" : "+v"(x));
   return x;
 }
-
-// The sums of the numbers of 16 vectors, in one vector: a tree of 15 additions, of equal depth for each vector.
-inline __m512 sums_of(const __m512 (&v)[16]) {
-  __m512 a[8], b[4];
-  for (int i = 0; i < 8; i++)
-    a[i] = _mm512_add_ps(_mm512_unpacklo_ps(v[2 * i], v[2 * i + 1]), _mm512_unpackhi_ps(v[2 * i], v[2 * i + 1]));
-  for (int i = 0; i < 4; i++) {
-    const __m512d low = _mm512_castps_pd(a[2 * i]), high = _mm512_castps_pd(a[2 * i + 1]);
-    b[i] =
-        _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(low, high)), _mm512_castpd_ps(_mm512_unpackhi_pd(low, high)));
-  }
-  const __m512 c = _mm512_add_ps(_mm512_shuffle_f32x4(b[0], b[1], 0x44), _mm512_shuffle_f32x4(b[0], b[1], 0xEE));
-  const __m512 d = _mm512_add_ps(_mm512_shuffle_f32x4(b[2], b[3], 0x44), _mm512_shuffle_f32x4(b[2], b[3], 0xEE));
-  return _mm512_add_ps(_mm512_shuffle_f32x4(c, d, 0x88), _mm512_shuffle_f32x4(c, d, 0xDD));
-}
 #else
 inline Vec in_register(Vec x) { return x; }
 #endif
-
-// sums[i] = the sum of the numbers of parts[i].
-template <int64_t N>
-inline void sum_each(const Vec (&parts)[N], float (&sums)[N]) {
-#ifdef CPU_CAPABILITY_AVX512
-  for (int64_t at = 0; at < N; at += 16) {
-    __m512 group[16];
-    for (int64_t i = 0; i < 16; i++) group[i] = at + i < N ? __m512(parts[at + i]) : _mm512_setzero_ps();
-    Vec(sums_of(group)).store(sums + at, std::min<int64_t>(16, N - at));
-  }
-#else
-  for (int64_t i = 0; i < N; i++)
-    sums[i] = at::vec::vec_reduce_all<float>([](Vec a, Vec b) { return a + b; }, parts[i]);
-#endif
-}
 
 // The type of the numbers of x in a product with a weight of type `T`.
 template <typename T>
@@ -335,6 +306,7 @@ struct ManyRows {
 
   const float* x;  // units
   int64_t rows, n, k;
+  float* turned_x;      // `x` with each block of rows transposed, see `turn`
   const float* weight;  // units
   const T* bias;
   T* out;
@@ -350,18 +322,18 @@ struct ManyRows {
   // Multiply `R` rows from `row` on with a panel. Meanwhile `lines` lines of memory are fetched from `next` on.
   template <int64_t R>
   void block(const Panel& panel, int64_t row, const char* next, int64_t lines) const {
-    const float* its = x + row * k + panel.from;
+    const float* its = turned_x + row * k + panel.from * R;
     Vec sums[R][2];
 #pragma GCC unroll 16
     for (int64_t r = 0; r < R; r++) sums[r][0] = sums[r][1] = Vec(0.f);
     for (int64_t d = 0; d < panel.depth; d++) {
-      if (d % 2 == 0 && d < 2 * lines) __builtin_prefetch(next + d / 2 * 64, 0, kCache);
+      if (d < lines) __builtin_prefetch(next + d * 64, 0, kCache);
       const float* of = panel.turned + d * kWidth;
       const Vec first = Vec::loadu(of), second = Vec::loadu(of + Vec::size());
 #pragma GCC unroll 16
       for (int64_t r = 0; r < R; r++) {
         float unit;
-        std::memcpy(&unit, its + r * k + d, sizeof(unit));  // two numbers of bfloat16 are no float to the compiler
+        std::memcpy(&unit, its + d * R + r, sizeof(unit));  // two numbers of bfloat16 are no float to the compiler
         sums[r][0] = add_product<T>(sums[r][0], Vec(unit), first);
         sums[r][1] = add_product<T>(sums[r][1], Vec(unit), second);
       }
@@ -379,32 +351,49 @@ struct ManyRows {
     }
   }
 
+  // Multiply `count` rows, at most `kRowsAtOnce` and more than half of it.
+  template <int64_t R = kRowsAtOnce>
+  void rows_of(int64_t count, const Panel& panel, int64_t row, const char* next, int64_t lines) const {
+    if constexpr (R > kRowsAtOnce / 2) {
+      if (count == R) {
+        block<R>(panel, row, next, lines);
+      } else {
+        rows_of<R - 1>(count, panel, row, next, lines);
+      }
+    }
+  }
+
+  int64_t blocks() const { return (rows + kRowsAtOnce - 1) / kRowsAtOnce; }
+
+  // The first row of a block of rows. Blocks have about equal lengths: a short one takes longer for each of its rows.
+  int64_t row_of(int64_t block) const { return rows * block / blocks(); }
+
+  // Transpose each block of rows, so that a unit of all its rows is in one place.
+  void turn() const {
+    for (int64_t i = 0; i < blocks(); i++) {
+      const int64_t row = row_of(i), count = row_of(i + 1) - row;
+      at::vec::transpose_mxn<float>(x + row * k, k, turned_x + row * k, count, count, k);
+    }
+  }
+
   // All rows, with the panels from `begin` to `end`.
   void run(int64_t begin, int64_t end) const {
-    static thread_local std::vector<float> turned, kept;  // their memory is kept, so that a step allocates nothing
+    alignas(64) static thread_local float turned[kDepth * kWidth];  // loads from two cache lines take twice as long
+    static thread_local std::vector<float> kept;                    // its memory is kept: a step allocates nothing
     const int64_t parts = (k + kDepth - 1) / kDepth, longest = ((k + parts - 1) / parts + 15) / 16 * 16;
-    const int64_t blocks = (rows + kRowsAtOnce - 1) / kRowsAtOnce * parts;
-    turned.resize(longest * kWidth);
     kept.resize(parts > 1 ? rows * kWidth : 0);
     float shift[kWidth] = {};
     for (int64_t at = begin; at < end; at++) {
       const int64_t column = at * kWidth, width = std::min(kWidth, n - column);
       const char* next = reinterpret_cast<const char*>(weight + (column + kWidth) * k);
-      const int64_t lines = column + 2 * kWidth > n ? 0 : (kWidth * k * 4 / 64 + blocks - 1) / blocks;
+      const int64_t lines = column + 2 * kWidth > n ? 0 : kWidth * k * 4 / 64 / (blocks() * parts) + 1;
       if (bias != nullptr) std::copy_n(bias + column, width, shift);
       for (int64_t from = 0; from < k; from += longest) {
         const int64_t depth = std::min(longest, k - from);
-        at::vec::transpose_mxn<float>(weight + column * k + from, k, turned.data(), kWidth, width, depth);
-        const Panel panel{turned.data(), column, width, from, depth, kept.data(), bias != nullptr ? shift : nullptr};
-        int64_t row = 0;
-        const auto rows_of = [&](auto count) {
-          for (; row + count() <= rows; row += count(), next += lines * 64) block<count()>(panel, row, next, lines);
-        };
-        rows_of(std::integral_constant<int64_t, kRowsAtOnce>());
-        if constexpr (kRowsAtOnce > 8) rows_of(std::integral_constant<int64_t, 8>());
-        rows_of(std::integral_constant<int64_t, 4>());
-        rows_of(std::integral_constant<int64_t, 2>());
-        rows_of(std::integral_constant<int64_t, 1>());
+        at::vec::transpose_mxn<float>(weight + column * k + from, k, turned, kWidth, width, depth);
+        const Panel panel{turned, column, width, from, depth, kept.data(), bias != nullptr ? shift : nullptr};
+        for (int64_t i = 0; i < blocks(); i++, next += lines * 64)
+          rows_of(row_of(i + 1) - row_of(i), panel, row_of(i), next, lines);
       }
     }
   }
@@ -431,15 +420,19 @@ void run(const Tensor& x, const Tensor& weight, const OptTensor& bias, const Ten
   const Tensor dense = x.contiguous(), shift = bias.has_value() ? bias->contiguous() : Tensor();
   if constexpr (std::is_same_v<Input<T>, T>) {  // it has instructions for whole units
     if (rows >= kMany && k % kUnit<T> == 0) {
+      static thread_local std::vector<float> turned;  // its memory is kept, so that a step allocates nothing
+      turned.resize(rows * (k / kUnit<T>));
       const ManyRows<T> product{
           .x = reinterpret_cast<const float*>(dense.const_data_ptr<T>()),
           .rows = rows,
           .n = n,
           .k = k / kUnit<T>,
+          .turned_x = turned.data(),
           .weight = reinterpret_cast<const float*>(weight.const_data_ptr<T>()),
           .bias = bias.has_value() ? shift.const_data_ptr<T>() : nullptr,
           .out = out.mutable_data_ptr<T>(),
       };
+      product.turn();
       at::parallel_for(0, (n + product.kWidth - 1) / product.kWidth, 1,
                        [&](int64_t begin, int64_t end) { product.run(begin, end); });
       return;
