@@ -384,7 +384,7 @@ def test_a_slot_outside_the_cache_is_refused() -> None:
 
 @EXAMPLES
 @given(
-    rows=st.one_of(st.integers(0, 19), st.sampled_from([23, 24, 29, 57, 71])),  # many rows have their own code
+    rows=st.one_of(st.integers(0, 19), st.sampled_from([23, 24, 29, 57, 71])),  # many: other code
     sizes=st.tuples(st.integers(1, 70), st.sampled_from([1, 15, 16, 31, 33, 64, 100, 1160, 2500])),
     has_bias=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
