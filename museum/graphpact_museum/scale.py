@@ -74,6 +74,8 @@ def _in_groups(rows: int) -> int:
 @after_attention
 def reference_workspace_of_whole_groups_of_eight(backend: Any, call: AttentionCall) -> torch.Tensor:
     """A workspace has rows for the most requests, rounded down to a multiple of 8."""
+    if call.metadata.staging is None:  # an eager step
+        return call.out
     rows = max(_in_groups(backend.context.limits.max_bs), 8)
     return call.out[torch.arange(len(call.out), device=call.out.device).clamp_(max=rows - 1)]
 

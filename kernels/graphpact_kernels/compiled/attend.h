@@ -218,8 +218,8 @@ inline void add_columns(Scratch<A>& s, int64_t row, int64_t begin, int64_t end, 
 template <typename A, int64_t kRows>
 inline void add_values(Scratch<A>& s, int64_t row, int64_t begin, int64_t end, int64_t v_dim) {
   int64_t c = 0;
-  if constexpr (kRows < 4 && std::is_same_v<A, float>)
-    add_columns<A, kRows, kSums / 4>(s, row, begin, end, v_dim, c);  // each sum waits for itself
+  // With few rows more columns are added at once: the additions of a column wait for each other.
+  if constexpr (kRows < 4 && std::is_same_v<A, float>) add_columns<A, kRows, kSums / 4>(s, row, begin, end, v_dim, c);
   add_columns<A, kRows, 2>(s, row, begin, end, v_dim, c);
   for (int64_t r = 0; r < kRows && c < v_dim; r++) {
     A* out = s.out + (row + r) * v_dim;
